@@ -1,0 +1,279 @@
+"""The passes of a SCAPE step in plain PyTorch: the specification, and what runs on a CPU.
+
+Every function works on one tensor's local shard, flattened. Names follow Algorithm 1 of the SCAPE paper:
+m first moment, mt the replica's new moment with its residual (error feedback) added, A the mask in use,
+P the mask that was in use one step before.
+
+Masks are packed bits, entry i in bit i % 8 of byte i // 8; `None` stands for a mask of all ones. Shards are
+padded to whole blocks, so a mask may be longer than the n entries it describes; what lies behind is not read.
+
+One buffer `state` holds m on A and the residual off A. Their supports are disjoint after every step, so
+nothing is lost, and SCAPE costs no more state than AdamS does.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "adams_update_",
+    "finite",
+    "mask_indices",
+    "new_moment_",
+    "offsets_to_mask",
+    "pack_",
+    "pack_bits",
+    "pack_offsets",
+    "select_blocks",
+    "select_largest",
+    "synchronised_gradient_",
+    "unpack_bits",
+    "unpack_offsets",
+    "update_",
+]
+
+
+# --------------------------------------------------------------------------------------------- mask codec
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Packs bool (8*b,) into uint8 (b,)."""
+    columns = bits.view(torch.uint8).view(-1, 8)
+    packed = columns[:, 0].clone()
+    for i in range(1, 8):
+        packed |= columns[:, i] << i
+    return packed
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """Unpacks the first `count` bits of uint8 (b,) into bool (count,)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].bool()
+
+
+def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
+    """Ascending int64 positions (nnz,) of the set bits among the first `count`.
+
+    `nnz` is known to the host from the layout, so that no device has to be asked for it.
+    """
+    bits = unpack_bits(mask, count)
+    if bits.is_cpu:  # nonzero_static is several times slower there, and a CPU has nothing to wait for
+        return bits.nonzero().view(-1)
+    return torch.nonzero_static(bits, size=nnz).view(-1)
+
+
+def _offset_bits(block_size: int) -> int:
+    return max(1, (block_size - 1).bit_length())
+
+
+def offset_bytes(blocks: int, k: int, block_size: int) -> int:
+    """Bytes of `pack_offsets` for `blocks` blocks of k offsets each."""
+    return (blocks * k * _offset_bits(block_size) + 7) // 8
+
+
+def pack_offsets(offsets: Tensor, block_size: int) -> Tensor:
+    """Packs in-block offsets, int64 (blocks, k), to ceil(log2(block_size)) bits each; returns uint8."""
+    width = _offset_bits(block_size)
+    shifts = torch.arange(width, device=offsets.device)
+    bits = ((offsets.reshape(-1, 1) >> shifts) & 1).bool().view(-1)
+    return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
+
+
+def unpack_offsets(packed: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
+    """The inverse of `pack_offsets`: int64 (blocks, k)."""
+    width = _offset_bits(block_size)
+    bits = unpack_bits(packed, blocks * k * width).view(-1, width)
+    weights = 1 << torch.arange(width, device=packed.device)
+    return (bits * weights).sum(1).view(blocks, k)
+
+
+def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
+    """Packed mask of whole blocks, uint8 (blocks * block_size / 8,), from offsets (blocks, k).
+
+    An offset that stands there twice sets its bit once.
+    """
+    bits = torch.zeros(offsets.shape[0], block_size, dtype=torch.bool, device=offsets.device)
+    return pack_bits(bits.scatter_(1, offsets, True).view(-1))
+
+
+# ---------------------------------------------------------------------------------------------- selection
+
+
+def _order_keys(values: Tensor) -> Tensor:
+    """int64 keys whose order is |value| first, then lower position; values FP32 (rows, length).
+
+    The bits of a non-negative float order as the integer does, and the low half breaks ties.
+    """
+    length = values.shape[1]
+    position = torch.arange(length - 1, -1, -1, device=values.device)
+    return (values.abs().view(torch.int32).long() << 32) | position
+
+
+def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
+    """In-block offsets of the k largest |values| of each block; ties go to the lower index.
+
+    Args:
+        values: FP32 (n,), finite; the last block may be short, and then the missing entries are never chosen.
+        k: entries per block, 1 <= k <= block_size.
+
+    Returns:
+        int64 (ceil(n / block_size), k). A block with fewer than k real entries gives them all and repeats
+        the first of them, so that the shape is static.
+    """
+    n = values.numel()
+    blocks = -(-n // block_size)
+    padded = torch.nn.functional.pad(values, (0, blocks * block_size - n)).view(blocks, block_size)
+    keys = _order_keys(padded)
+    tail = n - (blocks - 1) * block_size
+    if tail < block_size:
+        keys[-1, tail:] = -1
+    chosen, offsets = keys.topk(k, dim=1, sorted=True)
+    return torch.where(chosen >= 0, offsets, offsets[:, :1])
+
+
+def select_largest(values: Tensor, k: int) -> Tensor:
+    """Ascending int64 positions (k,) of the k largest |values|, FP32 (n,); ties go to the lower index."""
+    positions = _order_keys(values.view(1, -1)).topk(k, dim=1, sorted=False).indices
+    return positions.view(-1).sort().values
+
+
+# --------------------------------------------------------------------------------------- the step's passes
+
+
+def finite(gradients: list[Tensor]) -> Tensor:
+    """bool (len(gradients),): whether each flat gradient is free of NaN and Inf. One read, no temporary."""
+    one = torch.ones((), dtype=torch.bool, device=gradients[0].device)
+    verdicts = []
+    for gradient in gradients:
+        if gradient.numel() == 0:
+            verdicts.append(one)
+            continue
+        low, high = gradient.aminmax()  # NaN propagates through both
+        verdicts.append(low.isfinite() & high.isfinite())
+    return torch.stack(verdicts)
+
+
+def new_moment_(gradient: Tensor, state: Tensor, previous: Tensor | None, beta1: float, scale: float) -> None:
+    """mt = where(P, beta1 * m, residual) + (1 - beta1) * scale * g, written over `gradient` (FP32, (n,))."""
+    if previous is None:
+        carried = state * beta1
+    else:
+        carried = torch.where(unpack_bits(previous, state.numel()), state * beta1, state)
+    gradient.mul_((1.0 - beta1) * scale).add_(carried)
+
+
+def pack_(
+    moment: Tensor,
+    state: Tensor,
+    indices: Tensor | None,
+    previous: Tensor | None,
+    payload: Tensor,
+    applied: Tensor,
+) -> None:
+    """payload = mt on A; state = residual off A, last step's m on A (0 where A is newly set).
+
+    Args:
+        moment: mt, FP32 (n,).
+        state: FP32 (n,), written unless `applied` is false.
+        indices: positions of A, int64 (nnz(A),); None for all.
+        previous: packed P.
+        payload: FP32 (nnz(A),); may be the storage of `moment` itself (its first nnz entries).
+        applied: bool (), false where some rank's gradient is not finite.
+    """
+    kept = state if indices is None else state[indices]
+    last = kept
+    if previous is not None:
+        held = unpack_bits(previous, state.numel())
+        last = torch.where(held if indices is None else held[indices], kept, 0.0)
+    if indices is None:
+        state.copy_(torch.where(applied, last, kept))
+        values = moment
+    else:
+        state.copy_(torch.where(applied, moment, state))
+        state[indices] = torch.where(applied, last, kept)
+        values = moment[indices]
+    if payload.data_ptr() != values.data_ptr():
+        payload.copy_(values)
+
+
+def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
+    """gh = (b - beta1 * q) / (1 - beta1), written over the averaged payload b; q is last step's m on A."""
+    payload.sub_(last_moment, alpha=beta1).div_(1.0 - beta1)
+
+
+def update_(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: Tensor,
+    indices: Tensor | None,
+    previous: Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: Tensor,
+    clip_moment: bool,
+    bias_corrections: tuple[Tensor, Tensor],
+    max_wait: float | None,
+    applied: Tensor,
+) -> None:
+    """The AdamS update on A, weight decay everywhere; writes `parameter` and `state` unless not `applied`.
+
+    Args:
+        parameter: FP32 (n,).
+        gradient: gh on A before clipping, FP32 (nnz(A),); consumed.
+        state: FP32 (n,), holds last step's m on A and receives the new one.
+        indices: positions of A, int64 (nnz(A),); None for all.
+        previous: packed P; with `max_wait`, entries of A outside P are scaled by their mean waiting time.
+        clip: FP32 (), factor on gh. `clip_moment` false is the paper's printed form: v alone sees it.
+        bias_corrections: (1 - beta1^t, 1 - beta2^t), t counting applied steps.
+        max_wait: upper clamp of the waiting time; None for no scaling.
+    """
+    beta1, beta2 = betas
+    n, nnz = parameter.numel(), gradient.numel()
+    last = state if indices is None else state[indices]
+    clipped = gradient * clip
+    second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
+    moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
+    step = (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
+    if max_wait is not None and indices is not None and previous is not None:
+        fresh = ~unpack_bits(previous, n)[indices]
+        # Little's law: entries outside the mask over entries entering per step.
+        wait = ((n - nnz) / fresh.sum().float()).clamp(1.0, max_wait)
+        step = torch.where(fresh, step * wait, step)
+    _decay_(parameter, lr * weight_decay, applied)
+    step = torch.where(applied, step * lr, 0.0)
+    moment = torch.where(applied, moment, last)
+    if indices is None:
+        parameter.sub_(step)
+        state.copy_(moment)
+    else:
+        parameter[indices] -= step
+        state[indices] = moment
+
+
+def _decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
+    """parameter -= rate * parameter. A factor 1 - rate, rounded to FP32, would err the same way every step."""
+    parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)
+
+
+def adams_update_(
+    parameter: Tensor,
+    gradient: Tensor,
+    moment: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_corrections: tuple[Tensor, Tensor],
+    applied: Tensor,
+) -> None:
+    """Dense AdamS: v = beta2 * m^2 + (1 - beta2) * g^2 from last step's m (AdamS paper, Algorithm 1)."""
+    beta1, beta2 = betas
+    second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
+    new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
+    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
+    _decay_(parameter, lr * weight_decay, applied)
+    parameter.sub_(torch.where(applied, step * lr, 0.0))
+    moment.copy_(torch.where(applied, new, moment))

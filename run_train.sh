@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Pretrains a recipe. Without anything set: the embedded recipe with SCAPE, on all GPUs or on 2 CPU processes.
+#
+#   CONFIG_FILE=train_configs/X.toml NGPU=4 ./run_train.sh --sync.scape.density=0.01
+#
+# CONFIG_FILE    recipe (TOML)                            NGPU           processes on this node
+# LOG_RANK       ranks whose output is shown, "0,1"       COMM_MODE      fake_backend: dry run of NGPU ranks, one CPU
+# NNODES         nodes, each runs this script             RDZV_ENDPOINT  host:port of one of them
+# PYTHON         the Python to use                        SCAPE_TRACEBACK=1  tracebacks for wrong input too
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source scripts/environment.sh
+
+CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
+LOG_RANK="${LOG_RANK:-0}"
+NNODES="${NNODES:-1}"
+COMM_MODE="${COMM_MODE:-}"
+if [ ! -f "$CONFIG_FILE" ]; then
+    echo "error: CONFIG_FILE=$CONFIG_FILE does not exist; recipes are in train_configs/" >&2
+    exit 2
+fi
+if [ -z "${NGPU:-}" ]; then
+    gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+    NGPU=$((gpus > 0 ? gpus : 2))
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
+arguments=(--job.config_file "$CONFIG_FILE" "$@")
+
+for argument in "$@"; do
+    if [ "$argument" = --help ] || [ "$argument" = -h ]; then
+        exec "$PYTHON" -m torchtitan_scape.train "${arguments[@]}"
+    fi
+done
+if [ -n "$COMM_MODE" ]; then
+    # One process plays rank 0 of NGPU. --training.steps=N takes N steps; without, everything is built only.
+    export NGPU LOCAL_RANK=0
+    exec "$PYTHON" -m torchtitan_scape.train --job.config_file "$CONFIG_FILE" \
+        --comm.mode="$COMM_MODE" --training.steps=0 "$@"
+fi
+if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
+    echo "error: NNODES=$NNODES needs RDZV_ENDPOINT=host:port, the same on every node" >&2
+    exit 2
+fi
+exec "$PYTHON" -m torchtitan_scape.launch --nnodes="$NNODES" --nproc_per_node="$NGPU" \
+    --rdzv_backend=c10d --rdzv_endpoint="${RDZV_ENDPOINT:-localhost:0}" \
+    --local-ranks-filter="$LOG_RANK" --role=rank --tee=3 -m torchtitan_scape.train "${arguments[@]}"

@@ -1,0 +1,39 @@
+# Sets PYTHON to a Python that can import torchtitan. Sourced by run_train.sh and run_tests.sh, from the
+# repository root. The Python in use is taken as it is where it can (clusters bring containers); otherwise
+# .venv is made here and installed into from pyproject.toml.
+#
+# Usage: source scripts/environment.sh [extra]     extra: an optional dependency group, such as "test"
+
+ensure_environment() {
+    local extra="${1:-}" requirement="." probe
+    if [ -n "$extra" ]; then requirement=".[$extra]"; fi
+    # Finding the package is enough here, and takes no seconds: importing it needs the device to be decided.
+    probe="import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ('torch', 'torchtitan', 'triton')))"
+    PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"
+    if [ -z "$PYTHON" ]; then
+        echo "error: no python3 on PATH; install Python 3.11 or 3.12" >&2
+        return 1
+    fi
+    if [ -x .venv/bin/python ] && ! "$PYTHON" -c "$probe" 2>/dev/null; then
+        PYTHON="$PWD/.venv/bin/python"
+    fi
+    if ! "$PYTHON" -c "$probe" 2>/dev/null; then
+        echo "$PYTHON cannot import torchtitan: making .venv here and installing into it (a few minutes)"
+        "$PYTHON" -m venv .venv || { echo "error: $PYTHON could not make .venv" >&2; return 1; }
+        PYTHON="$PWD/.venv/bin/python"
+        "$PYTHON" -m pip install --quiet --editable "$requirement" || {
+            echo "error: the installation into .venv failed; remove .venv and try again" >&2
+            return 1
+        }
+    elif [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, hypothesis, ruff, mypy" 2>/dev/null; then
+        if [ "$PYTHON" != "$PWD/.venv/bin/python" ]; then
+            echo "error: $PYTHON has torchtitan but not the test tools; run: $PYTHON -m pip install -e '.[test]'" >&2
+            return 1
+        fi
+        echo "installing the test tools into .venv"
+        "$PYTHON" -m pip install --quiet --editable "$requirement" || return 1
+    fi
+    export PYTHON
+}
+
+ensure_environment "$@"

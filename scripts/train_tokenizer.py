@@ -1,0 +1,92 @@
+"""Trains the embedded tokenizer: byte-level BPE, 4096 entries, on the training part of the embedded corpus.
+
+Run from the repository root:
+
+    python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]
+
+Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The same Python
+gives the same bytes; another version of Python has another standard library, and so another tokenizer.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from torchtitan_scape.data import EMBEDDED_TOKENIZER
+from torchtitan_scape.data.standard_library import read_corpus
+
+BOS_TOKEN = "<|begin_of_text|>"
+EOS_TOKEN = "<|end_of_text|>"
+
+
+def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE of `vocab_size` entries, the 256 bytes and both special tokens included.
+
+    No text is unknown to it, and `decode(encode(text)) == text`. BOS and EOS have ids 0 and 1.
+
+    Raises:
+        ValueError: `vocab_size` does not hold the bytes and special tokens, or the documents have too few distinct
+            words to fill it.
+    """
+    smallest = 256 + 2
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size {vocab_size} is less than {smallest}, the bytes and two special tokens")
+    tokenizer = Tokenizer(models.BPE())
+    # The pattern of GPT-2 keeps a run of spaces together, so that an indentation is one token.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS_TOKEN, EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the documents fill {tokenizer.get_vocab_size()} entries, not {vocab_size}: lower the vocabulary size"
+        )
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
+    """Writes tokenizer.json and tokenizer_config.json into `folder`, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS_TOKEN,
+        "eos_token": EOS_TOKEN,
+        # The data set asks for both; a prompt is encoded as it is.
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "trained_on": trained_on,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=EMBEDDED_TOKENIZER, help="folder (default: the package's)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
+    args = parser.parse_args()
+
+    corpus = read_corpus()
+    tokenizer = train(corpus.train, args.vocab_size)
+    save(tokenizer, args.output, f"standard library of Python {platform.python_version()}, digest {corpus.digest}")
+
+    n_bytes = sum(len(document.encode()) for document in corpus.validation)
+    n_tokens = sum(len(tokenizer.encode(document).ids) for document in corpus.validation)
+    print(
+        f"{args.output}: {tokenizer.get_vocab_size()} entries, {n_bytes / n_tokens:.3f} bytes per token on "
+        f"{n_bytes / 1e6:.2f} MB of validation text (corpus digest {corpus.digest})"
+    )
+
+
+if __name__ == "__main__":
+    main()

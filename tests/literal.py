@@ -1,0 +1,121 @@
+"""Algorithm 1 of the SCAPE paper, written down: two buffers, bool masks, N replicas in one process.
+
+Slow and plain on purpose. It shares no code with the product, which is held against it.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Literal:
+    """N replicas of the same parameters; sparsified tensors first, then dense ones (1-D)."""
+
+    sparse: list[Tensor]
+    dense: list[Tensor]
+    replicas: int
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    density: float = 0.1
+    density_warmup_steps: int = 0
+    block_size: int = 16
+    selection: str = "block"
+    wait_scaling: bool = True
+    max_wait: float = 1000.0
+    max_norm: float | None = 1.0
+    clip_mode: str = "moment"
+    t: int = 0
+    applied: int = 0
+    norm: float = 0.0
+    m: list[Tensor] = field(default_factory=list)
+    e: list[list[Tensor]] = field(default_factory=list)
+    A: list[Tensor] = field(default_factory=list)
+    P: list[Tensor] = field(default_factory=list)
+    mt: list[list[Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        theta = self.theta
+        self.m = [torch.zeros(p.numel()) for p in theta]
+        self.e = [[torch.zeros(p.numel()) for p in theta] for _ in range(self.replicas)]
+        self.A = [torch.ones(p.numel(), dtype=torch.bool) for p in theta]
+        self.P = [a.clone() for a in self.A]
+
+    @property
+    def theta(self) -> list[Tensor]:
+        return self.sparse + self.dense
+
+    def density_at(self, t: int) -> float:
+        d, warmup = self.density, self.density_warmup_steps
+        return max(d, d ** min(1.0, t / warmup)) if warmup else d
+
+    def step(self, gradients: list[list[Tensor]]) -> None:
+        """gradients[replica][tensor], in mean units."""
+        b1, b2 = self.betas
+        self.t += 1
+        if not all(g.isfinite().all() for replica in gradients for g in replica):
+            return
+        self.applied += 1
+        n = self.replicas
+        self.mt = [
+            [b1 * m + (1 - b1) * g.view(-1) + e for m, g, e in zip(self.m, gradients[r], self.e[r], strict=True)]
+            for r in range(n)
+        ]
+        new_mask = self.refresh(self.density_at(self.t + 1))
+        b, q, gh = [], [], []
+        for i, a in enumerate(self.A):
+            total = self.mt[0][i][a].clone()
+            for r in range(1, n):
+                total += self.mt[r][i][a]
+            b.append(total / n)
+            q.append(self.m[i][a])
+            gh.append((b[i] - b1 * q[i]) / (1 - b1))
+            for r in range(n):
+                self.e[r][i] = torch.where(a, 0.0, self.mt[r][i])
+        self.norm = math.sqrt(sum(float(g.double().square().sum()) for g in gh))
+        c = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + 1e-6))
+        for i, a in enumerate(self.A):
+            v = b2 * q[i] ** 2 + (1 - b2) * (c * gh[i]) ** 2
+            moment = b[i] if self.clip_mode == "literal" else b1 * q[i] + (1 - b1) * (c * gh[i])
+            self.m[i] = torch.zeros_like(self.m[i])
+            self.m[i][a] = moment
+            u = torch.zeros_like(self.m[i])
+            u[a] = (moment / (1 - b1**self.applied)) / (torch.sqrt(v / (1 - b2**self.applied)) + self.eps)
+            fresh = a & ~self.P[i]
+            if self.wait_scaling and fresh.any():
+                waiting = a.numel() - int(a.sum())
+                u[fresh] *= min(max(waiting / int(fresh.sum()), 1.0), self.max_wait)
+            p = self.theta[i].view(-1)
+            p.copy_(p - self.lr * (u + self.weight_decay * p))
+        self.P, self.A = self.A, new_mask
+
+    def refresh(self, density: float) -> list[Tensor]:
+        """M(t): every replica selects in its own run of blocks, from its own mt."""
+        masks = [torch.ones_like(a) for a in self.A]
+        if density >= 1.0:
+            return masks
+        blocks = []  # (tensor, first entry, end), end to end over the sparsified tensors
+        for i, p in enumerate(self.sparse):
+            masks[i][:] = False
+            blocks += [
+                (i, s, min(s + self.block_size, p.numel())) for s in range(0, p.numel(), self.block_size)
+            ]
+        run = math.ceil(len(blocks) / self.replicas)
+        for r in range(self.replicas):
+            own = blocks[r * run : (r + 1) * run]
+            if self.selection == "tensor":
+                spans = {}
+                for i, s, end in own:
+                    spans[i] = (spans.get(i, (s, end))[0], end)
+                own = [(i, s, end) for i, (s, end) in spans.items()]
+            for i, s, end in own:
+                size = self.block_size if self.selection == "block" else end - s
+                k = min(max(1, round(density * size)), end - s)
+                values = self.mt[r][i][s:end].abs().tolist()
+                chosen = sorted(range(end - s), key=lambda j: (-values[j], j))[:k]
+                masks[i][[s + j for j in chosen]] = True
+        return masks

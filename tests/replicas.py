@@ -1,0 +1,95 @@
+"""N replicas in one process: threads that run the real optimizer on a stub of the collectives."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topology.collectives import Handle, ReplicaCollectives
+
+
+class Meeting:
+    """Where the threads of one run exchange values; a thread that fails breaks it for all."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self._barrier = threading.Barrier(replicas, timeout=60)
+        self._items: list[Any] = [None] * replicas
+
+    def gather(self, replica: int, item: Any) -> list[Any]:
+        self._items[replica] = item
+        self._barrier.wait()
+        items = list(self._items)
+        self._barrier.wait()
+        return items
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCollectives(ReplicaCollectives):
+    """Adds in rank order. One replica is one thread; counts its calls as the real one does its own."""
+
+    def __init__(self, meeting: Meeting, replica: int) -> None:
+        super().__init__(None)
+        self._meeting = meeting
+        self.replicas, self.replica = meeting.replicas, replica
+
+    def all_reduce(self, tensor: Tensor, mean: bool = True, kind: str = "payload") -> Handle:
+        parts = self._meeting.gather(self.replica, tensor.clone())
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        tensor.copy_(total / self.replicas if mean else total)
+        self.traffic.add("network", kind, tensor.nbytes, 2.0 * (self.replicas - 1) / self.replicas * tensor.nbytes)
+        return Handle(None)
+
+    def all_reduce_chunked(self, tensors: Any, mean: bool = True, chunk_entries: int = 64) -> None:
+        for tensor in tensors:
+            if tensor.numel():
+                self.all_reduce(tensor, mean)
+
+    def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
+        """Delivers late, as the network does: the output is not touched before `wait`."""
+        parts = self._meeting.gather(self.replica, own.clone())
+        self.traffic.add("network", kind, own.nbytes, (self.replicas - 1) * own.nbytes)
+        return Handle(None, lambda: output.copy_(torch.cat(parts)))
+
+    def broadcast_from_first(self, tensors: Any) -> None:
+        for tensor in tensors:
+            tensor.copy_(self._meeting.gather(self.replica, tensor.clone())[0])
+
+    def all_true(self, flag: Tensor) -> Tensor:
+        return torch.stack(self._meeting.gather(self.replica, flag)).all()
+
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        return torch.stack(self._meeting.gather(self.replica, values.clone())).sum(0)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return self._meeting.gather(self.replica, item)
+
+
+def run_replicas(replicas: int, work: Callable[[ThreadCollectives], Any]) -> list[Any]:
+    """Runs `work(collectives)` as every replica and returns the results; raises the first error."""
+    meeting = Meeting(replicas)
+    results: list[Any] = [None] * replicas
+    errors: list[BaseException] = []
+
+    def one(replica: int) -> None:
+        try:
+            results[replica] = work(ThreadCollectives(meeting, replica))
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=one, args=(replica,)) for replica in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

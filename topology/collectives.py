@@ -1,0 +1,214 @@
+"""Collectives on the replicate axis (and the scalar ones inside a replica), with their bytes counted.
+
+Counting: `handed` is the size of the tensor a collective was given; `sent` is what this rank puts on the
+wire to its successor in the ring, 2 * (N-1)/N of the handed bytes for an all-reduce and (N-1) times for
+an all-gather (every known ring and tree algorithm of that optimal volume sends as much). `sent` is filed
+under the level of the link to that successor, so the sum over ranks is what crosses each kind of link.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from topology.groups import ReplicaGroups
+
+# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
+CHUNK_ENTRIES = 1 << 22
+
+# torch 2.13 renamed the collective and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes and calls since the start, by (link level, kind of message)."""
+
+    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    handed: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    sent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, level: str, kind: str, handed: int, sent: float) -> None:
+        self.calls[level, kind] += 1
+        self.handed[level, kind] += handed
+        self.sent[level, kind] += sent
+
+    def sent_by_level(self) -> dict[str, float]:
+        """Bytes this rank put on the wire, by link level."""
+        totals: dict[str, float] = defaultdict(float)
+        for (level, _), sent in self.sent.items():
+            totals[level] += sent
+        return dict(totals)
+
+
+class Handle:
+    """A collective in flight; `wait()` where its result is first needed."""
+
+    def __init__(self, work: Any, finish: Any = None) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = None
+
+
+class ReplicaCollectives:
+    """What replicas say to each other, on the groups it is given.
+
+    `replicas` is None (one replica), a ProcessGroup of the ranks that hold the same parameters, or
+    `ReplicaGroups`. With a plain ProcessGroup and parameters sharded by DTensor, `model` names the group of
+    the shards.
+    """
+
+    def __init__(self, replicas: ProcessGroup | ReplicaGroups | None, model: ProcessGroup | None = None) -> None:
+        if not isinstance(replicas, ReplicaGroups):
+            replicas = ReplicaGroups(replicate=replicas, model=model)
+        self.groups = replicas
+        self.traffic = Traffic()
+        self.replicas, self.replica = _size_and_rank(replicas.replicate)
+        self.model_ranks, self.model_rank = _size_and_rank(replicas.model)
+
+    @property
+    def is_fake(self) -> bool:
+        """True in a dry run, whose collectives move nothing, so that received values mean nothing."""
+        return dist.is_initialized() and dist.get_backend() == "fake"
+
+    # ------------------------------------------------------------------------------ the replicate axis
+
+    def all_reduce(self, tensor: Tensor, mean: bool = True, kind: str = "payload") -> Handle:
+        """Starts the mean (or sum) over replicas, in place."""
+        group = self.groups.replicate
+        if group is None:
+            return Handle(None)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        self._count(group, kind, tensor.nbytes, 2.0 * (self.replicas - 1) / self.replicas)
+        # gloo has no mean of its own
+        return Handle(work, (lambda: tensor.div_(self.replicas)) if mean else None)
+
+    def all_reduce_chunked(
+        self, tensors: Sequence[Tensor], mean: bool = True, chunk_entries: int = CHUNK_ENTRIES
+    ) -> None:
+        """The mean (or sum) over replicas of FP32 flat tensors, in place, through two buffers of `chunk_entries`.
+
+        For what is too large to have a buffer of its own: dense gradients, and payloads while the mask is
+        dense. While one chunk is on the wire the next is filled.
+        """
+        if self.groups.replicate is None or not tensors:
+            return
+        in_flight: tuple[Handle, Tensor, list[Tensor]] | None = None
+        for parts in _chunks(tensors, chunk_entries):
+            buffer = torch.cat(parts)
+            handle = self.all_reduce(buffer, mean)
+            if in_flight is not None:
+                _land(*in_flight)
+            in_flight = (handle, buffer, parts)
+        if in_flight is not None:
+            _land(*in_flight)
+
+    def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
+        """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in replica order."""
+        group = self.groups.replicate
+        if group is None:
+            output.copy_(own)
+            return Handle(None)
+        work = _all_gather(output, own, group=group, async_op=True)
+        self._count(group, kind, own.nbytes, float(self.replicas - 1))
+        return Handle(work)
+
+    def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Gives every replica the values of replica 0, in place; not counted, it happens once."""
+        group = self.groups.replicate
+        if group is None:
+            return
+        source = dist.get_process_group_ranks(group)[0]
+        for tensor in tensors:
+            dist.broadcast(tensor, source, group=group)
+
+    # ------------------------------------------------------------------------- scalars, over all axes
+
+    def all_true(self, flag: Tensor) -> Tensor:
+        """bool (): whether `flag`, bool (), is true on every rank of every replica."""
+        value = flag.float()
+        for group in (self.groups.model, self.groups.replicate):
+            if group is not None:
+                dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
+                self._count(group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
+        return value > 0
+
+    def sum_over_model(self, value: Tensor) -> Tensor:
+        """FP32 (): the sum over the ranks of this replica, added in rank order.
+
+        An all-reduce may add in another order in each node; this sum is the same to the last bit on every
+        replica.
+        """
+        group = self.groups.model
+        if group is None:
+            return value
+        values = torch.empty(self.model_ranks, dtype=value.dtype, device=value.device)
+        _all_gather(values, value.view(1), group=group)
+        self._count(group, "norm", value.nbytes, float(self.model_ranks - 1))
+        total = values[0]
+        for i in range(1, self.model_ranks):
+            total = total + values[i]
+        return total
+
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks of all replicas, for reports; not counted."""
+        values = values.clone()
+        for group in (self.groups.model, self.groups.replicate):
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        return values
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Every rank's `item`, for set-up and for error messages; not counted."""
+        items = [item]
+        for group in (self.groups.model, self.groups.replicate):
+            if group is not None:
+                lists: list[Any] = [None] * group.size()
+                dist.all_gather_object(lists, items, group=group)
+                items = [entry for entries in lists for entry in entries]
+        return items
+
+    def _count(self, group: ProcessGroup, kind: str, handed: int, factor: float) -> None:
+        layout = self.groups.layout
+        level = "network"
+        if layout is not None:
+            level = layout.ring_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
+        self.traffic.add(level, kind, handed, factor * handed)
+
+
+def _size_and_rank(group: ProcessGroup | None) -> tuple[int, int]:
+    return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def _chunks(tensors: Sequence[Tensor], chunk_entries: int) -> Any:
+    """Yields lists of views that hold `chunk_entries` entries together; the last may hold fewer."""
+    parts: list[Tensor] = []
+    room = chunk_entries
+    for tensor in tensors:
+        start = 0
+        while start < tensor.numel():
+            part = tensor[start : start + room]
+            parts.append(part)
+            start += part.numel()
+            room -= part.numel()
+            if room == 0:
+                yield parts
+                parts, room = [], chunk_entries
+    if parts:
+        yield parts
+
+
+def _land(handle: Handle, buffer: Tensor, parts: list[Tensor]) -> None:
+    handle.wait()
+    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values)

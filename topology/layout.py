@@ -1,0 +1,176 @@
+"""Which rank sits where. Plain arithmetic: no process group, no torch."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from topology.machines import Machine
+
+# TorchTitan's order of mesh axes, outermost first; a rank is the row-major index.
+_AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks on nodes, and the parallel degrees over them. Made by `plan_layout`."""
+
+    world_size: int
+    ranks_per_node: int
+    machine: Machine
+    replicate: int
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """This rank's index on every axis."""
+        found = {}
+        for axis in reversed(_AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in _AXES}
+
+    def rank_of(self, **coordinates: int) -> int:
+        """The rank at these coordinates; axes left out are 0."""
+        rank = 0
+        for axis in _AXES:
+            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
+        return rank
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        by_shard: dict[tuple[int, ...], list[int]] = {}
+        by_replica: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            replica = place.pop("replicate")
+            by_shard.setdefault(tuple(place.values()), []).append(rank)
+            by_replica.setdefault(replica, []).append(rank)
+        return (
+            tuple(sorted(tuple(ranks) for ranks in by_shard.values())),
+            tuple(sorted(tuple(ranks) for ranks in by_replica.values())),
+        )
+
+    def replicate_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that hold the same parameters, each in replica order."""
+        return self._groups[0]
+
+    def model_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that hold one replica together, each in rank order."""
+        return self._groups[1]
+
+    def replicate_group(self, rank: int) -> tuple[int, ...]:
+        return next(ranks for ranks in self.replicate_groups() if rank in ranks)
+
+    def model_group(self, rank: int) -> tuple[int, ...]:
+        return next(ranks for ranks in self.model_groups() if rank in ranks)
+
+    def level(self, rank_a: int, rank_b: int) -> str:
+        """The innermost level at which two ranks share a unit: what a byte between them crosses."""
+        if self.node(rank_a) != self.node(rank_b):
+            return "network"
+        place_a, place_b = rank_a % self.ranks_per_node, rank_b % self.ranks_per_node
+        for level in self.machine.levels:
+            if level.name in ("node", "network") or place_a // level.ranks == place_b // level.ranks:
+                return "node" if level.name == "network" else level.name
+        return "node"
+
+    def ring_level(self, rank: int, group: tuple[int, ...]) -> str:
+        """The level of the link from `rank` to its successor in the ring of `group`."""
+        return self.level(rank, group[(group.index(rank) + 1) % len(group)])
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def shard_axis_inside_node(self) -> bool:
+        """Whether no replica spans nodes, so that FSDP's collectives stay on fast links."""
+        return all(len({self.node(rank) for rank in ranks}) == 1 for ranks in self.model_groups())
+
+    def describe(self) -> str:
+        """One line for the log."""
+        degrees = [("shard", self.shard), ("context", self.context), ("tensor", self.tensor)]
+        if self.pipeline > 1:
+            degrees.insert(0, ("pipeline", self.pipeline))
+        product = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1 or name == "shard")
+        levels = sorted({self.ring_level(ranks[0], ranks) for ranks in self.replicate_groups() if len(ranks) > 1})
+        talk = f"replicas talk over {' and '.join(levels)}" if levels else "there is one replica"
+        inside = "stays inside a node" if self.shard_axis_inside_node else "CROSSES nodes"
+        return (
+            f"{self.world_size} ranks on {self.nodes} node(s) of {self.ranks_per_node} ({self.machine.name}): "
+            f"replicate {self.replicate} x {product}; the shard axis {inside}, {talk}"
+        )
+
+
+def plan_layout(
+    world_size: int,
+    *,
+    ranks_per_node: int,
+    machine: Machine,
+    replicate: int,
+    shard: int,
+    context: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+) -> Layout:
+    """Checks the degrees against the world. One of `replicate` and `shard` may be -1: what the others leave.
+
+    Raises ValueError with the numbers and the fix.
+    """
+    if replicate == -1 and shard == -1:
+        raise ValueError("replicate and shard are both -1; only one of them can be what the other degrees leave")
+    fixed = {"context": context, "tensor": tensor, "pipeline": pipeline}
+    fixed |= {name: n for name, n in (("replicate", replicate), ("shard", shard)) if n != -1}
+    for name, degree in fixed.items():
+        if degree < 1:
+            raise ValueError(f"the {name} degree is {degree}; it must be 1 or more")
+    product = math.prod(fixed.values())
+    text = " x ".join(f"{name} {degree}" for name, degree in fixed.items() if degree > 1) or "1"
+    if world_size % product:
+        raise ValueError(
+            f"{world_size} ranks cannot be divided into {text}; start a multiple of {product} ranks, or change a degree"
+        )
+    left = world_size // product
+    if replicate == -1:
+        replicate = left
+    elif shard == -1:
+        shard = left
+    elif left != 1:
+        raise ValueError(
+            f"{text} makes {product} ranks, but {world_size} were started; start {product}, or set one of "
+            "replicate and shard to -1"
+        )
+    if not 1 <= ranks_per_node <= world_size:
+        raise ValueError(f"{ranks_per_node} ranks per node, but only {world_size} ranks in all")
+    if world_size % ranks_per_node:
+        raise ValueError(f"{world_size} ranks do not fill whole nodes of {ranks_per_node}")
+    return Layout(world_size, ranks_per_node, machine, replicate, shard, context, tensor, pipeline)
+
+
+def ranks_per_node_from_environment(environ: Mapping[str, str]) -> int | None:
+    """What the launcher says: torchrun's LOCAL_WORLD_SIZE, else Slurm's variables, else None.
+
+    Raises ValueError for a value that is no number, or nodes of different size.
+    """
+    for name in (
+        "LOCAL_WORLD_SIZE",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+    ):
+        value = environ.get(name)
+        if value is None:
+            continue
+        match = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", value.strip())
+        if match is None:
+            raise ValueError(
+                f"{name} is {value!r}; expected one number of ranks for every node, such as 8 or 8(x4)"
+            )
+        return int(match[1])
+    return None

@@ -1,0 +1,86 @@
+"""Machines as data: ranks per node, and the links between ranks from the inside out.
+
+Figures are nominal, from the sources named; a measurement on the machine itself is worth more.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranks that share a kind of link.
+
+    name: "gcd_pair", "node" or "network".
+    ranks: ranks inside one unit of this level; 0 for any number.
+    bandwidth: GB/s (1e9 bytes) that one rank sends, one direction.
+    latency: microseconds for a small message.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of node and its links. `ranks_per_node` is 0 where it is whatever the launcher starts."""
+
+    name: str
+    ranks_per_node: int
+    levels: tuple[Level, ...]
+    source: str
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "vista",
+            ranks_per_node=1,
+            levels=(Level("node", 1, 450.0, 2.0), Level("network", 0, 50.0, 5.0)),
+            source="SCAPE paper, Section V-A: one GH200 a node, NDR 400 Gb/s InfiniBand; NVLink-C2C 900 GB/s both ways. "
+            "Latencies are assumed",
+        ),
+        Machine(
+            "frontier",
+            ranks_per_node=8,
+            levels=(
+                Level("gcd_pair", 2, 200.0, 2.0),
+                Level("node", 8, 50.0, 3.0),
+                Level("network", 0, 12.5, 5.0),
+            ),
+            source="Low-bandwidth partitioning paper, Table II and Section III: 200 GB/s between the GCDs of a GPU, "
+            "Infinity Fabric 50 GB/s between GPUs of a node, four 200 Gb/s Slingshot-11 NICs for eight GCDs. "
+            "Latencies are assumed",
+        ),
+        Machine(
+            "dgx-a100",
+            ranks_per_node=8,
+            levels=(Level("node", 8, 300.0, 2.0), Level("network", 0, 25.0, 5.0)),
+            source="Low-bandwidth partitioning paper, Table I: NVLink 600 GB/s both ways, eight 200 Gb/s HDR ports a node. "
+            "Latencies are assumed",
+        ),
+        Machine(
+            "local",
+            ranks_per_node=0,
+            levels=(Level("node", 0, 10.0, 10.0), Level("network", 0, 1.0, 50.0)),
+            source="assumed: one host, processes over memory or loopback",
+        ),
+    )
+}
+
+
+def get_machine(name: str) -> Machine:
+    """The preset of that name. Raises ValueError that lists the names."""
+    if name not in MACHINES:
+        raise ValueError(f"there is no machine preset {name!r}; known are {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
+def detect_machine(device_name: str) -> str:
+    """The preset's name for an accelerator's name; "local" where none fits."""
+    for part, name in (("GH200", "vista"), ("MI250X", "frontier"), ("A100", "dgx-a100")):
+        if part in device_name:
+            return name
+    return "local"

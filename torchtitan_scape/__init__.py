@@ -1,0 +1,29 @@
+"""Pretraining with sparse exchange between data-parallel replicas.
+
+`Scape` and `AdamS` are ordinary optimizers; importing them does not import TorchTitan.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def _check_own_packages() -> None:
+    """`kernels` and `topology` are common names: another package of that name must not stand in front."""
+    root = Path(__file__).resolve().parent.parent
+    for name in ("kernels", "topology"):
+        spec = find_spec(name)
+        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+        if found != root / name:
+            raise ImportError(
+                f"the package {name!r} that Python finds is {found or 'none'}, not {root / name}; run from "
+                f"{root}, put it first on PYTHONPATH, or uninstall the other package"
+            )
+
+
+_check_own_packages()
+
+from torchtitan_scape.optimizer.adams import AdamS  # noqa: E402
+from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
+from torchtitan_scape.optimizer.scape import Scape  # noqa: E402
+
+__all__ = ["AdamS", "NonFiniteGradientError", "Scape"]

@@ -1,0 +1,5 @@
+"""Data sets and tokenizers, the embedded ones included."""
+
+from pathlib import Path
+
+EMBEDDED_TOKENIZER = Path(__file__).parent / "tokenizer"

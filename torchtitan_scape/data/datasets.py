@@ -1,0 +1,396 @@
+"""Data sets, tokenizer and validator as TorchTitan builds them, with the mistakes of a user caught first.
+
+Importing this file registers the data sets below with TorchTitan, whose names are lower-case:
+
+    standard_library, standard_library_validation   the embedded corpus; needs no network
+    slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
+    openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
+    text_files                                      any local text; `dataset_path` is required
+
+On a machine without a GPU, call `torchtitan_scape.device.prepare()` before importing this file.
+"""
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from torch import nn
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.tools.logging import logger
+
+from torchtitan_scape.data import standard_library
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+# File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
+_BUILDERS = {
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+_EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a "text" column'
+_SPLITS = ("train", "validation", "test")
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+
+
+def _ending(path: Path) -> str | None:
+    return next((ending for ending in _BUILDERS if path.name.lower().endswith(ending)), None)
+
+
+def _split_of(path: Path, root: Path) -> str | None:
+    """The split that the nearest of file name, sub-folders and given folder begins with."""
+    names = [path.name] if path == root else [*reversed(path.relative_to(root).parts), root.name]
+    return next((split for name in names for split in _SPLITS if name.lower().startswith(split)), None)
+
+
+def _check_readable(path: Path, folder: bool) -> None:
+    if not os.access(path, os.R_OK | (os.X_OK if folder else 0)):
+        raise ValueError(f"dataset_path: {str(path)!r} is not readable by this user: check its permissions")
+
+
+def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
+    """Lists the text files of a local path, sorted, hidden and empty files left out.
+
+    Args:
+        path: a file, or a folder, which is searched with its sub-folders.
+        split: "train" or "validation" keeps, of a folder, the files whose name, or else the nearest folder's name,
+            begins so; None keeps all.
+
+    Raises:
+        ValueError: `path` is missing or not readable, has no such file, only empty ones, or files of several formats.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {_EXPECTED}")
+    _check_readable(root, root.is_dir())
+    if root.is_dir():
+        found = [file for file in sorted(root.rglob("*")) if _ending(file) and file.is_file()]
+        files = [file for file in found if not any(x.startswith(".") for x in file.relative_to(root).parts)]
+    else:
+        files = [root] if _ending(root) else []
+    if not files:
+        raise ValueError(f"dataset_path: {str(root)!r} has no text; expected {_EXPECTED}")
+    if split is not None and root.is_dir():
+        files = [file for file in files if _split_of(file, root) == split]
+        if not files:
+            raise ValueError(
+                f"dataset_path: {str(root)!r} has no files of the split {split!r}; expected files or sub-folders whose "
+                f"names begin with {split!r}, or dataset text_files to read all files"
+            )
+    for file in files:
+        _check_readable(file, folder=False)
+    files = [file for file in files if file.stat().st_size > 0]
+    if not files:
+        raise ValueError(f"dataset_path: {str(root)!r} has zero documents: its files are empty")
+    builders = {_BUILDERS[cast(str, _ending(file))] for file in files}
+    if len(builders) > 1:
+        raise ValueError(
+            f"dataset_path: {str(root)!r} mixes the formats {', '.join(sorted(builders))}; "
+            "give a file, or a folder with one format"
+        )
+    return files
+
+
+def _columns(file: Path) -> set[str]:
+    """Column names of one file: a parquet schema, or the keys of the first line of JSON."""
+    ending = _ending(file)
+    if ending == ".txt":
+        return {"text"}
+    if ending == ".parquet":
+        return set(pyarrow.parquet.read_schema(file).names)
+    with gzip.open(file, "rt") if file.name.endswith(".gz") else open(file, encoding="utf-8") as lines:
+        row = json.loads(next((line for line in lines if line.strip()), "{}"))
+    if not isinstance(row, dict):
+        raise ValueError(f"its first line is a {type(row).__name__}, not an object")
+    return set(row)
+
+
+def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> Dataset:
+    """Reads local text, map-style, so that TorchTitan resumes by document index.
+
+    A line of .jsonl or a row of .parquet is one document. A .txt file is one document as a whole, because a line break
+    in text does not end a document; text with one document a line belongs in .jsonl. The datasets library converts the
+    files once into its own cache (HF_DATASETS_CACHE), which takes about their uncompressed size.
+
+    Args:
+        path: a file, or a folder, which is searched with its sub-folders.
+        split: see `find_text_files`.
+
+    Returns:
+        A data set with the one column "text".
+
+    Raises:
+        ValueError: as `find_text_files`; or a file is damaged, has no "text" column of strings, or has zero documents.
+    """
+    files = find_text_files(path, split)
+    builder = _BUILDERS[cast(str, _ending(files[0]))]
+    options = {"sample_by": "document"} if builder == "text" else {}
+    file = files[0]
+    try:
+        # A few files are enough here: the library compares the others with the first.
+        for file in files[:8]:
+            if "text" not in (columns := _columns(file)):
+                raise ValueError(f'it has no column "text", but {sorted(columns)}; expected a column "text" of strings')
+        data = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
+    except DatasetGenerationError as error:
+        raise ValueError(f"dataset_path: {str(path)!r} cannot be read as {builder}: {error.__cause__}") from error
+    except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
+        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {error}") from error
+    if len(data) == 0:
+        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
+    kind = getattr(data.features["text"], "dtype", "nested")
+    if kind not in ("string", "large_string"):
+        raise ValueError(f'dataset_path: {str(path)!r} has a column "text" of {kind}; expected strings')
+    return data.select_columns(["text"])
+
+
+def _load_hub(path: str, hub: str, split: str) -> Any:
+    """Streams `hub`, or reads a local copy where `path` is not its name."""
+    if path != hub:
+        return load_text_files(path, split)
+    try:
+        return load_dataset(hub, split=split, streaming=True)
+    except OSError as error:
+        raise ValueError(f"{hub} cannot be streamed ({error}); set dataset_path to a local copy") from error
+
+
+def _load_local(path: str) -> Dataset:
+    if not path:
+        raise ValueError("dataset text_files needs dataset_path: a file or a folder with " + _EXPECTED)
+    return load_text_files(path)
+
+
+def _text(sample: dict[str, Any]) -> str:
+    return sample["text"] or ""  # a null row is an empty document, not the end of a long run
+
+
+def _hub(hub: str, split: str) -> DatasetConfig:
+    return DatasetConfig(path=hub, loader=partial(_load_hub, hub=hub, split=split), sample_processor=_text)
+
+
+DATASETS.update(
+    {
+        "standard_library": DatasetConfig("the running Python", standard_library.load_train, _text),
+        "standard_library_validation": DatasetConfig(
+            "the running Python", standard_library.load_validation, _text
+        ),
+        "slimpajama_6b": _hub("DKYoon/SlimPajama-6B", "train"),
+        "slimpajama_6b_validation": _hub("DKYoon/SlimPajama-6B", "validation"),
+        "openwebtext": _hub("Skylion007/openwebtext", "train"),
+        "text_files": DatasetConfig("", _load_local, _text),
+    }
+)
+
+
+def _check_name(section: str, name: str) -> None:
+    if name.lower() not in DATASETS:
+        raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
+
+
+def _check_loader(loader: ParallelAwareDataloader, section: str, path: str | None) -> None:
+    """Refuses a loader with which ranks would read nothing, or read documents twice."""
+    text = loader.dataset
+    if not isinstance(text._data, Dataset):
+        return
+    if loader.num_workers > 1:
+        raise ValueError(
+            f"{section}.dataloader.num_workers: {loader.num_workers} workers would each read all documents of "
+            f"{text.dataset_name!r}, so that batches repeat; set it to 0 or 1"
+        )
+    # A rank sees its own part only. With fewer documents than ranks each part has one or none, so that every rank comes
+    # to count the whole, and all stop together instead of some waiting for the others.
+    if len(text._data) > 1:
+        return
+    config = DATASETS[text.dataset_name]
+    n_documents = len(config.loader(path or config.path))
+    if n_documents < loader.dp_world_size:
+        raise ValueError(
+            f"{section}.dataset: {text.dataset_name!r} has {n_documents} documents for {loader.dp_world_size} "
+            "data-parallel ranks; give at least one document a rank (a .txt file is one document)"
+        )
+
+
+def build_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    job_config: JobConfig,
+    infinite: bool = True,
+) -> ParallelAwareDataloader:
+    """TorchTitan's text data loader, behind checks.
+
+    Args:
+        dp_world_size: number of data-parallel ranks, replicas times shards.
+        dp_rank: this rank's place among them.
+        tokenizer: encodes each document, with BOS and EOS around it.
+        job_config: its sections `training` and `training.dataloader` are read.
+        infinite: start again after the last document.
+
+    Returns:
+        Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token ahead.
+
+    Raises:
+        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks; several workers on a map-style set.
+    """
+    training = job_config.training
+    _check_name("training", training.dataset)
+    loader = build_text_dataloader(
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=tokenizer,
+        job_config=job_config,
+        infinite=infinite,
+    )
+    _check_loader(loader, "training", training.dataset_path)
+    return loader
+
+
+def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
+    """TorchTitan's tokenizer from the folder `model.hf_assets_path`.
+
+    Raises:
+        ValueError: the folder is missing or holds no tokenizer.
+    """
+    folder = Path(job_config.model.hf_assets_path)
+    expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
+    if not folder.is_dir():
+        raise ValueError(f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}")
+    tokenizer = build_hf_tokenizer(job_config)
+    if tokenizer.eos_id is None:
+        logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
+    return tokenizer
+
+
+class FixedBatches:
+    """The first batches of a loader, read once, and the same ones at every iteration.
+
+    Args:
+        batches: yields `(inputs, labels)`.
+        n_batches: how many to keep, in host memory.
+
+    Raises:
+        ValueError: `batches` ends before `n_batches`.
+    """
+
+    def __init__(self, batches: Iterable[Batch], n_batches: int) -> None:
+        self._batches = list(islice(batches, n_batches))
+        if len(self._batches) < n_batches:
+            raise ValueError(f"{n_batches} batches wanted, but the data set gives {len(self._batches)}")
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for inputs, labels in self._batches:
+            yield dict(inputs), labels  # a copy: validate() writes device tensors into the dict
+
+
+class _ValidationMetrics:
+    """What the validator sees in place of the trainer's MetricsProcessor.
+
+    TorchTitan's validator adds its tokens to the trainer's count, and logging them resets count and clock, so that both
+    throughputs are wrong. This one counts apart, keeps the loss, and stops the trainer's clock meanwhile.
+    """
+
+    def __init__(self, processor: MetricsProcessor) -> None:
+        self.processor = processor
+        self.last_loss: float | None = None
+        self.last_step = 0
+        self.start()
+
+    def start(self) -> None:
+        self.ntokens_since_last_log = 0
+        self._started = time.perf_counter()
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        self.last_loss, self.last_step = float(loss), step
+        processor = self.processor
+        n_tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
+        processor.ntokens_since_last_log, processor.time_last_log = self.ntokens_since_last_log, self._started
+        processor.log_validation(loss=loss, step=step, extra_metrics=extra_metrics)
+        processor.ntokens_since_last_log = n_tokens
+        processor.time_last_log = last_log + (time.perf_counter() - self._started)
+
+
+class FixedValidator(Validator):
+    """TorchTitan's validator on the same `validation.steps` batches each time.
+
+    The parent goes on reading where the last validation stopped, so that two losses of one run come from different text.
+    This one reads its batches at construction.
+
+    Attributes:
+        last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first. With
+            pipeline parallelism it is true on the last stage only.
+        last_step: training step of the last validation, 0 before the first.
+
+    Raises:
+        ValueError: as `build_dataloader`, for the section `validation`; or `validation.steps` is not positive.
+    """
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        *,
+        metrics_processor: MetricsProcessor,
+        **kwargs: Any,
+    ) -> None:
+        validation = job_config.validation
+        if validation.steps <= 0:
+            raise ValueError(
+                f"validation.steps: {validation.steps} would read all the data, and ranks with unequal batch counts "
+                "would wait for each other for ever; give the number of batches, e.g. 10"
+            )
+        _check_name("validation", validation.dataset)
+        self._metrics = _ValidationMetrics(metrics_processor)
+        super().__init__(
+            job_config=job_config,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            tokenizer=tokenizer,
+            metrics_processor=cast(MetricsProcessor, self._metrics),
+            **kwargs,
+        )
+        _check_loader(self.validation_dataloader, "validation", validation.dataset_path)
+        self.validation_dataloader = FixedBatches(self.validation_dataloader, validation.steps)
+
+    @property
+    def last_loss(self) -> float | None:
+        return self._metrics.last_loss
+
+    @property
+    def last_step(self) -> int:
+        return self._metrics.last_step
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validates, logs, and keeps the loss in `last_loss`; the trainer's throughput does not count it."""
+        self._metrics.start()
+        super().validate(model_parts, step)
+
+
+def build_validator(**kwargs: Any) -> FixedValidator:
+    """Builds a `FixedValidator` from the keyword arguments that TorchTitan's trainer passes."""
+    return FixedValidator(**kwargs)

@@ -1,0 +1,171 @@
+"""The embedded corpus: English and code that every Python carries, its standard library's own sources.
+
+No download, no licence question, real text: enough to compare methods on a laptop or in CI. The text depends on the
+version of Python; `corpus_digest()` says whether two machines read the same one. This file does not import
+TorchTitan, so that a script can read the corpus without preparing a device.
+"""
+
+import functools
+import hashlib
+import io
+import logging
+import os
+import random
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset
+
+MAX_DOCUMENT_BYTES = 8192
+VALIDATION_SHARE = 0.05
+SHUFFLE_SEED = 0
+
+# Installed packages are not the standard library, and tests are often stripped from it: neither would be the same on
+# two machines with one version of Python.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
+)
+# Written when Python is built or packaged: the build machine's paths, not text.
+_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+logger = logging.getLogger()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The embedded corpus, cut and shuffled.
+
+    Attributes:
+        train_files: paths relative to the standard library, sorted.
+        validation_files: the last paths in that order, about 5 % of the bytes.
+        train: training documents, at most 8 KiB of UTF-8 each (a single longer line stays whole), shuffled.
+        validation: validation documents, likewise; none equals a training document.
+        n_bytes: UTF-8 bytes of all files together.
+        digest: first 12 hexadecimal digits of the SHA-256 over all documents in their order.
+    """
+
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    train: tuple[str, ...]
+    validation: tuple[str, ...]
+    n_bytes: int
+    digest: str
+
+
+def cut(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
+    """Cuts `text` at line boundaries into pieces of at most `max_bytes` bytes of UTF-8.
+
+    The pieces joined give `text` again. A single line that is longer than `max_bytes` is a piece of its own.
+    """
+    lines: list[str] = []
+    size = 0
+    # Not str.splitlines(), which also cuts at form feeds and other separators inside a line.
+    for line in io.StringIO(text):
+        line_size = len(line.encode())
+        if lines and size + line_size > max_bytes:
+            yield "".join(lines)
+            lines, size = [], 0
+        lines.append(line)
+        size += line_size
+    if lines:
+        yield "".join(lines)
+
+
+def read_sources(root: Path) -> dict[str, str]:
+    """Reads all Python sources under `root`, `{relative path: text}`, sorted by path.
+
+    Tests, installed packages and build data are left out, and so are blank files and files that cannot be read or
+    decoded.
+
+    Raises:
+        ValueError: no source was found.
+    """
+    paths: dict[str, Path] = {}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        for name in names:
+            if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES):
+                path = Path(folder, name)
+                paths[path.relative_to(root).as_posix()] = path
+
+    sources: dict[str, str] = {}
+    for relative, path in sorted(paths.items()):
+        try:
+            with tokenize.open(path) as file:  # honours PEP 263 and the byte-order mark
+                text = file.read()
+        except (OSError, SyntaxError, UnicodeError):
+            continue
+        if text.strip():
+            sources[relative] = text
+    if not sources:
+        raise ValueError(
+            f"no Python sources under {str(root)!r}: the embedded corpus is the standard library's own .py files, and "
+            "a zipped or stripped Python has none; use a full installation of Python, or another training.dataset"
+        )
+    return sources
+
+
+@functools.cache
+def read_corpus(root: Path | None = None) -> Corpus:
+    """Reads, splits, cuts and shuffles the corpus once a process; the same on all ranks with one version of Python.
+
+    Args:
+        root: folder of the sources; None is the running Python's standard library.
+
+    Raises:
+        ValueError: no source was found, or a single one, which leaves nothing to validate on.
+    """
+    sources = read_sources(root if root is not None else Path(sysconfig.get_path("stdlib")))
+    if len(sources) < 2:
+        raise ValueError(f"one Python source, {next(iter(sources))!r}, cannot be split: use a full installation of Python")
+    files = list(sources)
+    sizes = [len(text.encode()) for text in sources.values()]
+    n_bytes = sum(sizes)
+
+    first_validation = len(files) - 1
+    while first_validation > 1 and sum(sizes[first_validation:]) < VALIDATION_SHARE * n_bytes:
+        first_validation -= 1
+
+    def documents(paths: list[str]) -> tuple[str, ...]:
+        cuts = [piece for path in paths for piece in cut(sources[path])]
+        # One shuffle of documents mixes topics within a batch and across replicas, which read contiguous parts.
+        random.Random(SHUFFLE_SEED).shuffle(cuts)
+        return tuple(cuts)
+
+    train = documents(files[:first_validation])
+    seen = set(train)  # packages share one-line __init__ files
+    validation = tuple(document for document in documents(files[first_validation:]) if document not in seen)
+    digest = hashlib.sha256()
+    for document in (*train, "", *validation):  # no document is empty: "" marks the border
+        digest.update(document.encode() + b"\0")
+    corpus = Corpus(
+        train_files=tuple(files[:first_validation]),
+        validation_files=tuple(files[first_validation:]),
+        train=train,
+        validation=validation,
+        n_bytes=n_bytes,
+        digest=digest.hexdigest()[:12],
+    )
+    logger.info(
+        f"Standard-library corpus: {len(files)} files, {n_bytes / 1e6:.1f} MB, "
+        f"{len(train)} training and {len(validation)} validation documents, digest {corpus.digest}"
+    )
+    return corpus
+
+
+def corpus_digest() -> str:
+    """First 12 hexadecimal digits of the SHA-256 over all documents in their order."""
+    return read_corpus().digest
+
+
+def load_train(_path: str | None = None) -> Dataset:
+    """Training documents, map-style, in memory, one column "text". The path is ignored; TorchTitan passes one."""
+    return Dataset.from_dict({"text": list(read_corpus().train)})
+
+
+def load_validation(_path: str | None = None) -> Dataset:
+    """Validation documents, as `load_train`."""
+    return Dataset.from_dict({"text": list(read_corpus().validation)})

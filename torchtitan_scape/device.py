@@ -1,0 +1,57 @@
+"""What a CPU with gloo needs so that TorchTitan runs without a GPU. Nothing else in the project asks."""
+
+import os
+import resource
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+class _CpuDevice:
+    """`torch.cpu` with the answers that TorchTitan expects of a device module.
+
+    Its memory figures are those of the process: resident set, and its peak.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return SimpleNamespace(name="CPU", total_memory=total)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": peak}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def prepare() -> str:
+    """Decides the device before the first `import torchtitan`, which binds it by name; returns its type."""
+    available = torch._utils._get_available_device_type()
+    if available:
+        return available
+    cpu = _CpuDevice()
+    with (
+        patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
+        patch.object(torch._utils, "_get_device_module", lambda device_type: cpu),
+    ):
+        import torchtitan.tools.utils
+    if torchtitan.tools.utils.device_type != "cpu":
+        raise RuntimeError("torchtitan was imported before torchtitan_scape.device.prepare(); import it later")
+    return "cpu"

@@ -1,0 +1,147 @@
+"""The TOML sections that this project adds to TorchTitan's.
+
+No `from __future__ import annotations` here: TorchTitan tells sections apart by `is_dataclass(field.type)`.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
+
+from torchtitan.config import JobConfig as TitanJobConfig
+
+from topology.machines import MACHINES
+from torchtitan_scape.optimizer.scape import check_scape_options
+
+
+def _check_types(section: Any, name: str) -> None:
+    """TOML values arrive unchecked. Raises ValueError that names key, value and what is expected."""
+    for f in fields(section):
+        value, expected = getattr(section, f.name), f.type
+        if get_origin(expected) is Literal:
+            good, wanted = value in get_args(expected), " | ".join(map(repr, get_args(expected)))
+        elif get_origin(expected) is list:
+            good = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+            wanted = "a list of strings"
+        elif expected is float:
+            good, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+        elif expected is int:
+            good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
+        else:
+            good, wanted = isinstance(value, expected), getattr(expected, "__name__", str(expected))
+        if not good:
+            raise ValueError(f"[{name}] {f.name} = {value!r}; it must be {wanted}")
+
+
+@dataclass
+class Scape:
+    """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
+
+    density: float = 0.1
+    """Share of the entries that replicas exchange each step, in (0, 1]"""
+
+    density_warmup_steps: int = 0
+    """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
+
+    block_size: int = 1024
+    """Entries per block of the mask, a multiple of 8 up to 32768"""
+
+    selection: Literal["block", "tensor"] = "block"
+    """Top-k of every block, or of every tensor's part of a replica's run (the paper's form)"""
+
+    wait_scaling: bool = True
+    """Scale the step of newly entered entries by their mean waiting time (not in the paper)"""
+
+    max_wait: float = 1000
+    """Upper limit of that factor"""
+
+    dense_names: list[str] = field(default_factory=list)
+    """Parameters exchanged whole although they have two dimensions or more"""
+
+    clip_mode: Literal["moment", "literal"] = "moment"
+    """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "sync.scape")
+        try:
+            check_scape_options(
+                density=self.density,
+                density_warmup_steps=self.density_warmup_steps,
+                block_size=self.block_size,
+                selection=self.selection,
+                max_wait=self.max_wait,
+                max_norm=None,
+                clip_mode=self.clip_mode,
+                reduction="sum",
+            )
+        except ValueError as error:
+            raise ValueError(f"[sync.scape] {error}") from None
+
+
+@dataclass
+class Sync:
+    """[sync]: who synchronises the replicas."""
+
+    method: Literal["dense", "scape"] = "scape"
+    """All gradients in FP32, or SCAPE's sparse first moment"""
+
+    max_skipped_steps: int = 10
+    """So many steps in a row with a non-finite gradient on any rank stop the run"""
+
+    scape: Scape = field(default_factory=Scape)
+
+    def __post_init__(self) -> None:
+        _check_types(self, "sync")
+        if self.max_skipped_steps < 1:
+            raise ValueError(f"[sync] max_skipped_steps = {self.max_skipped_steps}; it must be 1 or more")
+
+
+@dataclass
+class Topology:
+    """[topology]: where ranks sit."""
+
+    machine: Literal["auto", "vista", "frontier", "dgx-a100", "local"] = "auto"
+    """Preset of links and ranks per node; "auto" looks at the device's name"""
+
+    ranks_per_node: int = 0
+    """0 takes what the launcher says (LOCAL_WORLD_SIZE or Slurm), else the preset's"""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "topology")
+        if self.ranks_per_node < 0:
+            raise ValueError(f"[topology] ranks_per_node = {self.ranks_per_node}; it must be 0 (automatic) or more")
+        assert {"auto", *MACHINES} == set(get_args(type(self).__dataclass_fields__["machine"].type))
+
+
+@dataclass
+class JobConfig(TitanJobConfig):
+    """TorchTitan's configuration with [sync] and [topology]."""
+
+    sync: Sync = field(default_factory=Sync)
+    topology: Topology = field(default_factory=Topology)
+
+
+def check_config(config: JobConfig) -> None:
+    """Refuses what would be silently wrong, or is not built. Raises ValueError with the fix."""
+    optimizer, parallelism = config.optimizer, config.parallelism
+    if optimizer.name not in ("AdamW", "AdamS"):
+        raise ValueError(f"[optimizer] name = {optimizer.name!r}; it must be 'AdamW' or 'AdamS'")
+    if config.sync.method == "scape" and optimizer.name != "AdamS":
+        raise ValueError(
+            f"[sync] method = 'scape' with [optimizer] name = {optimizer.name!r}: SCAPE is built on AdamS; "
+            "set [optimizer] name = 'AdamS', or [sync] method = 'dense'"
+        )
+    refused = {
+        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
+        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
+        "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "fault_tolerance.enable": config.fault_tolerance.enable,
+    }
+    for key, on in refused.items():
+        if on:
+            raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
+    if config.comm.mode == "local_tensor":
+        raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
+    if config.training.max_norm <= 0:
+        raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
+    if not config.training.steps >= 0:
+        raise ValueError(f"[training] steps = {config.training.steps}; it must be 0 or more")

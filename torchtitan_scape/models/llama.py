@@ -1,0 +1,70 @@
+"""TorchTitan's Llama at our sizes."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+
+_WRAPPER = "_checkpoint_wrapped_module."
+
+# Llama 3.1's stretching of the rotary frequencies is off: none of these models was trained with it.
+_PLAIN_ROPE = RoPEScalingArgs(scaling_factor=1.0)
+
+LLAMA_ARGS = {
+    # 2.2 M parameters: what two CPU cores train in two minutes.
+    "embedded": TransformerModelArgs(
+        dim=128, n_layers=6, n_heads=4, n_kv_heads=2, vocab_size=4096, multiple_of=64, rope_scaling_args=_PLAIN_ROPE
+    ),
+    # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
+    "500M": TransformerModelArgs(
+        dim=1536, n_layers=16, n_heads=16, n_kv_heads=8, vocab_size=32000, rope_theta=100000, rope_scaling_args=_PLAIN_ROPE
+    ),
+    "1.8B": TransformerModelArgs(
+        dim=2560, n_layers=24, n_heads=32, n_kv_heads=8, vocab_size=32000, rope_theta=10000, rope_scaling_args=_PLAIN_ROPE
+    ),
+}
+
+
+class Llama(Transformer):
+    """TorchTitan's Llama, which starts from the same weights in every layout on a CPU too.
+
+    DTensor draws no random numbers on a CPU: every rank would fill its shard from the same seed, so that all
+    shards are alike. There each rank draws the whole model and keeps its part, which bounds the size of
+    models to the host's memory; a GPU keeps TorchTitan's own way.
+    """
+
+    @torch.no_grad()
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        parameters = dict(self.named_parameters())
+        first = next(iter(parameters.values()))
+        if first.device.type != "cpu" or not isinstance(first, DTensor):
+            super().init_weights(buffer_device)
+            return
+        with torch.device("cpu"):
+            whole = Transformer(self.model_args)
+        whole.init_weights()
+        self.freqs_cis = whole.freqs_cis
+        values = dict(whole.named_parameters())
+        for name, parameter in parameters.items():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().copy_(_local_part(values[name.replace(_WRAPPER, "")], parameter))
+
+
+def _local_part(full: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of `full`, laid out as `like`.
+
+    The innermost mesh axis cuts first: FSDP shards what tensor parallelism left on this rank.
+    """
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    part = full
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        pieces = part.chunk(like.device_mesh.size(axis), dim)
+        index = coordinate[axis]
+        part = pieces[index] if index < len(pieces) else part.narrow(dim, 0, 0)
+    return part

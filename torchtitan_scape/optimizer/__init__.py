@@ -1,0 +1,1 @@
+"""Optimizers that own the replicate axis, and what they are made of."""

@@ -1,0 +1,84 @@
+"""Dense AdamS: Adam whose normaliser is its own momentum, so that it keeps one moment instead of two.
+
+Zhang, Wang, Chen, "AdamS: Momentum Itself Can Be A Normalizer for LLM Pretraining and Post-training" (EMNLP 2025).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from kernels import reference
+from torchtitan_scape.optimizer.shards import FlatParameter, collect_shards, flat_gradient, local
+
+
+def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raises ValueError for a value out of range."""
+    if lr < 0:
+        raise ValueError(f"lr is {lr}; it must be 0 or more")
+    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} is {beta}; it must lie in [0, 1)")
+    if eps < 0 or weight_decay < 0:
+        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}; both must be 0 or more")
+
+
+class AdamS(Optimizer):
+    """AdamS on gradients that are already synchronised; decoupled weight decay.
+
+    Args as in `torch.optim.AdamW`; `params` may be plain tensors or DTensors, named or not. A parameter
+    without a gradient is left as it is. `found_inf`, a tensor set from outside as a gradient scaler sets it,
+    skips the step where it is not 0, on the device, with nothing written.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.found_inf: Tensor | None = None
+        # All state exists from the start: checkpoint helpers would otherwise make it by taking a step.
+        for shard in collect_shards(self.param_groups):
+            self.state[shard.parameter] = {
+                "exp_avg": torch.zeros_like(shard.parameter, dtype=torch.float32).detach(),
+                "step": torch.zeros((), dtype=torch.float64, device=local(shard.parameter).device),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. Returns the closure's value, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for shard in collect_shards(self.param_groups):
+            if shard.parameter.grad is None:
+                continue
+            group, state = self.param_groups[shard.group], self.state[shard.parameter]
+            applied = torch.ones_like(state["step"], dtype=torch.bool)
+            if self.found_inf is not None:
+                applied = self.found_inf == 0
+            state["step"] += applied
+            parameter, moment = FlatParameter(shard.parameter), FlatParameter(state["exp_avg"])
+            beta1, beta2 = group["betas"]
+            reference.adams_update_(
+                parameter.flat,
+                flat_gradient(shard),
+                moment.flat,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                bias_corrections=(1 - beta1 ** state["step"], 1 - beta2 ** state["step"]),
+                applied=applied,
+            )
+            parameter.store()
+            moment.store()
+        return loss

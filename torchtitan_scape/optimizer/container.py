@@ -1,0 +1,204 @@
+"""What TorchTitan's trainer sees as its optimizers: they synchronise the replicas, clip, and update.
+
+TorchTitan clips before `step()`, where replicas still disagree. Its call is turned into `grad_norm`, a tensor
+that `step()` fills in place and the trainer logs afterwards.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.distributed import ParallelDims
+
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.job_config import JobConfig
+from torchtitan_scape.optimizer.adams import AdamS
+from torchtitan_scape.optimizer.guard import FiniteGuard
+from torchtitan_scape.optimizer.scape import Scape
+from torchtitan_scape.optimizer.shards import collect_shards, flat_gradient, local, store_gradient
+from torchtitan_scape.parallelize import ReplicaParallelDims
+from torchtitan_scape.sync.dense import DenseSync
+from torchtitan_scape.timing import PhaseTimer
+
+
+class ReplicaOptimizers(OptimizersContainer):
+    """The common part: one optimizer over the one model part, on named parameters."""
+
+    collectives: ReplicaCollectives
+    timer: PhaseTimer
+    guard: FiniteGuard
+    grad_norm: Tensor
+
+    def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        self.model_parts = model_parts
+        self.optimizers = [optimizer]
+        self._post_init([p for group in optimizer.param_groups for p in group["params"]], optimizer.defaults)
+
+    def dense_bytes(self) -> float:
+        """Bytes that this rank would send in a step that all-reduces all its gradients in FP32."""
+        entries = sum(local(p).numel() for group in self.optimizers[0].param_groups for p in group["params"])
+        replicas = self.collectives.replicas
+        return 2.0 * (replicas - 1) / replicas * 4 * entries
+
+    def statistics(self) -> dict[str, float]:
+        """Figures of the last step for the log. A collective call."""
+        raise NotImplementedError
+
+
+class DenseOptimizers(ReplicaOptimizers):
+    """AdamW or AdamS on gradients that `DenseSync` synchronises."""
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        make_optimizer: Any,
+        collectives: ReplicaCollectives,
+        max_norm: float,
+        max_skipped_steps: int,
+    ) -> None:
+        named = _named_parameters(model_parts)
+        self._own(model_parts, make_optimizer(named))
+        self.collectives, self.max_norm = collectives, max_norm
+        self._sync = DenseSync(collectives, reduction="sum")
+        self._shards = collect_shards(self.optimizers[0].param_groups)
+        device = local(self._shards[0].parameter).device
+        self.timer = PhaseTimer(device.type)
+        self.guard = FiniteGuard(
+            [s.name for s in self._shards],
+            collectives.all_true,
+            collectives.gather_objects,
+            dist.get_rank(),
+            max_skipped_steps,
+        )
+        self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
+        collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
+
+    @torch.no_grad()
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        phase = self.timer.phase
+        with phase("check"):
+            self.guard.settle()
+            gradients = [flat_gradient(shard) for shard in self._shards]
+            applied = self.guard.check(gradients)
+        with phase("exchange"):
+            self._sync.synchronize(gradients)
+        with phase("clip"):
+            squares = torch.zeros_like(self.grad_norm)
+            for shard, gradient in zip(self._shards, gradients, strict=True):
+                if shard.counted:
+                    squares += gradient.square().sum()
+            self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
+            self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+            for shard, gradient in zip(self._shards, gradients, strict=True):
+                gradient.mul_(self.clip_factor)
+                store_gradient(shard, gradient)
+        with phase("update"):
+            self._update(applied)
+
+    def _update(self, applied: Tensor) -> None:
+        optimizer = self.optimizers[0]
+        if isinstance(optimizer, AdamS) or optimizer.defaults["fused"]:
+            # The way a gradient scaler skips a step, on the device.
+            optimizer.found_inf = (~applied).float()
+            optimizer.step()
+        elif applied.item():
+            optimizer.step()
+
+    def statistics(self) -> dict[str, float]:
+        return {"density": 1.0, "clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}
+
+
+class ScapeOptimizers(ReplicaOptimizers):
+    """SCAPE, which owns the exchange, clipping included."""
+
+    def __init__(self, model_parts: list[nn.Module], make_optimizer: Any) -> None:
+        self.scape: Scape = make_optimizer(_named_parameters(model_parts))
+        self._own(model_parts, self.scape)
+        self.collectives, self.timer, self.guard = self.scape.collectives, self.scape.timer, self.scape.guard
+        self.grad_norm = self.scape.grad_norm
+
+    def statistics(self) -> dict[str, float]:
+        return self.scape.statistics()
+
+    # What a replica holds differs from its twins', and checkpoints drop what they take for copies: every
+    # rank saves under names of its own.
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.scape.state_dict()
+        saved = {k: torch.as_tensor(v) for k, v in state["scape"].items() if k != "fingerprint"}
+        for i, group in enumerate(state["param_groups"]):
+            saved[f"lr.{i}"] = torch.tensor(group["lr"], dtype=torch.float64)
+        return {f"rank{dist.get_rank()}.{key}": value for key, value in saved.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = f"rank{dist.get_rank()}."
+        saved = {key.removeprefix(own): value for key, value in state_dict.items() if key.startswith(own)}
+        state = self.scape.state_dict()
+        for i, group in enumerate(state["param_groups"]):
+            group["lr"] = saved.pop(f"lr.{i}").item()
+        for key, value in saved.items():
+            state["scape"][key] = value if isinstance(state["scape"][key], Tensor) else value.item()
+        self.scape.load_state_dict(state)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    *,
+    job_config: JobConfig,
+) -> ReplicaOptimizers:
+    """The optimizers that `[sync] method` and `[optimizer] name` ask for."""
+    assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
+    sync, scape = job_config.sync, job_config.sync.scape
+    collectives = ReplicaCollectives(parallel_dims.groups)
+    common: dict[str, Any] = dict(
+        lr=optimizer_config.lr,
+        betas=(optimizer_config.beta1, optimizer_config.beta2),
+        eps=optimizer_config.eps,
+        weight_decay=optimizer_config.weight_decay,
+    )
+    max_norm = float(job_config.training.max_norm)
+    match sync.method, optimizer_config.name:
+        case "scape", "AdamS":
+            make: Any = partial(
+                Scape,
+                **common,
+                density=scape.density,
+                density_warmup_steps=scape.density_warmup_steps,
+                block_size=scape.block_size,
+                selection=scape.selection,
+                wait_scaling=scape.wait_scaling,
+                max_wait=scape.max_wait,
+                dense_names=scape.dense_names,
+                max_norm=max_norm,
+                clip_mode=scape.clip_mode,
+                reduction="sum",
+                replicas=collectives,
+                max_skipped_steps=sync.max_skipped_steps,
+            )
+            return ScapeOptimizers(model_parts, make)
+        case "dense", "AdamS":
+            make = partial(AdamS, **common)
+        case "dense", "AdamW":
+            implementation = optimizer_config.implementation
+            make = partial(
+                torch.optim.AdamW,
+                **common,
+                fused=implementation == "fused",
+                foreach=implementation == "foreach",
+            )
+        case method, name:
+            raise ValueError(f"no optimizer for [sync] method = {method!r} with [optimizer] name = {name!r}")
+    return DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps)
+
+
+def _named_parameters(model_parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    assert len(model_parts) == 1, "pipeline parallelism is refused at start"
+    return [(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad]

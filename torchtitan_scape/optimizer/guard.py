@@ -1,0 +1,92 @@
+"""One flag decides for all ranks whether a step is applied: a NaN that entered a residual would stay."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Too many steps in a row had NaN or Inf in some rank's gradient."""
+
+
+class FiniteGuard:
+    """Checks gradients, agrees on the verdict over all ranks, and stops a run that cannot recover.
+
+    The verdict gates the step's writes on the device. The host learns it one step late, in `settle`, so that
+    it never waits for the device inside a step.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        all_true: Callable[[Tensor], Tensor],
+        gather_objects: Callable[[Any], list[Any]],
+        rank: int,
+        max_skipped_steps: int,
+    ) -> None:
+        self.names = list(names)
+        self.rank = rank
+        self.max_skipped_steps = max_skipped_steps
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self._all_true = all_true
+        self._gather_objects = gather_objects
+        self._each: Tensor | None = None
+        self._pending: tuple[Tensor, Any] | None = None
+
+    def check(self, gradients: list[Tensor]) -> Tensor:
+        """bool () on the device: whether every gradient of every rank is finite. A collective call."""
+        self._each = reference.finite(gradients)
+        applied = self._all_true(self._each.all())
+        if applied.is_cuda:
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            on_host.copy_(applied, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending = (on_host, event)
+        else:
+            self._pending = (applied, None)
+        return applied
+
+    def settle(self) -> bool | None:
+        """Whether the last checked step was applied; None where it was asked before.
+
+        Raises NonFiniteGradientError, on every rank, after `max_skipped_steps` skipped steps in a row.
+        """
+        if self._pending is None:
+            return None
+        flag, event = self._pending
+        self._pending = None
+        if event is not None:
+            event.synchronize()
+        if bool(flag):
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.max_skipped_steps:
+            raise NonFiniteGradientError(
+                f"the gradients were not finite for {self.skipped_in_a_row} steps in a row "
+                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. "
+                "Parameters and state are those of the last good step. Lower the learning rate, or look at "
+                "the data of that rank."
+            )
+        logger.warning("skipped a step: some rank's gradient was not finite (%d in a row)", self.skipped_in_a_row)
+        return False
+
+    def _culprits(self) -> str:
+        assert self._each is not None
+        bad = [name for name, good in zip(self.names, self._each.tolist(), strict=True) if not good]
+        found = [(rank, names) for rank, names in sorted(self._gather_objects((self.rank, bad))) if names]
+        texts = [
+            f"rank {rank}, parameter {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for rank, names in found
+        ]
+        return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")

@@ -1,0 +1,398 @@
+"""SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from kernels import reference
+from topology.collectives import ReplicaCollectives
+from topology.groups import ReplicaGroups
+from torchtitan_scape.optimizer.adams import check_hyperparameters
+from torchtitan_scape.optimizer.blocks import BlockLayout, density_at
+from torchtitan_scape.optimizer.guard import FiniteGuard
+from torchtitan_scape.optimizer.masks import DelayedMasks
+from torchtitan_scape.optimizer.shards import (
+    FlatParameter,
+    Shard,
+    collect_shards,
+    flat_gradient,
+    local,
+    model_group_of,
+)
+from torchtitan_scape.timing import PhaseTimer
+
+
+class Scape(Optimizer):
+    """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
+
+    Use it without DDP: it is what synchronises the replicas. `step()` is a collective call. It consumes the
+    gradients: their storage is scratch space. The start is that of replica 0: its parameters are broadcast.
+
+    Args:
+        params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`,
+            `weight_decay`, `betas` or `eps`; plain tensors or DTensors. FP32 parameters are updated in
+            place; others through an FP32 copy.
+        density: share of the entries that is exchanged, in (0, 1].
+        density_warmup_steps: the density falls exponentially from 1 over so many steps; 0 for none.
+        block_size: entries per block of the mask, a multiple of 8 up to 32768.
+        selection: "block" (top-k of every block) or "tensor" (the paper's top-k of every tensor, here per
+            owned run).
+        wait_scaling: multiply the step of newly entered entries by their mean waiting time, at most
+            `max_wait` (not in the paper).
+        dense_names: parameters that are exchanged whole although they have two dimensions or more.
+        max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
+        clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
+            form, whose first moment stays unclipped.
+        reduction: whether the replicas' gradients are to be averaged ("mean") or summed ("sum", for losses
+            already divided by the global token count).
+        replicas: the ranks that hold the same parameters: a ProcessGroup, `topology.groups.ReplicaGroups`,
+            `ReplicaCollectives`, or None for a single replica.
+        max_skipped_steps: so many steps in a row with a non-finite gradient anywhere raise
+            `NonFiniteGradientError`. Single ones are skipped by all ranks, with nothing changed.
+
+    Raises ValueError for arguments out of range, integer parameters, and replicas that disagree on any of this.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        density: float = 0.1,
+        density_warmup_steps: int = 0,
+        block_size: int = 1024,
+        selection: str = "block",
+        wait_scaling: bool = True,
+        max_wait: float = 1000,
+        dense_names: Sequence[str] = (),
+        max_norm: float | None = 1.0,
+        clip_mode: str = "moment",
+        reduction: str = "mean",
+        replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
+        max_skipped_steps: int = 10,
+    ) -> None:
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        check_scape_options(
+            density, density_warmup_steps, block_size, selection, max_wait, max_norm, clip_mode, reduction
+        )
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.density, self.density_warmup_steps = density, density_warmup_steps
+        self.max_wait = float(max_wait) if wait_scaling else None
+        self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
+        self._shards = collect_shards(self.param_groups)
+        if not isinstance(replicas, ReplicaCollectives):
+            model = model_group_of(self._shards) if isinstance(replicas, ProcessGroup) else None
+            replicas = ReplicaCollectives(replicas, model)
+        self.collectives = replicas
+        self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
+
+        self._sparse, self._dense = _split(self._shards, dense_names)
+        self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
+        self._fingerprint = self._make_fingerprint(selection, clip_mode, reduction)
+        self._check_replicas_agree()
+        replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
+
+        device = local(self._shards[0].parameter).device
+        self.timer = PhaseTimer(device.type)
+        self.masks = DelayedMasks(self._layout, selection, replicas, device)
+        self._state = torch.zeros(sum(self._state_sizes()), dtype=torch.float32, device=device)
+        self._states = list(self._state.split(self._state_sizes()))
+        # One payload buffer for the target density; larger payloads go in the gradients' own storage.
+        self._payload = torch.zeros(0, dtype=torch.float32, device=device)
+        if density < 1.0:
+            sparse = sum(self._layout.nnz(i, density, selection) for i in range(len(self._sparse)))
+            entries = sparse + sum(s.size for s in self._dense)
+            self._payload = torch.zeros(entries, dtype=torch.float32, device=device)
+        for shard, state in zip(self._ordered, self._states, strict=True):
+            self.state[shard.parameter]["moment_residual"] = state[: shard.size]
+
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.guard = FiniteGuard(
+            [s.name for s in self._ordered],
+            replicas.all_true,
+            replicas.gather_objects,
+            rank,
+            max_skipped_steps,
+        )
+        self.attempted_steps = 0
+        self._applied_steps = torch.zeros((), dtype=torch.float64, device=device)
+        self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of Algorithm 1. Returns the closure's value, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        phase = self.timer.phase
+        with phase("exchange"):
+            self._settle()
+        self.attempted_steps += 1
+        next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
+
+        with phase("check"):
+            gradients = [flat_gradient(shard) for shard in self._ordered]
+            applied = self.guard.check(gradients)
+        with phase("pack"):
+            moments = gradients
+            for i, moment in enumerate(moments):
+                previous, state, beta1 = self._previous(i), self._state_of(i), self._group(i)["betas"][0]
+                reference.new_moment_(moment, state, previous, beta1, self._scale)
+        with phase("select"):
+            self.masks.select(moments[: len(self._sparse)], next_density)
+        with phase("pack"):
+            payloads, compact = self._payloads(moments)
+            # Positions are kept where they are few; while the mask is nearly dense they are made again.
+            kept = [self._indices(i) for i in range(len(payloads))] if compact else None
+            for i, payload in enumerate(payloads):
+                indices = kept[i] if kept else self._indices(i)
+                reference.pack_(moments[i], self._state_of(i), indices, self._previous(i), payload, applied)
+        with phase("exchange"):
+            if compact:
+                handle = self.collectives.all_reduce(self._payload)
+                self.masks.exchange()
+                handle.wait()
+            else:
+                self.collectives.all_reduce_chunked(payloads)
+                self.masks.exchange()
+        with phase("clip"):
+            squares = torch.zeros((), dtype=torch.float32, device=self.grad_norm.device)
+            for i, payload in enumerate(payloads):
+                indices = kept[i] if kept else self._indices(i)
+                state = self._state_of(i)
+                last = state if indices is None else state[indices]
+                reference.synchronised_gradient_(payload, last, self._group(i)["betas"][0])
+                if self._ordered[i].counted:
+                    squares += payload.square().sum()
+            self._clip(squares)
+        with phase("update"):
+            steps = self._applied_steps + applied
+            for i, payload in enumerate(payloads):
+                group, parameter = self._group(i), FlatParameter(self._ordered[i].parameter)
+                reference.update_(
+                    parameter.flat,
+                    payload,
+                    self._state_of(i),
+                    kept[i] if kept else self._indices(i),
+                    self._previous(i),
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    clip=self.clip_factor,
+                    clip_moment=self.clip_moment,
+                    bias_corrections=(1 - group["betas"][0] ** steps, 1 - group["betas"][1] ** steps),
+                    max_wait=self.max_wait,
+                    applied=applied,
+                )
+                parameter.store()
+            self._applied_steps = steps
+        return loss
+
+    def _settle(self) -> None:
+        """Takes last step's mask into use, if that step was applied."""
+        applied = self.guard.settle()
+        if applied is not None:
+            self.masks.rotate(applied)
+
+    def _payloads(self, moments: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """Where each tensor's payload goes, and whether that is one buffer."""
+        sizes = [self.masks.nnz(i) for i in range(len(self._sparse))] + [s.size for s in self._dense]
+        if sum(sizes) == self._payload.numel():
+            return list(self._payload.split(sizes)), True
+        return [moment[:size] for moment, size in zip(moments, sizes, strict=True)], False
+
+    def _clip(self, squares: Tensor) -> None:
+        self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
+        if self.max_norm is not None:
+            self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+
+    # ------------------------------------------------------------------------------------------- layout
+
+    @property
+    def _ordered(self) -> list[Shard]:
+        """Sparsified shards, then dense ones: the order of the state and of the payload."""
+        return self._sparse + self._dense
+
+    def _state_sizes(self) -> list[int]:
+        return [blocks * self._layout.block_size for blocks in self._layout.blocks] + [
+            s.size for s in self._dense
+        ]
+
+    def _state_of(self, i: int) -> Tensor:
+        return self._states[i][: self._ordered[i].size]
+
+    def _group(self, i: int) -> dict[str, Any]:
+        return self.param_groups[self._ordered[i].group]
+
+    def _previous(self, i: int) -> Tensor | None:
+        return self.masks.bits(self.masks.previous, i) if i < len(self._sparse) else None
+
+    def _indices(self, i: int) -> Tensor | None:
+        return self.masks.indices(i) if i < len(self._sparse) else None
+
+    def _make_fingerprint(self, selection: str, clip_mode: str, reduction: str) -> dict[str, Any]:
+        return {
+            "parameters": zlib.crc32(repr([(s.name, s.size) for s in self._ordered]).encode()),
+            "block_size": self._layout.block_size,
+            "replicas": self._layout.replicas,
+            "selection": selection,
+            "density": self.density,
+            "density_warmup_steps": self.density_warmup_steps,
+            "max_wait": self.max_wait,
+            "max_norm": self.max_norm,
+            "clip_mode": clip_mode,
+            "reduction": reduction,
+        }
+
+    def _check_replicas_agree(self) -> None:
+        if self.collectives.groups.replicate is None or self.collectives.is_fake:
+            return
+        theirs: list[Any] = [None] * self.collectives.replicas
+        dist.all_gather_object(theirs, self._fingerprint, group=self.collectives.groups.replicate)
+        for replica, other in enumerate(theirs):
+            different = [key for key, value in self._fingerprint.items() if other[key] != value]
+            if different:
+                key = different[0]
+                raise ValueError(
+                    f"replica {replica} has {key}={other[key]!r}, replica {self.collectives.replica} has "
+                    f"{self._fingerprint[key]!r}; every replica needs the same model and the same options"
+                )
+
+    # --------------------------------------------------------------------------------- state and reports
+
+    @torch.no_grad()
+    def statistics(self) -> dict[str, float]:
+        """Of the last step: density, nnz, overlap with the mask before, residual norm. A collective call.
+
+        nnz counts one replica's sparsified entries; `residual_norm` is the root mean square over replicas.
+        Reads the whole state: for log lines, not for every step.
+        """
+        masks = self.masks
+        pending = self.guard._pending is not None  # else the masks were rotated already (at a checkpoint)
+        in_use, previous = (masks.in_use, masks.previous) if pending else (masks.previous, masks.in_use)
+        sums = torch.zeros(4, dtype=torch.float64, device=self._state.device)
+        for i, shard in enumerate(self._sparse):
+            if not shard.counted:
+                continue
+            used = _unpacked(masks.bits(in_use, i), shard.size, sums.device)
+            before = _unpacked(masks.bits(previous, i), shard.size, sums.device)
+            residual = torch.where(used, 0.0, self._state_of(i))
+            sums += torch.stack(
+                [
+                    torch.tensor(float(shard.size), dtype=torch.float64, device=sums.device),
+                    used.sum().double(),
+                    (used & before).sum().double(),
+                    residual.double().square().sum(),
+                ]
+            )
+        entries, nnz, common, squares = (
+            self.collectives.sum_over_all(sums) / self.collectives.replicas
+        ).tolist()
+        return {
+            "density": nnz / entries if entries else 1.0,
+            "nnz": nnz,
+            "mask_overlap": common / nnz if nnz else 1.0,
+            "residual_norm": squares**0.5,
+            "clip_factor": self.clip_factor.item(),
+            "skipped_steps": float(self.guard.skipped),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything an exact resume needs, this replica's residual included; waits for masks in flight."""
+        self._settle()
+        state = super().state_dict()
+        masks = self.masks
+        state["state"] = {}
+        state["scape"] = {
+            "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
+            "moment_residual": self._state,
+            "in_use": masks.in_use.bits,
+            "in_use_density": masks.in_use.density,
+            "previous": masks.previous.bits,
+            "previous_density": masks.previous.density,
+            "applied_steps": self._applied_steps,
+            "attempted_steps": self.attempted_steps,
+            "skipped": self.guard.skipped,
+            "skipped_in_a_row": self.guard.skipped_in_a_row,
+        }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back `state_dict()` of the same replica, layout and options; else raises ValueError."""
+        saved = state_dict["scape"]
+        mine = {**self._fingerprint, "replica": self.collectives.replica}
+        for key, value in mine.items():
+            if saved["fingerprint"].get(key) != value:
+                raise ValueError(
+                    f"the saved state has {key}={saved['fingerprint'].get(key)!r}, this run has {value!r}; "
+                    "SCAPE resumes on the same layout and options only"
+                )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._settle()
+        for shard, state in zip(self._ordered, self._states, strict=True):
+            self.state[shard.parameter]["moment_residual"] = state[: shard.size]
+        self._state.copy_(saved["moment_residual"])
+        for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
+            mask.bits.copy_(saved[key])
+            mask.density = saved[f"{key}_density"]
+        self._applied_steps.copy_(saved["applied_steps"])
+        self.attempted_steps = saved["attempted_steps"]
+        self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
+
+
+def check_scape_options(
+    density: float,
+    density_warmup_steps: int,
+    block_size: int,
+    selection: str,
+    max_wait: float,
+    max_norm: float | None,
+    clip_mode: str,
+    reduction: str,
+) -> None:
+    """Raises ValueError for an option out of range, with the value and what is allowed."""
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"density is {density}; it must lie in (0, 1], for example 0.1")
+    if density_warmup_steps < 0:
+        raise ValueError(f"density_warmup_steps is {density_warmup_steps}; it must be 0 (none) or more")
+    if block_size % 8 or not 8 <= block_size <= 32768:
+        raise ValueError(f"block_size is {block_size}; it must be a multiple of 8 from 8 to 32768")
+    if selection not in ("block", "tensor"):
+        raise ValueError(f"selection is {selection!r}; it must be 'block' or 'tensor'")
+    if not max_wait >= 1:
+        raise ValueError(f"max_wait is {max_wait}; it must be 1 or more")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
+    if clip_mode not in ("moment", "literal"):
+        raise ValueError(f"clip_mode is {clip_mode!r}; it must be 'moment' or 'literal'")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+
+
+def _split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
+    """Sparsified shards (global ndim of 2 or more, not named dense) and the others."""
+    unknown = set(dense_names) - {s.name for s in shards}
+    if unknown:
+        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
+    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
+    return sparse, [s for s in shards if s not in sparse]
+
+
+def _unpacked(bits: Tensor | None, count: int, device: torch.device) -> Tensor:
+    if bits is None:
+        return torch.ones(count, dtype=torch.bool, device=device)
+    return reference.unpack_bits(bits, count)

@@ -1,0 +1,134 @@
+"""Local views of parameters and gradients, plain tensors or DTensors."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+
+
+@dataclass
+class Shard:
+    """One parameter's local shard.
+
+    name: as in `model.named_parameters()`, without what wrappers add.
+    group: index of its param group.
+    counted: False on ranks that hold another rank's copy (tensor parallelism replicates norms), so that a
+        norm over the model counts every entry once.
+    """
+
+    name: str
+    parameter: Tensor
+    group: int
+    counted: bool
+
+    @property
+    def size(self) -> int:
+        return local(self.parameter).numel()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
+    """Every parameter in constructor order. Raises ValueError for what cannot be trained."""
+    shards = []
+    for index, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"group{index}.{i}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            if not parameter.dtype.is_floating_point:
+                raise ValueError(
+                    f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point parameters can "
+                    "be trained: leave it out of the optimizer"
+                )
+            shards.append(Shard(name, parameter, index, _counted(parameter)))
+    if not shards:
+        raise ValueError("no parameters to optimise")
+    return shards
+
+
+def flat_gradient(shard: Shard) -> Tensor:
+    """The local gradient, FP32 (n,): the gradient's own storage where it is FP32 and contiguous.
+
+    Zeros where there is none: a replica that did not use a parameter still takes part in every collective.
+    """
+    gradient = shard.parameter.grad
+    if gradient is None:
+        return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of {shard.name!r} is {gradient.layout}; build the module with sparse=False"
+        )
+    if isinstance(gradient, DTensor) and isinstance(shard.parameter, DTensor):
+        if gradient.placements != shard.parameter.placements:
+            gradient = gradient.redistribute(placements=shard.parameter.placements)
+    return local(gradient).detach().float().contiguous().view(-1)
+
+
+def store_gradient(shard: Shard, flat: Tensor) -> None:
+    """Puts FP32 (n,) back as the parameter's gradient, where it is no view of it already."""
+    parameter = shard.parameter
+    if parameter.grad is not None:
+        own = local(parameter.grad)
+        if own.data_ptr() != flat.data_ptr():
+            own.copy_(flat.view(own.shape))
+        return
+    values = flat.view(local(parameter).shape).to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        values = DTensor.from_local(
+            values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+    parameter.grad = values
+
+
+class FlatParameter:
+    """A parameter's local shard as FP32 (n,) to write to; `store()` takes back what is no view of it."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._local = local(parameter).detach()
+        self.flat = self._local.float().contiguous().view(-1)
+
+    def store(self) -> None:
+        if self.flat.data_ptr() != self._local.data_ptr():
+            self._local.copy_(self.flat.view(self._local.shape))
+
+
+def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
+    """The group over which DTensor parameters are sharded, read off their mesh; None for plain tensors.
+
+    For a caller that names its replicas by a plain ProcessGroup. Raises ValueError where the mesh has more
+    than one axis, or parameters have different meshes: then `ReplicaGroups` has to say.
+    """
+    meshes = {p.device_mesh for p in (s.parameter for s in shards) if isinstance(p, DTensor)}
+    if not meshes:
+        return None
+    mesh = meshes.pop()
+    if meshes or mesh.ndim != 1:
+        raise ValueError(
+            "the parameters are DTensors on more than one mesh axis; pass replicas=topology.groups.ReplicaGroups "
+            "with the group of the ranks that hold one replica together"
+        )
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def _counted(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(
+        index == 0 or not placement.is_replicate()
+        for index, placement in zip(coordinate, parameter.placements, strict=True)
+    )

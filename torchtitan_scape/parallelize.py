@@ -1,0 +1,48 @@
+"""TorchTitan's parallelisation with the replicate axis hidden from it: that axis belongs to the optimizer."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3 import parallelize_llama
+
+from topology.groups import ReplicaGroups
+from torchtitan_scape.job_config import JobConfig
+
+
+@dataclass
+class ReplicaParallelDims(ParallelDims):
+    """ParallelDims for a model whose replicas are synchronised by the optimizer.
+
+    TorchTitan asks `dp_replicate_enabled` in order to hand the replicate axis to FSDP2 or DDP: the answer is
+    no. FSDP2 is always on, over the one-dimensional shard axis, of size 1 too: it then runs no collective,
+    keeps mixed precision, and leaves the local gradient in `p.grad`.
+    """
+
+    groups: ReplicaGroups | None = None
+
+    def _mesh_exist(self, name: str, degree: int) -> bool:
+        return name == "fsdp" or super()._mesh_exist(name, degree)
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return False
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return True
+
+
+def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """TorchTitan's `parallelize_llama`, then sums instead of scaled sums in FSDP2's reduce-scatter.
+
+    TorchTitan turns FSDP2's gradient division off by a factor of 1, which becomes a pre-multiplied sum, and
+    gloo has none.
+    """
+    model = cast(nn.Module, parallelize_llama(model, parallel_dims, job_config))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model

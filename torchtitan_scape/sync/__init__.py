@@ -1,0 +1,1 @@
+"""Gradient-space methods: they take a replica's gradients and give the synchronised ones, in place."""

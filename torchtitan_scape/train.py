@@ -1,0 +1,245 @@
+"""The trainer: TorchTitan's, with the replicate axis in the optimizer's hands.
+
+    torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from torchtitan_scape import device
+
+DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
+
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.tools import utils as titan_utils  # noqa: E402
+from torchtitan.tools.logging import init_logger, logger  # noqa: E402
+from torchtitan.train import Trainer  # noqa: E402
+
+from topology.groups import build_groups  # noqa: E402
+from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
+from topology.machines import detect_machine, get_machine  # noqa: E402
+from torchtitan_scape.checkpoint import RECORD, LayoutRecord, check_resume  # noqa: E402
+from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
+from torchtitan_scape.metrics import ReplicaMetrics, sent_text  # noqa: E402
+from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
+from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
+from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
+from torchtitan_scape.specs import register  # noqa: E402
+
+# What a user can get wrong ends in one line; anything else keeps its traceback.
+USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError)
+
+
+class ScapeTrainer(Trainer):
+    """TorchTitan's Trainer. It adds the layout, who clips, timing, the resume check and the summary."""
+
+    job_config: JobConfig
+    optimizers: ReplicaOptimizers
+    metrics_processor: ReplicaMetrics
+    layout: Layout
+
+    def __init__(self, job_config: JobConfig) -> None:
+        check_config(job_config)
+        self.layout = layout_of(job_config)
+        register(job_config)
+        super().__init__(job_config)
+        self._check_vocabulary()
+        self._record = LayoutRecord(self.layout, job_config)
+        self.checkpointer.states[RECORD] = self._record
+        self._train_seconds = 0.0
+        self._steps_taken = 0
+
+    def init_distributed(self) -> ParallelDims:
+        config, layout = self.job_config, self.layout
+        dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
+        logger.info(layout.describe())
+        if not layout.shard_axis_inside_node:
+            logger.warning("the shard axis crosses nodes: FSDP's dense collectives will run over the network")
+        return ReplicaParallelDims(
+            dp_replicate=layout.replicate,
+            dp_shard=layout.shard,
+            cp=layout.context,
+            tp=layout.tensor,
+            pp=layout.pipeline,
+            ep=1,
+            etp=1,
+            world_size=layout.world_size,
+            groups=build_groups(layout, timedelta(seconds=config.comm.init_timeout_seconds)),
+        )
+
+    def _check_vocabulary(self) -> None:
+        entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
+        if entries > rows:
+            raise ValueError(
+                f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, the model "
+                f"{self.job_config.model.flavor} embeds {rows}; use the tokenizer that belongs to the model"
+            )
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        with self.optimizers.timer.phase("forward_backward"):
+            return super().forward_backward_step(**kwargs)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in."""
+        begin = time.perf_counter()
+        self.metrics_processor.steps_since_log += 1
+        with patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm):
+            super().train_step(data_iterator)
+        self._train_seconds += time.perf_counter() - begin
+        self._steps_taken += 1
+        if self._steps_taken == 1:
+            # TorchTitan shortens its own groups' timeout after the first step.
+            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+            self.optimizers.collectives.groups.set_timeout(timeout)
+
+    def train(self) -> None:
+        check_resume(self.checkpointer, self.job_config.checkpoint.load_step, self._record)
+        super().train()
+        if self._steps_taken == 0:
+            logger.info("No step was left to take")
+            return
+        if self.job_config.validation.enable and self.validator.last_step != self.step:
+            self.validator.validate(self.model_parts, self.step)
+        self._summarise()
+
+    def _summarise(self) -> None:
+        """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
+        traffic = self.optimizers.collectives.traffic
+        self.metrics_processor._sent_before = {}  # of all steps, not of those since the last line
+        sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken)
+        tokens = torch.tensor(float(self.ntokens_seen), dtype=torch.float64, device=self.optimizers.grad_norm.device)
+        # Ranks of one data-parallel index read the same tokens.
+        tokens_seen = self.optimizers.collectives.sum_over_all(tokens).item() / self.parallel_dims.non_data_parallel_size
+        steps, total = self._steps_taken, self.step
+        tokens_per_second = tokens_seen / total * steps / self._train_seconds
+        validation = self.validator.last_loss if self.job_config.validation.enable else None
+        summary = {
+            "method": self.job_config.sync.method,
+            "optimizer": self.job_config.optimizer.name,
+            "steps": total,
+            "tokens": int(tokens_seen),
+            "training_loss": self.metrics_processor.last_loss,
+            "validation_loss": validation,
+            "tokens_per_second": tokens_per_second,
+            "seconds_per_step": self._train_seconds / steps,
+            "seconds_by_phase": self.metrics_processor.mean_seconds(steps),
+            "bytes_sent_per_step_and_rank": sent,
+            "dense_bytes_per_step_and_rank": dense,
+            "messages_per_step": {
+                f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
+            },
+            "skipped_steps": self.optimizers.guard.skipped,
+            "layout": self.layout.describe(),
+        }
+        if dist.get_rank() != 0:
+            return
+        folder = Path(self.job_config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        loss = "not measured" if validation is None else f"{validation:.4f}"
+        for line in (
+            f"Summary of {total} steps ({self.job_config.sync.method}, {self.job_config.optimizer.name})",
+            f"  layout            {self.layout.describe()}",
+            f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
+            f"  training loss     {self.metrics_processor.last_loss:.4f} (last logged step)",
+            f"  validation loss   {loss}",
+            f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
+            f"  skipped steps     {self.optimizers.guard.skipped}",
+            f"  written to        {folder / 'summary.json'}",
+        ):
+            logger.info(line)
+
+
+def layout_of(config: JobConfig) -> Layout:
+    """The layout that config and launcher ask for. Raises ValueError; needs no process group."""
+    fake = config.comm.mode == "fake_backend"
+    name = "NGPU" if fake else "WORLD_SIZE"
+    value = os.environ.get(name, "1")
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"{name} is {value!r}; it must be the number of ranks")
+    world_size = int(value)
+    machine_name = config.topology.machine
+    if machine_name == "auto":
+        machine_name = detect_machine(titan_utils.device_module.get_device_name())
+    machine = get_machine(machine_name)
+    ranks_per_node = config.topology.ranks_per_node
+    if not ranks_per_node and not fake:  # a dry run is one process, whatever the launcher says
+        ranks_per_node = ranks_per_node_from_environment(os.environ) or 0
+    if not ranks_per_node:
+        ranks_per_node = min(machine.ranks_per_node or world_size, world_size)
+    parallelism = config.parallelism
+    return plan_layout(
+        world_size,
+        ranks_per_node=ranks_per_node,
+        machine=machine,
+        replicate=parallelism.data_parallel_replicate_degree,
+        shard=parallelism.data_parallel_shard_degree,
+        context=parallelism.context_parallel_degree,
+        tensor=parallelism.tensor_parallel_degree,
+        pipeline=parallelism.pipeline_parallel_degree,
+    )
+
+
+def run(arguments: list[str]) -> None:
+    """Parses, builds and trains. A dry run without steps builds under fake tensors, which take no memory."""
+    config = ConfigManager(JobConfig).parse_args(arguments)
+    assert isinstance(config, JobConfig)
+    dry = config.comm.mode == "fake_backend" and config.training.steps == 0
+    context: Any = nullcontext()
+    if dry:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        context = FakeTensorMode(allow_non_fake_inputs=True)
+    trainer: ScapeTrainer | None = None
+    try:
+        with context:
+            trainer = ScapeTrainer(config)
+        if dry:
+            logger.info("Dry run: everything was built, nothing was trained")
+        elif config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@record
+def main() -> None:
+    init_logger()
+    try:
+        run(sys.argv[1:])
+    except USER_ERRORS as error:
+        if os.environ.get("SCAPE_TRACEBACK"):
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"[rank {rank}] error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        # The process group's threads may be waiting for peers that fail likewise: do not wait for them.
+        os._exit(2)
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+if __name__ == "__main__":
+    main()
