@@ -4,8 +4,9 @@ Run from the repository root:
 
     python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]
 
-Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The same Python
-gives the same bytes; another version of Python has another standard library, and so another tokenizer.
+Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The
+same Python gives the same bytes; another version of Python has another standard library, and so another
+tokenizer.
 """
 
 import argparse
@@ -29,8 +30,8 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     No text is unknown to it, and `decode(encode(text)) == text`. BOS and EOS have ids 0 and 1.
 
     Raises:
-        ValueError: `vocab_size` does not hold the bytes and special tokens, or the documents have too few distinct
-            words to fill it.
+        ValueError: `vocab_size` does not hold the bytes and special tokens, or the documents have too few
+            distinct words to fill it.
     """
     smallest = 256 + 2
     if vocab_size < smallest:
@@ -48,7 +49,8 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(documents, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"the documents fill {tokenizer.get_vocab_size()} entries, not {vocab_size}: lower the vocabulary size"
+            f"the documents fill {tokenizer.get_vocab_size()} entries, not {vocab_size}: "
+            "lower the vocabulary size"
         )
     return tokenizer
 
@@ -71,14 +73,24 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=EMBEDDED_TOKENIZER, help="folder (default: the package's)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=EMBEDDED_TOKENIZER, help="folder (default: the package's)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)"
+    )
     args = parser.parse_args()
 
     corpus = read_corpus()
     tokenizer = train(corpus.train, args.vocab_size)
-    save(tokenizer, args.output, f"standard library of Python {platform.python_version()}, digest {corpus.digest}")
+    save(
+        tokenizer,
+        args.output,
+        f"standard library of Python {platform.python_version()}, digest {corpus.digest}",
+    )
 
     n_bytes = sum(len(document.encode()) for document in corpus.validation)
     n_tokens = sum(len(tokenizer.encode(document).ids) for document in corpus.validation)

@@ -119,7 +119,7 @@ class JobConfig(TitanJobConfig):
     topology: Topology = field(default_factory=Topology)
 
 
-def check_config(config: JobConfig) -> None:
+def check_config(config: JobConfig, device_type: str) -> None:
     """Refuses what would be silently wrong, or is not built. Raises ValueError with the fix."""
     optimizer, parallelism = config.optimizer, config.parallelism
     if optimizer.name not in ("AdamW", "AdamS"):
@@ -139,6 +139,11 @@ def check_config(config: JobConfig) -> None:
     for key, on in refused.items():
         if on:
             raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
+    if device_type == "cpu" and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
+            "attention has no CPU form; set it to 1, or run on GPUs"
+        )
     if config.comm.mode == "local_tensor":
         raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
     if config.training.max_norm <= 0:

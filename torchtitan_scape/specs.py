@@ -15,11 +15,11 @@ from torchtitan_scape.optimizer.container import build_optimizers
 from torchtitan_scape.parallelize import parallelize
 
 
-def register(job_config: JobConfig) -> None:
+def register(job_config: JobConfig, with_data: bool = True) -> None:
     """Registers "llama3", with TorchTitan's flavors and ours, in front of TorchTitan's own.
 
     Here the sections that TorchTitan does not hand to a builder are wired in: `build_optimizers_fn` gets the
-    [optimizer] section alone.
+    [optimizer] section alone. Without data, for a dry run, neither tokenizer nor data set is built.
     """
     spec = replace(
         llama3_train_spec(),
@@ -28,8 +28,8 @@ def register(job_config: JobConfig) -> None:
         parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=partial(build_optimizers, job_config=job_config),
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=build_tokenizer,
+        build_dataloader_fn=build_dataloader if with_data else None,
+        build_tokenizer_fn=build_tokenizer if with_data else None,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
     )

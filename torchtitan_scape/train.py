@@ -7,9 +7,8 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_scape import device
@@ -35,7 +35,7 @@ from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint import RECORD, LayoutRecord, check_resume  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
-from torchtitan_scape.metrics import ReplicaMetrics, sent_text  # noqa: E402
+from torchtitan_scape.metrics import ReplicaMetrics, sent_text, size_text  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
@@ -54,11 +54,13 @@ class ScapeTrainer(Trainer):
     layout: Layout
 
     def __init__(self, job_config: JobConfig) -> None:
-        check_config(job_config)
+        check_config(job_config, DEVICE_TYPE)
         self.layout = layout_of(job_config)
-        register(job_config)
-        super().__init__(job_config)
-        self._check_vocabulary()
+        register(job_config, with_data=not is_dry_run(job_config))
+        with ExitStack() as self._dry_run:
+            super().__init__(job_config)
+        if self.tokenizer is not None:
+            self._check_vocabulary()
         self._record = LayoutRecord(self.layout, job_config)
         self.checkpointer.states[RECORD] = self._record
         self._train_seconds = 0.0
@@ -70,7 +72,7 @@ class ScapeTrainer(Trainer):
         logger.info(layout.describe())
         if not layout.shard_axis_inside_node:
             logger.warning("the shard axis crosses nodes: FSDP's dense collectives will run over the network")
-        return ReplicaParallelDims(
+        parallel_dims = ReplicaParallelDims(
             dp_replicate=layout.replicate,
             dp_shard=layout.shard,
             cp=layout.context,
@@ -81,6 +83,11 @@ class ScapeTrainer(Trainer):
             world_size=layout.world_size,
             groups=build_groups(layout, timedelta(seconds=config.comm.init_timeout_seconds)),
         )
+        if is_dry_run(config):
+            # From here on tensors take no memory; a mesh needs real ones.
+            parallel_dims.build_mesh()
+            self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return parallel_dims
 
     def _check_vocabulary(self) -> None:
         entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
@@ -167,6 +174,21 @@ class ScapeTrainer(Trainer):
             logger.info(line)
 
 
+    def report_dry_run(self) -> None:
+        """What a step of this run would send, known without taking one."""
+        sent, dense = self.optimizers.planned_bytes(), self.optimizers.dense_bytes()
+        logger.info("Dry run: everything was built, nothing was trained")
+        logger.info(
+            f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
+            f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
+        )
+
+
+def is_dry_run(config: JobConfig) -> bool:
+    """Whether everything is built and nothing trained: the fake backend with no step to take."""
+    return config.comm.mode == "fake_backend" and config.training.steps == 0
+
+
 def layout_of(config: JobConfig) -> Layout:
     """The layout that config and launcher ask for. Raises ValueError; needs no process group."""
     fake = config.comm.mode == "fake_backend"
@@ -185,7 +207,7 @@ def layout_of(config: JobConfig) -> Layout:
     if not ranks_per_node:
         ranks_per_node = min(machine.ranks_per_node or world_size, world_size)
     parallelism = config.parallelism
-    return plan_layout(
+    layout = plan_layout(
         world_size,
         ranks_per_node=ranks_per_node,
         machine=machine,
@@ -195,24 +217,38 @@ def layout_of(config: JobConfig) -> Layout:
         tensor=parallelism.tensor_parallel_degree,
         pipeline=parallelism.pipeline_parallel_degree,
     )
+    _check_batch(config, layout)
+    return layout
+
+
+def _check_batch(config: JobConfig, layout: Layout) -> None:
+    """What TorchTitan asserts. Raises ValueError with the numbers and the fix."""
+    training, readers = config.training, layout.replicate * layout.shard
+    micro = training.local_batch_size * readers
+    if training.global_batch_size > 0 and training.global_batch_size % micro:
+        raise ValueError(
+            f"[training] global_batch_size = {training.global_batch_size} is no multiple of local_batch_size "
+            f"{training.local_batch_size} x {readers} data-parallel ranks = {micro}"
+        )
+    divisor = layout.tensor * 2 * layout.context
+    if training.seq_len % divisor:
+        raise ValueError(
+            f"[training] seq_len = {training.seq_len} must be a multiple of {divisor} (tensor degree x 2 x context degree)"
+        )
 
 
 def run(arguments: list[str]) -> None:
-    """Parses, builds and trains. A dry run without steps builds under fake tensors, which take no memory."""
+    """Parses, builds and trains; a dry run builds only."""
     config = ConfigManager(JobConfig).parse_args(arguments)
     assert isinstance(config, JobConfig)
-    dry = config.comm.mode == "fake_backend" and config.training.steps == 0
-    context: Any = nullcontext()
-    if dry:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        context = FakeTensorMode(allow_non_fake_inputs=True)
+    if is_dry_run(config):
+        config.validation.enable = config.checkpoint.enable = False
+        config.debug.seed = config.debug.seed or 0
     trainer: ScapeTrainer | None = None
     try:
-        with context:
-            trainer = ScapeTrainer(config)
-        if dry:
-            logger.info("Dry run: everything was built, nothing was trained")
+        trainer = ScapeTrainer(config)
+        if is_dry_run(config):
+            trainer.report_dry_run()
         elif config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
@@ -220,8 +256,6 @@ def run(arguments: list[str]) -> None:
     finally:
         if trainer is not None:
             trainer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @record
@@ -229,6 +263,8 @@ def main() -> None:
     init_logger()
     try:
         run(sys.argv[1:])
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except USER_ERRORS as error:
         if os.environ.get("SCAPE_TRACEBACK"):
             raise
@@ -236,9 +272,6 @@ def main() -> None:
         print(f"[rank {rank}] error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         # The process group's threads may be waiting for peers that fail likewise: do not wait for them.
         os._exit(2)
-    except Exception:
-        traceback.print_exc()
-        raise
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ Importing this file registers the data sets below with TorchTitan, whose names a
 On a machine without a GPU, call `torchtitan_scape.device.prepare()` before importing this file.
 """
 
+import functools
 import gzip
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +26,12 @@ import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from torch import nn
-from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.tools.logging import logger
@@ -62,6 +63,10 @@ def _split_of(path: Path, root: Path) -> str | None:
     return next((split for name in names for split in _SPLITS if name.lower().startswith(split)), None)
 
 
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
 def _check_readable(path: Path, folder: bool) -> None:
     if not os.access(path, os.R_OK | (os.X_OK if folder else 0)):
         raise ValueError(f"dataset_path: {str(path)!r} is not readable by this user: check its permissions")
@@ -72,15 +77,18 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
 
     Args:
         path: a file, or a folder, which is searched with its sub-folders.
-        split: "train" or "validation" keeps, of a folder, the files whose name, or else the nearest folder's name,
-            begins so; None keeps all.
+        split: "train" or "validation" keeps, of a folder, the files whose name, or else the nearest folder's
+            name, begins so; None keeps all.
 
     Raises:
-        ValueError: `path` is missing or not readable, has no such file, only empty ones, or files of several formats.
+        ValueError: `path` is missing or not readable, has no such file, only empty ones, or files of several
+            formats.
     """
     root = Path(path)
     if not root.exists():
-        raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {_EXPECTED}")
+        raise ValueError(
+            f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {_EXPECTED}"
+        )
     _check_readable(root, root.is_dir())
     if root.is_dir():
         found = [file for file in sorted(root.rglob("*")) if _ending(file) and file.is_file()]
@@ -93,8 +101,8 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
         files = [file for file in files if _split_of(file, root) == split]
         if not files:
             raise ValueError(
-                f"dataset_path: {str(root)!r} has no files of the split {split!r}; expected files or sub-folders whose "
-                f"names begin with {split!r}, or dataset text_files to read all files"
+                f"dataset_path: {str(root)!r} has no files of the split {split!r}; expected files or "
+                f"sub-folders whose names begin with {split!r}, or dataset text_files to read all files"
             )
     for file in files:
         _check_readable(file, folder=False)
@@ -110,26 +118,45 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     return files
 
 
-def _columns(file: Path) -> set[str]:
-    """Column names of one file: a parquet schema, or the keys of the first line of JSON."""
-    ending = _ending(file)
-    if ending == ".txt":
-        return {"text"}
-    if ending == ".parquet":
-        return set(pyarrow.parquet.read_schema(file).names)
-    with gzip.open(file, "rt") if file.name.endswith(".gz") else open(file, encoding="utf-8") as lines:
-        row = json.loads(next((line for line in lines if line.strip()), "{}"))
-    if not isinstance(row, dict):
-        raise ValueError(f"its first line is a {type(row).__name__}, not an object")
-    return set(row)
+def _has_documents(file: Path) -> bool:
+    """Looks at a parquet file's metadata or the first line of JSON; the library's own errors say less.
+
+    Raises:
+        ValueError: the file is damaged, or has no "text" column.
+    """
+    builder = _BUILDERS[cast(str, _ending(file))]
+    if builder == "text":
+        return True
+    try:
+        if builder == "parquet":
+            metadata = pyarrow.parquet.read_metadata(file)
+            columns, n_rows = metadata.schema.to_arrow_schema().names, metadata.num_rows
+        else:
+            with (
+                gzip.open(file, "rt") if file.name.endswith(".gz") else open(file, encoding="utf-8") as lines
+            ):
+                line = next((line for line in lines if line.strip()), None)
+            row = {} if line is None else json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"its first line is a {type(row).__name__}, not an object")
+            columns, n_rows = list(row), len(row)
+    except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
+        raise ValueError(
+            f"dataset_path: {str(file)!r} cannot be read as {builder}: {_one_line(error)}"
+        ) from error
+    if n_rows and "text" not in columns:
+        raise ValueError(
+            f"dataset_path: {str(file)!r} has no column 'text', but {columns}; expected a column 'text' of strings"
+        )
+    return n_rows > 0
 
 
 def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> Dataset:
     """Reads local text, map-style, so that TorchTitan resumes by document index.
 
-    A line of .jsonl or a row of .parquet is one document. A .txt file is one document as a whole, because a line break
-    in text does not end a document; text with one document a line belongs in .jsonl. The datasets library converts the
-    files once into its own cache (HF_DATASETS_CACHE), which takes about their uncompressed size.
+    A line of .jsonl or a row of .parquet is one document. A .txt file is one document as a whole, because a
+    line break in text does not end a document; text with one document a line belongs in .jsonl. The datasets
+    library converts the files once into its own cache (HF_DATASETS_CACHE), about as large as their text.
 
     Args:
         path: a file, or a folder, which is searched with its sub-folders.
@@ -139,44 +166,45 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> D
         A data set with the one column "text".
 
     Raises:
-        ValueError: as `find_text_files`; or a file is damaged, has no "text" column of strings, or has zero documents.
+        ValueError: as `find_text_files`; or a file is damaged, has no "text" column of strings, or has zero
+            documents.
     """
-    files = find_text_files(path, split)
+    files = [file for file in find_text_files(path, split) if _has_documents(file)]
+    if not files:
+        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
     builder = _BUILDERS[cast(str, _ending(files[0]))]
     options = {"sample_by": "document"} if builder == "text" else {}
-    file = files[0]
     try:
-        # A few files are enough here: the library compares the others with the first.
-        for file in files[:8]:
-            if "text" not in (columns := _columns(file)):
-                raise ValueError(f'it has no column "text", but {sorted(columns)}; expected a column "text" of strings')
         data = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
     except DatasetGenerationError as error:
-        raise ValueError(f"dataset_path: {str(path)!r} cannot be read as {builder}: {error.__cause__}") from error
-    except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
-        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {error}") from error
-    if len(data) == 0:
-        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
+        cause = _one_line(error.__cause__ or error)
+        raise ValueError(f"dataset_path: {str(path)!r} cannot be read as {builder}: {cause}") from error
     kind = getattr(data.features["text"], "dtype", "nested")
     if kind not in ("string", "large_string"):
         raise ValueError(f'dataset_path: {str(path)!r} has a column "text" of {kind}; expected strings')
     return data.select_columns(["text"])
 
 
+# TorchTitan reads a data set again right after `_check` counted its documents.
+_read_once = functools.lru_cache(maxsize=4)(load_text_files)
+
+
 def _load_hub(path: str, hub: str, split: str) -> Any:
     """Streams `hub`, or reads a local copy where `path` is not its name."""
     if path != hub:
-        return load_text_files(path, split)
+        return _read_once(path, split)
     try:
         return load_dataset(hub, split=split, streaming=True)
     except OSError as error:
-        raise ValueError(f"{hub} cannot be streamed ({error}); set dataset_path to a local copy") from error
+        raise ValueError(
+            f"{hub} cannot be streamed ({_one_line(error)}); set dataset_path to a local copy"
+        ) from error
 
 
 def _load_local(path: str) -> Dataset:
     if not path:
         raise ValueError("dataset text_files needs dataset_path: a file or a folder with " + _EXPECTED)
-    return load_text_files(path)
+    return _read_once(path, None)
 
 
 def _text(sample: dict[str, Any]) -> str:
@@ -184,48 +212,41 @@ def _text(sample: dict[str, Any]) -> str:
 
 
 def _hub(hub: str, split: str) -> DatasetConfig:
-    return DatasetConfig(path=hub, loader=partial(_load_hub, hub=hub, split=split), sample_processor=_text)
+    return DatasetConfig(
+        path=hub, loader=functools.partial(_load_hub, hub=hub, split=split), sample_processor=_text
+    )
 
 
-DATASETS.update(
-    {
-        "standard_library": DatasetConfig("the running Python", standard_library.load_train, _text),
-        "standard_library_validation": DatasetConfig(
-            "the running Python", standard_library.load_validation, _text
-        ),
-        "slimpajama_6b": _hub("DKYoon/SlimPajama-6B", "train"),
-        "slimpajama_6b_validation": _hub("DKYoon/SlimPajama-6B", "validation"),
-        "openwebtext": _hub("Skylion007/openwebtext", "train"),
-        "text_files": DatasetConfig("", _load_local, _text),
-    }
-)
+_OURS = {
+    "standard_library": DatasetConfig("the running Python", standard_library.load_train, _text),
+    "standard_library_validation": DatasetConfig(
+        "the running Python", standard_library.load_validation, _text
+    ),
+    "slimpajama_6b": _hub("DKYoon/SlimPajama-6B", "train"),
+    "slimpajama_6b_validation": _hub("DKYoon/SlimPajama-6B", "validation"),
+    "openwebtext": _hub("Skylion007/openwebtext", "train"),
+    "text_files": DatasetConfig("", _load_local, _text),
+}
+DATASETS.update(_OURS)
 
 
-def _check_name(section: str, name: str) -> None:
-    if name.lower() not in DATASETS:
+def _check(section: str, config: Training | Validation, dp_world_size: int) -> None:
+    """Refuses what makes ranks read nothing, or the same documents again. All ranks come to the same result."""
+    name, path = config.dataset.lower(), config.dataset_path
+    if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
-
-
-def _check_loader(loader: ParallelAwareDataloader, section: str, path: str | None) -> None:
-    """Refuses a loader with which ranks would read nothing, or read documents twice."""
-    text = loader.dataset
-    if not isinstance(text._data, Dataset):
+    # Of TorchTitan's own sets, and of a stream, nothing is counted before it is read.
+    if name not in _OURS or not isinstance(data := _OURS[name].loader(path or _OURS[name].path), Dataset):
         return
-    if loader.num_workers > 1:
+    if len(data) < dp_world_size:
         raise ValueError(
-            f"{section}.dataloader.num_workers: {loader.num_workers} workers would each read all documents of "
-            f"{text.dataset_name!r}, so that batches repeat; set it to 0 or 1"
+            f"{section}.dataset: {name!r} has {len(data)} documents for {dp_world_size} data-parallel ranks; "
+            "give at least one document a rank (a .txt file is one document)"
         )
-    # A rank sees its own part only. With fewer documents than ranks each part has one or none, so that every rank comes
-    # to count the whole, and all stop together instead of some waiting for the others.
-    if len(text._data) > 1:
-        return
-    config = DATASETS[text.dataset_name]
-    n_documents = len(config.loader(path or config.path))
-    if n_documents < loader.dp_world_size:
+    if config.dataloader.num_workers > 1:
         raise ValueError(
-            f"{section}.dataset: {text.dataset_name!r} has {n_documents} documents for {loader.dp_world_size} "
-            "data-parallel ranks; give at least one document a rank (a .txt file is one document)"
+            f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
+            f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
         )
 
 
@@ -246,22 +267,21 @@ def build_dataloader(
         infinite: start again after the last document.
 
     Returns:
-        Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token ahead.
+        Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token
+        ahead.
 
     Raises:
-        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks; several workers on a map-style set.
+        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers, on
+            a set that is not streamed.
     """
-    training = job_config.training
-    _check_name("training", training.dataset)
-    loader = build_text_dataloader(
+    _check("training", job_config.training, dp_world_size)
+    return build_text_dataloader(
         dp_world_size=dp_world_size,
         dp_rank=dp_rank,
         tokenizer=tokenizer,
         job_config=job_config,
         infinite=infinite,
     )
-    _check_loader(loader, "training", training.dataset_path)
-    return loader
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
@@ -271,14 +291,20 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         ValueError: the folder is missing or holds no tokenizer.
     """
     folder = Path(job_config.model.hf_assets_path)
-    expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
+    expected = (
+        "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
+    )
     if not folder.is_dir():
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}")
+        raise ValueError(
+            f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}"
+        )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}")
     tokenizer = build_hf_tokenizer(job_config)
     if tokenizer.eos_id is None:
-        logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
+        logger.warning(
+            f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border"
+        )
     return tokenizer
 
 
@@ -303,14 +329,16 @@ class FixedBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for inputs, labels in self._batches:
-            yield dict(inputs), labels  # a copy: validate() writes device tensors into the dict
+            # Copies: validate() writes device tensors into the dict, context parallelism shards in place.
+            yield {name: tensor.clone() for name, tensor in inputs.items()}, labels.clone()
 
 
 class _ValidationMetrics:
     """What the validator sees in place of the trainer's MetricsProcessor.
 
-    TorchTitan's validator adds its tokens to the trainer's count, and logging them resets count and clock, so that both
-    throughputs are wrong. This one counts apart, keeps the loss, and stops the trainer's clock meanwhile.
+    TorchTitan's validator adds its tokens to the trainer's count, and logging them resets count and clock, so
+    that both throughputs are wrong. This one counts apart, keeps the loss, and stops the trainer's clock
+    meanwhile.
     """
 
     def __init__(self, processor: MetricsProcessor) -> None:
@@ -336,17 +364,20 @@ class _ValidationMetrics:
 class FixedValidator(Validator):
     """TorchTitan's validator on the same `validation.steps` batches each time.
 
-    The parent goes on reading where the last validation stopped, so that two losses of one run come from different text.
-    This one reads its batches at construction.
+    The parent goes on reading where the last validation stopped, so that two losses of one run come from
+    different text. This one reads its batches at construction.
 
     Attributes:
-        last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first. With
-            pipeline parallelism it is true on the last stage only.
+        last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first.
+            With pipeline parallelism it is true on the last stage only.
         last_step: training step of the last validation, 0 before the first.
 
     Raises:
-        ValueError: as `build_dataloader`, for the section `validation`; or `validation.steps` is not positive.
+        ValueError: as `build_dataloader`, for the section `validation`; or
+            `validation.steps` is not positive.
     """
+
+    validation_dataloader: BaseDataLoader
 
     def __init__(
         self,
@@ -361,10 +392,10 @@ class FixedValidator(Validator):
         validation = job_config.validation
         if validation.steps <= 0:
             raise ValueError(
-                f"validation.steps: {validation.steps} would read all the data, and ranks with unequal batch counts "
-                "would wait for each other for ever; give the number of batches, e.g. 10"
+                f"validation.steps: {validation.steps} would read all the data, and ranks with unequal batch "
+                "counts would wait for each other for ever; give the number of batches, e.g. 10"
             )
-        _check_name("validation", validation.dataset)
+        _check("validation", validation, dp_world_size)
         self._metrics = _ValidationMetrics(metrics_processor)
         super().__init__(
             job_config=job_config,
@@ -374,8 +405,8 @@ class FixedValidator(Validator):
             metrics_processor=cast(MetricsProcessor, self._metrics),
             **kwargs,
         )
-        _check_loader(self.validation_dataloader, "validation", validation.dataset_path)
-        self.validation_dataloader = FixedBatches(self.validation_dataloader, validation.steps)
+        batches = FixedBatches(self.validation_dataloader, validation.steps)
+        self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
 
     @property
     def last_loss(self) -> float | None:

@@ -1,8 +1,8 @@
 """The embedded corpus: English and code that every Python carries, its standard library's own sources.
 
-No download, no licence question, real text: enough to compare methods on a laptop or in CI. The text depends on the
-version of Python; `corpus_digest()` says whether two machines read the same one. This file does not import
-TorchTitan, so that a script can read the corpus without preparing a device.
+No download, and real text: enough to compare methods on a laptop or in CI. The text depends on the version of
+Python; `corpus_digest()` says whether two machines read the same one. This file does not import TorchTitan,
+so that a script can read the corpus without preparing a device.
 """
 
 import functools
@@ -23,8 +23,8 @@ MAX_DOCUMENT_BYTES = 8192
 VALIDATION_SHARE = 0.05
 SHUFFLE_SEED = 0
 
-# Installed packages are not the standard library, and tests are often stripped from it: neither would be the same on
-# two machines with one version of Python.
+# Installed packages are not the standard library, and tests are often stripped from it: neither would be the
+# same on two machines with one version of Python.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 )
@@ -77,8 +77,8 @@ def cut(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
 def read_sources(root: Path) -> dict[str, str]:
     """Reads all Python sources under `root`, `{relative path: text}`, sorted by path.
 
-    Tests, installed packages and build data are left out, and so are blank files and files that cannot be read or
-    decoded.
+    Tests, installed packages and build data are left out, and so are blank files and files that cannot be
+    read or decoded.
 
     Raises:
         ValueError: no source was found.
@@ -102,15 +102,16 @@ def read_sources(root: Path) -> dict[str, str]:
             sources[relative] = text
     if not sources:
         raise ValueError(
-            f"no Python sources under {str(root)!r}: the embedded corpus is the standard library's own .py files, and "
-            "a zipped or stripped Python has none; use a full installation of Python, or another training.dataset"
+            f"no Python sources under {str(root)!r}: the embedded corpus is the standard library's own .py "
+            "files, which a zipped or stripped Python lacks; use a full installation of Python, or another "
+            "training.dataset"
         )
     return sources
 
 
 @functools.cache
 def read_corpus(root: Path | None = None) -> Corpus:
-    """Reads, splits, cuts and shuffles the corpus once a process; the same on all ranks with one version of Python.
+    """Reads, splits, cuts and shuffles the corpus, once a process; equal on all ranks with one Python.
 
     Args:
         root: folder of the sources; None is the running Python's standard library.
@@ -120,7 +121,9 @@ def read_corpus(root: Path | None = None) -> Corpus:
     """
     sources = read_sources(root if root is not None else Path(sysconfig.get_path("stdlib")))
     if len(sources) < 2:
-        raise ValueError(f"one Python source, {next(iter(sources))!r}, cannot be split: use a full installation of Python")
+        raise ValueError(
+            f"one Python source, {next(iter(sources))!r}, cannot be split: use a full installation of Python"
+        )
     files = list(sources)
     sizes = [len(text.encode()) for text in sources.values()]
     n_bytes = sum(sizes)
@@ -131,7 +134,7 @@ def read_corpus(root: Path | None = None) -> Corpus:
 
     def documents(paths: list[str]) -> tuple[str, ...]:
         cuts = [piece for path in paths for piece in cut(sources[path])]
-        # One shuffle of documents mixes topics within a batch and across replicas, which read contiguous parts.
+        # Replicas read contiguous parts: shuffled, each of them and each batch mixes topics.
         random.Random(SHUFFLE_SEED).shuffle(cuts)
         return tuple(cuts)
 
@@ -162,7 +165,7 @@ def corpus_digest() -> str:
 
 
 def load_train(_path: str | None = None) -> Dataset:
-    """Training documents, map-style, in memory, one column "text". The path is ignored; TorchTitan passes one."""
+    """Training documents, map-style in memory, column "text". The path that TorchTitan passes is ignored."""
     return Dataset.from_dict({"text": list(read_corpus().train)})
 
 

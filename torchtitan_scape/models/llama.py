@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -41,6 +42,8 @@ class Llama(Transformer):
         if first.device.type != "cpu" or not isinstance(first, DTensor):
             super().init_weights(buffer_device)
             return
+        if isinstance(first.to_local(), FakeTensor):
+            return  # a dry run has no values
         with torch.device("cpu"):
             whole = Transformer(self.model_args)
         whole.init_weights()

@@ -45,6 +45,10 @@ class ReplicaOptimizers(OptimizersContainer):
         replicas = self.collectives.replicas
         return 2.0 * (replicas - 1) / replicas * 4 * entries
 
+    def planned_bytes(self) -> float:
+        """Bytes of payload and masks that this rank will send in a step, warm-up over."""
+        return self.dense_bytes()
+
     def statistics(self) -> dict[str, float]:
         """Figures of the last step for the log. A collective call."""
         raise NotImplementedError
@@ -125,6 +129,9 @@ class ScapeOptimizers(ReplicaOptimizers):
 
     def statistics(self) -> dict[str, float]:
         return self.scape.statistics()
+
+    def planned_bytes(self) -> float:
+        return self.scape.planned_bytes()
 
     # What a replica holds differs from its twins', and checkpoints drop what they take for copies: every
     # rank saves under names of its own.

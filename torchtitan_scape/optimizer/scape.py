@@ -108,9 +108,7 @@ class Scape(Optimizer):
         # One payload buffer for the target density; larger payloads go in the gradients' own storage.
         self._payload = torch.zeros(0, dtype=torch.float32, device=device)
         if density < 1.0:
-            sparse = sum(self._layout.nnz(i, density, selection) for i in range(len(self._sparse)))
-            entries = sparse + sum(s.size for s in self._dense)
-            self._payload = torch.zeros(entries, dtype=torch.float32, device=device)
+            self._payload = torch.zeros(self._payload_entries(), dtype=torch.float32, device=device)
         for shard, state in zip(self._ordered, self._states, strict=True):
             self.state[shard.parameter]["moment_residual"] = state[: shard.size]
 
@@ -309,6 +307,18 @@ class Scape(Optimizer):
             "clip_factor": self.clip_factor.item(),
             "skipped_steps": float(self.guard.skipped),
         }
+
+    def planned_bytes(self) -> float:
+        """Bytes of payload and masks that this rank sends in a step at the target density."""
+        replicas = self.collectives.replicas
+        payload = 2.0 * (replicas - 1) / replicas * 4 * self._payload_entries()
+        return payload + (replicas - 1) * self.masks.wire_bytes(self.density)
+
+    def _payload_entries(self) -> int:
+        """Entries of the payload at the target density."""
+        selection = self.masks.selection
+        sparse = sum(self._layout.nnz(i, self.density, selection) for i in range(len(self._sparse)))
+        return sparse + sum(s.size for s in self._dense)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs, this replica's residual included; waits for masks in flight."""

@@ -1,0 +1,124 @@
+"""The passes on local tensors, against oracles in plain Python."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import reference
+
+
+@given(st.lists(st.booleans(), min_size=0, max_size=70))
+def test_bits_round_trip(bits: list[bool]) -> None:
+    padded = torch.tensor(bits + [False] * (-len(bits) % 8), dtype=torch.bool)
+    packed = reference.pack_bits(padded)
+    assert packed.numel() == padded.numel() // 8
+    assert reference.unpack_bits(packed, len(bits)).tolist() == bits
+    expected = [sum(bit << i for i, bit in enumerate(padded[j : j + 8].tolist())) for j in range(0, len(padded), 8)]
+    assert packed.tolist() == expected
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([8, 16, 24, 1024, 32768]), st.integers(1, 9))
+def test_offsets_round_trip(seed: int, blocks: int, block_size: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.randint(0, block_size, (blocks, min(k, block_size)), generator=generator)
+    packed = reference.pack_offsets(offsets, block_size)
+    width = max(1, math.ceil(math.log2(block_size)))
+    assert packed.numel() == math.ceil(offsets.numel() * width / 8)
+    assert packed.numel() == reference.offset_bytes(*offsets.shape, block_size)
+    assert torch.equal(reference.unpack_offsets(packed, *offsets.shape, block_size), offsets)
+
+
+# Few distinct values, so that ties are the rule; denormals and signed zeros included.
+_VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3e38, 0.5])
+
+
+@given(st.lists(_VALUES, min_size=1, max_size=50), st.integers(1, 8))
+def test_block_selection_is_exact(values: list[float], k: int) -> None:
+    size = 8
+    offsets = reference.select_blocks(torch.tensor(values), k, size)
+    bits = reference.unpack_bits(reference.offsets_to_mask(offsets, size), len(values))
+    expected = []
+    for start in range(0, len(values), size):
+        block = range(start, min(start + size, len(values)))
+        expected += sorted(sorted(block, key=lambda j: (-abs(values[j]), j))[:k])
+    assert bits.nonzero().view(-1).tolist() == expected
+    assert reference.offsets_to_mask(offsets, size).numel() == -(-len(values) // size)
+
+
+@given(st.lists(_VALUES, min_size=1, max_size=50), st.data())
+def test_largest_is_exact(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    expected = sorted(sorted(range(len(values)), key=lambda j: (-abs(values[j]), j))[:k])
+    assert reference.select_largest(torch.tensor(values), k).tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_finite_names_the_tensor(bad: float) -> None:
+    gradients = [torch.ones(3), torch.ones(5), torch.empty(0)]
+    assert reference.finite(gradients).tolist() == [True, True, True]
+    gradients[1][4] = bad
+    assert reference.finite(gradients).tolist() == [True, False, True]
+
+
+def _mask(n: int, generator: torch.Generator, density: float) -> torch.Tensor:
+    bits = torch.rand(n, generator=generator) < density
+    bits[0] = True
+    return bits
+
+
+@given(st.integers(0, 2**32), st.integers(1, 100), st.booleans(), st.booleans(), st.booleans())
+def test_pack_loses_nothing(seed: int, n: int, all_in_use: bool, all_before: bool, in_place: bool) -> None:
+    """Property 2: the payload scattered back plus the state off A is mt, bit for bit."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.ones(n, dtype=torch.bool) if all_in_use else _mask(n, generator, 0.3)
+    before = torch.ones(n, dtype=torch.bool) if all_before else _mask(n, generator, 0.3)
+    packed = reference.pack_bits(torch.nn.functional.pad(before, (0, -n % 8)))
+    state = torch.randn(n, generator=generator)
+    gradient = torch.randn(n, generator=generator)
+    moment, old = gradient.clone(), state.clone()
+    previous = None if all_before else packed
+    reference.new_moment_(moment, state, previous, 0.9, 1.0)
+    expected = gradient * (1.0 - 0.9) + torch.where(before, old * 0.9, old)
+    assert torch.equal(moment, expected)
+
+    indices = None if all_in_use else used.nonzero().view(-1)
+    nnz = int(used.sum())
+    payload = moment[:nnz] if in_place else torch.empty(nnz)
+    reference.pack_(moment, state, indices, previous, payload, torch.tensor(True))
+    assert torch.equal(torch.where(used, 0.0, state).masked_scatter(used, payload), expected)
+    assert torch.equal(state[used], torch.where(before, old, 0.0)[used])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
+def test_a_skipped_step_changes_nothing(seed: int, n: int, all_in_use: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    used, before = _mask(n, generator, 0.3), _mask(n, generator, 0.3)
+    indices = None if all_in_use else used.nonzero().view(-1)
+    previous = reference.pack_bits(torch.nn.functional.pad(before, (0, -n % 8)))
+    state, parameter = torch.randn(n, generator=generator), torch.randn(n, generator=generator)
+    moment = torch.full((n,), float("nan"))
+    state_before, parameter_before = state.clone(), parameter.clone()
+    payload = torch.empty(n if indices is None else indices.numel())
+    skipped = torch.tensor(False)
+    reference.pack_(moment, state, indices, previous, payload, skipped)
+    reference.update_(
+        parameter,
+        payload,
+        state,
+        indices,
+        previous,
+        lr=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        clip=torch.tensor(float("nan")),
+        clip_moment=True,
+        bias_corrections=(torch.tensor(0.0), torch.tensor(0.0)),
+        max_wait=1000.0,
+        applied=skipped,
+    )
+    assert torch.equal(state, state_before)
+    assert torch.equal(parameter, parameter_before)
