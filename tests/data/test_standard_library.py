@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import random
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,12 @@ def test_validation_is_a_twentieth_and_documents_are_small(corpus: standard_libr
 
 def test_documents_are_shuffled(corpus: standard_library.Corpus) -> None:
     """Replicas read contiguous parts: in file order each would train on other modules."""
-    first = standard_library.read_sources(Path(json.__file__).parent)
-    cuts = next(iter(standard_library.cut(next(iter(first.values())))))
-    assert corpus.train.index(cuts) not in range(5)
+    sources = standard_library.read_sources(Path(sysconfig.get_path("stdlib")))
+    in_order = [piece for path in corpus.train_files for piece in standard_library.cut(sources[path])]
+    assert sorted(in_order) == sorted(corpus.train)
+    half = len(in_order) // 2
+    from_first_half = len(set(in_order[:half]) & set(corpus.train[:half])) / half
+    assert 0.4 < from_first_half < 0.6
 
 
 def test_data_sets_are_in_memory(corpus: standard_library.Corpus) -> None:

@@ -146,7 +146,8 @@ def _has_documents(file: Path) -> bool:
         ) from error
     if n_rows and "text" not in columns:
         raise ValueError(
-            f"dataset_path: {str(file)!r} has no column 'text', but {columns}; expected a column 'text' of strings"
+            f"dataset_path: {str(file)!r} has no column 'text', but {columns}; expected a column 'text' of "
+            "strings"
         )
     return n_rows > 0
 
@@ -231,7 +232,7 @@ DATASETS.update(_OURS)
 
 
 def _check(section: str, config: Training | Validation, dp_world_size: int) -> None:
-    """Refuses what makes ranks read nothing, or the same documents again. All ranks come to the same result."""
+    """Refuses what makes ranks read nothing, or the same documents again; the result is the same on all."""
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")

@@ -1,0 +1,396 @@
+"""The optimizer with N replicas in one process, against the literal two-buffer form of Algorithm 1."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.literal import Literal
+from tests.replicas import ThreadCollectives, run_replicas
+from torchtitan_scape import AdamS, NonFiniteGradientError, Scape
+
+SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
+
+
+def draw(seed: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def gradient(step: int, replica: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return draw(1000 + 97 * step + replica, shapes)
+
+
+def train(
+    collectives: ThreadCollectives | None,
+    steps: int,
+    shapes: list[tuple[int, ...]] = SPARSE + DENSE,
+    probe: Any = None,
+    **options: Any,
+) -> list[list[Tensor]]:
+    """Parameters after every step; `probe(optimizer, step)` is called after each."""
+    parameters = [nn.Parameter(p) for p in draw(0, shapes)]
+    options = {"lr": 1e-2, "block_size": 16, **options}
+    optimizer = Scape([(f"p{i}", p) for i, p in enumerate(parameters)], replicas=collectives, **options)
+    replica = collectives.replica if collectives else 0
+    history = []
+    for step in range(steps):
+        for p, g in zip(parameters, gradient(step, replica, shapes), strict=True):
+            p.grad = g
+        optimizer.step()
+        history.append([p.detach().clone() for p in parameters])
+        if probe:
+            probe(optimizer, step)
+    return history
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def literal(replicas: int, steps: int, **options: Any) -> list[list[Tensor]]:
+    values = draw(0, SPARSE + DENSE)
+    reference = Literal(values[: len(SPARSE)], values[len(SPARSE) :], replicas, **options)
+    history = []
+    for step in range(steps):
+        reference.step([gradient(step, r, SPARSE + DENSE) for r in range(replicas)])
+        history.append([p.clone() for p in reference.theta])
+    return history
+
+
+GRID = [
+    {"replicas": n, "density": d, "wait_scaling": w, **extra}
+    for (n, d), w, extra in zip(
+        itertools.product((1, 2, 3, 4), (1.0, 0.5, 0.1, 0.01)),
+        itertools.cycle((True, False)),
+        itertools.cycle(
+            (
+                {},
+                {"selection": "tensor"},
+                {"clip_mode": "literal", "density_warmup_steps": 20},
+                {"max_norm": None},
+                {"density_warmup_steps": 20, "max_wait": 3.0},
+            )
+        ),
+        strict=False,
+    )
+] + [{"replicas": n, "density": 0.1, "wait_scaling": w} for n in (2, 3) for w in (True, False)]
+
+
+@pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
+    """Properties 3 and 4: within 1e-6 of the two-buffer form, and bitwise equal on all replicas."""
+    options = dict(options)
+    replicas = options.pop("replicas")
+    expected = literal(replicas, 50, **options)
+    results = run_replicas(replicas, lambda c: train(c, 50, **options))
+    for step, want in enumerate(expected):
+        got = flat(results[0][step])
+        assert (got - flat(want)).norm() <= 1e-6 * flat(want).norm(), step
+        for other in results[1:]:
+            assert torch.equal(flat(other[step]), got)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_density_one_is_dense_adams(replicas: int, clip: float | None) -> None:
+    """Property 1, against the dense optimizer on averaged and clipped gradients."""
+    results = run_replicas(replicas, lambda c: train(c, 20, density=1.0, max_norm=clip))
+    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+    dense = AdamS(parameters, lr=1e-2)
+    for step in range(20):
+        gradients = [gradient(step, r, SPARSE + DENSE) for r in range(replicas)]
+        for i, p in enumerate(parameters):
+            p.grad = sum(g[i] for g in gradients) / replicas
+        if clip:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        dense.step()
+        want = flat([p.detach() for p in parameters])
+        torch.testing.assert_close(flat(results[0][step]), want, rtol=2e-6, atol=2e-6)
+
+
+def test_sum_reduction_is_mean_of_scaled_gradients() -> None:
+    """A loss divided by the global token count gives gradients that are N times too small for a mean."""
+    plain = run_replicas(2, lambda c: train(c, 10, density=0.1))
+
+    def scaled(collectives: ThreadCollectives) -> list[Tensor]:
+        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives, reduction="sum")
+        for step in range(10):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g / 2
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    assert torch.equal(flat(run_replicas(2, scaled)[0]), flat(plain[0][-1]))
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from([0.5, 0.1, 0.01]),
+    st.sampled_from(["block", "tensor"]),
+)
+def test_masks_are_equal_and_counted(
+    shapes: list[tuple[int, int]], replicas: int, density: float, selection: str
+) -> None:
+    """Property 6 (nnz known without asking) and 3 (masks and moments), any shapes, empty ones included."""
+    seen: dict[int, list[Any]] = {}
+
+    def work(collectives: ThreadCollectives) -> None:
+        def probe(optimizer: Scape, step: int) -> None:
+            masks, layout = optimizer.masks, optimizer._layout
+            if step:
+                for i, n in enumerate(layout.sizes):
+                    indices = masks.indices(i)
+                    assert indices is not None and indices.numel() == masks.nnz(i)
+                    assert indices.numel() == 0 or (indices.min() >= 0 and indices.max() < n)
+            on_mask = [optimizer._state_of(i)[masks.indices(i)] for i in range(len(layout.sizes))] if step else []
+            seen.setdefault(step, []).append((masks.in_use.bits.clone(), on_mask))
+
+        train(collectives, 4, shapes, probe, density=density, selection=selection)
+
+    run_replicas(replicas, work)
+    for states in seen.values():
+        for bits, moments in states[1:]:
+            assert torch.equal(bits, states[0][0])
+            assert all(torch.equal(a, b) for a, b in zip(moments, states[0][1], strict=True))
+
+
+def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
+    """Property 7, first half: what is counted is what was handed over, and it is static."""
+
+    def work(collectives: ThreadCollectives) -> tuple[dict[Any, int], dict[Any, int], Scape]:
+        keep: list[Any] = []
+        train(collectives, 1, density=0.1, probe=lambda o, s: keep.append(o))
+        optimizer, before = keep[0], dict(collectives.traffic.handed)
+        calls = dict(collectives.traffic.calls)
+        for p in (s.parameter for s in optimizer._shards):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        traffic = collectives.traffic
+        return (
+            {kind: n - before[level, kind] for (level, kind), n in traffic.handed.items()},
+            {kind: n - calls[level, kind] for (level, kind), n in traffic.calls.items()},
+            optimizer,
+        )
+
+    for handed, calls, optimizer in run_replicas(2, work):
+        assert calls == {"payload": 1, "mask": 1}
+        entries = sum(optimizer._layout.nnz(i, 0.1, "block") for i in range(4)) + 8
+        assert handed["payload"] == 4 * entries
+        # 16-entry blocks, k = 2: offsets would take 1 byte a block, the bitmap 2.
+        assert handed["mask"] == optimizer._layout.run_blocks
+        assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
+
+
+@pytest.mark.parametrize("warmup", [0, 6])
+@pytest.mark.parametrize("bad_step", [0, 1, 3])
+def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int) -> None:
+    """One replica's NaN: nobody's parameters, state or masks change, and the run goes on as the literal form."""
+    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup}
+
+    def work(collectives: ThreadCollectives) -> list[Tensor]:
+        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **options)
+        for step in range(8):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g
+            if step == bad_step and collectives.replica == 1:
+                parameters[1].grad[3, 2] = float("nan")
+            before = [flat([p.detach() for p in parameters]), optimizer._state.clone()]
+            optimizer.step()
+            if step == bad_step:
+                assert torch.equal(flat([p.detach() for p in parameters]), before[0])
+                assert torch.equal(optimizer._state, before[1])
+                in_use = optimizer.masks.in_use.bits.clone()
+                optimizer._settle()
+                assert torch.equal(optimizer.masks.in_use.bits, in_use)
+        assert optimizer.guard.skipped == 1
+        return [p.detach() for p in parameters]
+
+    values = draw(0, SPARSE + DENSE)
+    expected = Literal(values[: len(SPARSE)], values[len(SPARSE) :], 2, **options)
+    for step in range(8):
+        gradients = [gradient(step, r, SPARSE + DENSE) for r in range(2)]
+        if step == bad_step:
+            gradients[1][1][3, 2] = float("nan")
+        expected.step(gradients)
+    for result in run_replicas(2, work):
+        assert (flat(result) - flat(expected.theta)).norm() <= 1e-6 * flat(result).norm()
+
+
+def test_too_many_skipped_steps_name_rank_and_parameter() -> None:
+    def work(collectives: ThreadCollectives) -> None:
+        parameters = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("b.weight", nn.Parameter(torch.ones(4, 4)))]
+        optimizer = Scape(parameters, lr=1e-2, replicas=collectives, max_skipped_steps=3)
+        optimizer.guard.rank = collectives.replica  # one process plays both
+        for _ in range(9):
+            for _, p in parameters:
+                p.grad = torch.ones_like(p)
+            if collectives.replica == 1:
+                parameters[1][1].grad[0, 0] = float("inf")
+            optimizer.step()
+
+    with pytest.raises(NonFiniteGradientError, match=r"3 steps in a row.*rank 1, parameter 'b.weight'"):
+        run_replicas(2, work)
+
+
+def test_no_gradient_counts_as_zeros() -> None:
+    """A replica that did not use a parameter takes part in every collective."""
+
+    def work(collectives: ThreadCollectives, explicit: bool) -> Tensor:
+        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives)
+        for step in range(5):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g
+            if collectives.replica == 0:
+                for i in (1, 4):
+                    parameters[i].grad = torch.zeros_like(parameters[i]) if explicit else None
+            optimizer.step()
+        return flat([p.detach() for p in parameters])
+
+    implicit = run_replicas(2, lambda c: work(c, False))
+    assert torch.equal(implicit[0], run_replicas(2, lambda c: work(c, True))[0])
+    assert torch.equal(implicit[0], implicit[1])
+
+
+def test_parameter_groups_have_their_own_rates() -> None:
+    """lr 0 without decay freezes one group; the other goes on as if alone would not (one norm for all)."""
+    frozen, trained = nn.Parameter(torch.ones(5, 8)), nn.Parameter(torch.ones(5, 8))
+    groups = [
+        {"params": [("frozen", frozen)], "lr": 0.0, "weight_decay": 0.0},
+        {"params": [("trained", trained)], "betas": (0.5, 0.9)},
+    ]
+    optimizer = Scape(groups, lr=0.1)
+    for _ in range(3):
+        frozen.grad, trained.grad = torch.ones(5, 8), torch.ones(5, 8)
+        optimizer.step()
+    assert torch.equal(frozen, torch.ones(5, 8))
+    assert bool((trained < 1).any())
+
+
+def test_dense_names_are_exchanged_whole() -> None:
+    keep: list[Scape] = []
+    train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
+    optimizer = keep[-1]
+    assert [s.name for s in optimizer._dense] == ["p1", "p4", "p5"]
+    assert bool((optimizer._state_of(3) != 0).all())
+
+
+def test_first_step_broadcasts_replica_0() -> None:
+    def work(collectives: ThreadCollectives) -> Tensor:
+        parameter = nn.Parameter(torch.full((4, 4), float(collectives.replica)))
+        Scape([parameter], lr=0.1, replicas=collectives)
+        return parameter.detach()
+
+    assert all(torch.equal(p, torch.zeros(4, 4)) for p in run_replicas(3, work))
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_state_dict_resumes_bitwise(at: int) -> None:
+    """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        options: dict[str, Any] = {"lr": 1e-2, "block_size": 16, "density_warmup_steps": 4, "replicas": collectives}
+        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        optimizer = Scape(parameters, **options)
+        for step in range(10):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g
+            optimizer.step()
+            if step == at:
+                saved = torch_copy(optimizer.state_dict())
+                copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+                resumed = Scape(copies, **options)
+                resumed.load_state_dict(saved)
+            if step > at:
+                for p, g in zip(copies, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                    p.grad = g
+                resumed.step()
+        assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
+        assert torch.equal(resumed._state, optimizer._state)
+
+    run_replicas(2, work)
+
+
+def torch_copy(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: torch_copy(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v
+        for k, v in state.items()
+    }
+
+
+def test_another_layout_is_refused_at_load() -> None:
+    saved = Scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=8).state_dict()
+    with pytest.raises(ValueError, match="block_size=8.*this run has 16"):
+        Scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=16).load_state_dict(saved)
+
+
+def test_bf16_parameters_and_closure() -> None:
+    parameter = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
+    optimizer = Scape([parameter], lr=0.1, density=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (parameter.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert parameter.dtype == torch.bfloat16
+
+
+def test_non_contiguous_parameter_is_updated() -> None:
+    base = torch.ones(4, 6).t()
+    parameter = nn.Parameter(base)
+    assert not parameter.is_contiguous()
+    parameter.grad = torch.ones(6, 4)
+    Scape([parameter], lr=0.1, weight_decay=0.0).step()
+    # AdamS's first step is lr * sqrt(1 - beta2) / (1 - beta1) ... the same for every entry, and not 0.
+    assert bool((parameter < 1).all()) and parameter.unique().numel() == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"density": 0.0}, r"density is 0.0; it must lie in \(0, 1\]"),
+        ({"density": 1.5}, "density is 1.5"),
+        ({"density": float("nan")}, "density is nan"),
+        ({"density_warmup_steps": -1}, "density_warmup_steps is -1"),
+        ({"block_size": 12}, "block_size is 12"),
+        ({"block_size": 65536}, "block_size is 65536"),
+        ({"selection": "row"}, "selection is 'row'"),
+        ({"max_wait": 0.5}, "max_wait is 0.5"),
+        ({"max_norm": 0.0}, "max_norm is 0.0"),
+        ({"clip_mode": "none"}, "clip_mode is 'none'"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"betas": (1.0, 0.9)}, "beta1 is 1.0"),
+        ({"dense_names": ["nowhere"]}, "'nowhere', which is no parameter"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scape([("w", nn.Parameter(torch.ones(2, 2)))], **{"lr": 0.1, **options})
+
+
+def test_integer_parameters_are_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'steps' has dtype torch.int32"):
+        Scape([("steps", parameter)], lr=0.1)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = Scape(embedding.named_parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()
