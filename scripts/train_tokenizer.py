@@ -49,8 +49,7 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(documents, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"the documents fill {tokenizer.get_vocab_size()} entries, not {vocab_size}: "
-            "lower the vocabulary size"
+            f"the documents fill {tokenizer.get_vocab_size()} entries, not {vocab_size}: lower the vocabulary size"
         )
     return tokenizer
 
@@ -73,15 +72,9 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=EMBEDDED_TOKENIZER, help="folder (default: the package's)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=EMBEDDED_TOKENIZER, help="folder (default: the package's)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
     args = parser.parse_args()
 
     corpus = read_corpus()

@@ -101,9 +101,7 @@ class Literal:
         blocks = []  # (tensor, first entry, end), end to end over the sparsified tensors
         for i, p in enumerate(self.sparse):
             masks[i][:] = False
-            blocks += [
-                (i, s, min(s + self.block_size, p.numel())) for s in range(0, p.numel(), self.block_size)
-            ]
+            blocks += [(i, s, min(s + self.block_size, p.numel())) for s in range(0, p.numel(), self.block_size)]
         run = math.ceil(len(blocks) / self.replicas)
         for r in range(self.replicas):
             own = blocks[r * run : (r + 1) * run]

@@ -23,8 +23,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = tempfile.NamedTemporaryFile(delete=False).name
-        os.unlink(store)
+        store = f"{tempfile.mkdtemp()}/store"
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.world, store), daemon=True)

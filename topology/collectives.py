@@ -75,6 +75,9 @@ class ReplicaCollectives:
         self.traffic = Traffic()
         self.replicas, self.replica = _size_and_rank(replicas.replicate)
         self.model_ranks, self.model_rank = _size_and_rank(replicas.model)
+        self._levels = {
+            group: _own_level(replicas, group) for group in (replicas.replicate, replicas.model) if group is not None
+        }
 
     @property
     def is_fake(self) -> bool:
@@ -179,15 +182,18 @@ class ReplicaCollectives:
         return items
 
     def _count(self, group: ProcessGroup, kind: str, handed: int, factor: float) -> None:
-        layout = self.groups.layout
-        level = "network"
-        if layout is not None:
-            level = layout.ring_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
-        self.traffic.add(level, kind, handed, factor * handed)
+        self.traffic.add(self._levels[group], kind, handed, factor * handed)
 
 
 def _size_and_rank(group: ProcessGroup | None) -> tuple[int, int]:
     return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def _own_level(groups: ReplicaGroups, group: ProcessGroup) -> str:
+    """The level of the link from this rank to its successor in the ring of `group`."""
+    if groups.layout is None:
+        return "network"
+    return groups.layout.ring_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
 
 
 def _chunks(tensors: Sequence[Tensor], chunk_entries: int) -> Any:

@@ -90,8 +90,9 @@ class Layout:
 
     @property
     def shard_axis_inside_node(self) -> bool:
-        """Whether no replica spans nodes, so that FSDP's collectives stay on fast links."""
-        return all(len({self.node(rank) for rank in ranks}) == 1 for ranks in self.model_groups())
+        """Whether the ranks among which FSDP and tensor parallelism talk share a node; stages may be apart."""
+        together = self.shard * self.context * self.tensor
+        return all(self.node(first) == self.node(first + together - 1) for first in range(0, self.world_size, together))
 
     def describe(self) -> str:
         """One line for the log."""
@@ -99,7 +100,8 @@ class Layout:
         if self.pipeline > 1:
             degrees.insert(0, ("pipeline", self.pipeline))
         product = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1 or name == "shard")
-        levels = sorted({self.ring_level(ranks[0], ranks) for ranks in self.replicate_groups() if len(ranks) > 1})
+        groups = [ranks for ranks in self.replicate_groups() if len(ranks) > 1]
+        levels = sorted({self.ring_level(rank, ranks) for ranks in groups for rank in ranks})
         talk = f"replicas talk over {' and '.join(levels)}" if levels else "there is one replica"
         inside = "stays inside a node" if self.shard_axis_inside_node else "CROSSES nodes"
         return (
@@ -169,8 +171,6 @@ def ranks_per_node_from_environment(environ: Mapping[str, str]) -> int | None:
             continue
         match = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", value.strip())
         if match is None:
-            raise ValueError(
-                f"{name} is {value!r}; expected one number of ranks for every node, such as 8 or 8(x4)"
-            )
+            raise ValueError(f"{name} is {value!r}; expected one number of ranks for every node, such as 8 or 8(x4)")
         return int(match[1])
     return None

@@ -39,8 +39,8 @@ MACHINES = {
             "vista",
             ranks_per_node=1,
             levels=(Level("node", 1, 450.0, 2.0), Level("network", 0, 50.0, 5.0)),
-            source="SCAPE paper, Section V-A: one GH200 a node, NDR 400 Gb/s InfiniBand; NVLink-C2C 900 GB/s both ways. "
-            "Latencies are assumed",
+            source="SCAPE paper, Section V-A: one GH200 a node, NDR 400 Gb/s InfiniBand; NVLink-C2C 900 GB/s both "
+            "ways. Latencies are assumed",
         ),
         Machine(
             "frontier",
@@ -58,8 +58,8 @@ MACHINES = {
             "dgx-a100",
             ranks_per_node=8,
             levels=(Level("node", 8, 300.0, 2.0), Level("network", 0, 25.0, 5.0)),
-            source="Low-bandwidth partitioning paper, Table I: NVLink 600 GB/s both ways, eight 200 Gb/s HDR ports a node. "
-            "Latencies are assumed",
+            source="Low-bandwidth partitioning paper, Table I: NVLink 600 GB/s both ways, eight 200 Gb/s HDR ports a "
+            "node. Latencies are assumed",
         ),
         Machine(
             "local",

@@ -66,7 +66,9 @@ def check_resume(checkpointer: CheckpointManager, step: int, record: LayoutRecor
             "shall be resumed from needs checkpoint.last_save_model_only = false)"
         )
     if f"{RECORD}.json" not in metadata.state_dict_metadata:
-        raise ValueError(f"{path} was not saved by this project; start from its model with checkpoint.initial_load_path")
+        raise ValueError(
+            f"{path} was not saved by this project; start from its model with checkpoint.initial_load_path"
+        )
     saved: dict[str, Any] = {RECORD: {"json": ""}}
     dcp.load(saved, checkpoint_id=path)
     theirs = json.loads(saved[RECORD]["json"])

@@ -26,7 +26,8 @@ def _check_types(section: Any, name: str) -> None:
         elif expected is int:
             good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
         else:
-            good, wanted = isinstance(value, expected), getattr(expected, "__name__", str(expected))
+            assert isinstance(expected, type)
+            good, wanted = isinstance(value, expected), expected.__name__
         if not good:
             raise ValueError(f"[{name}] {f.name} = {value!r}; it must be {wanted}")
 

@@ -1,6 +1,6 @@
 """torchrun, whose report of a failed rank is one line instead of a traceback of its own.
 
-    python -m torchtitan_scape.launch --nproc_per_node=2 ... -m torchtitan_scape.train ...
+python -m torchtitan_scape.launch --nproc_per_node=2 ... -m torchtitan_scape.train ...
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The trainer: TorchTitan's, with the replicate axis in the optimizer's hands.
 
-    torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
+torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
 """
 
 import json
@@ -133,7 +133,9 @@ class ScapeTrainer(Trainer):
         sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken)
         tokens = torch.tensor(float(self.ntokens_seen), dtype=torch.float64, device=self.optimizers.grad_norm.device)
         # Ranks of one data-parallel index read the same tokens.
-        tokens_seen = self.optimizers.collectives.sum_over_all(tokens).item() / self.parallel_dims.non_data_parallel_size
+        tokens_seen = (
+            self.optimizers.collectives.sum_over_all(tokens).item() / self.parallel_dims.non_data_parallel_size
+        )
         steps, total = self._steps_taken, self.step
         tokens_per_second = tokens_seen / total * steps / self._train_seconds
         validation = self.validator.last_loss if self.job_config.validation.enable else None
@@ -173,7 +175,6 @@ class ScapeTrainer(Trainer):
         ):
             logger.info(line)
 
-
     def report_dry_run(self) -> None:
         """What a step of this run would send, known without taking one."""
         sent, dense = self.optimizers.planned_bytes(), self.optimizers.dense_bytes()
@@ -197,7 +198,7 @@ def layout_of(config: JobConfig) -> Layout:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"{name} is {value!r}; it must be the number of ranks")
     world_size = int(value)
-    machine_name = config.topology.machine
+    machine_name: str = config.topology.machine
     if machine_name == "auto":
         machine_name = detect_machine(titan_utils.device_module.get_device_name())
     machine = get_machine(machine_name)
@@ -233,14 +234,21 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
     divisor = layout.tensor * 2 * layout.context
     if training.seq_len % divisor:
         raise ValueError(
-            f"[training] seq_len = {training.seq_len} must be a multiple of {divisor} (tensor degree x 2 x context degree)"
+            f"[training] seq_len = {training.seq_len} must be a multiple of {divisor} "
+            "(tensor degree x 2 x context degree)"
         )
+
+
+def parse(arguments: list[str]) -> JobConfig:
+    """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
+    config = ConfigManager(JobConfig).parse_args(arguments)
+    assert isinstance(config, JobConfig)
+    return config
 
 
 def run(arguments: list[str]) -> None:
     """Parses, builds and trains; a dry run builds only."""
-    config = ConfigManager(JobConfig).parse_args(arguments)
-    assert isinstance(config, JobConfig)
+    config = parse(arguments)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0

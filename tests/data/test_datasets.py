@@ -142,9 +142,7 @@ def test_a_null_row_is_an_empty_document(tmp_path: Path, tokenizer: Any) -> None
     assert inputs["input"][:3].tolist() == [tokenizer.bos_id, tokenizer.eos_id, tokenizer.bos_id]
 
 
-@pytest.mark.parametrize(
-    "layout", ["{split}-00000.parquet", "data/{split}-00000.parquet", "{split}/0.parquet"]
-)
+@pytest.mark.parametrize("layout", ["{split}-00000.parquet", "data/{split}-00000.parquet", "{split}/0.parquet"])
 def test_a_local_copy_of_a_hub_set_is_split_by_name(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "training_data"  # the nearest name decides, not this one
     for i, split in enumerate(("train", "validation", "test")):
@@ -270,9 +268,7 @@ def test_text_files_needs_a_path(tokenizer: Any) -> None:
 
 
 def test_an_unknown_name_lists_the_known(tokenizer: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"training\.dataset: 'pile' is unknown; known are .*standard_library"
-    ):
+    with pytest.raises(ValueError, match=r"training\.dataset: 'pile' is unknown; known are .*standard_library"):
         ours.build_dataloader(1, 0, tokenizer, _config("pile"))
 
 
@@ -376,9 +372,7 @@ def _validator(tokenizer: Any, config: JobConfig | None = None, **kwargs: Any) -
         "dp_world_size": 1,
         "dp_rank": 0,
         "tokenizer": tokenizer,
-        "parallel_dims": SimpleNamespace(
-            dp_enabled=False, cp_enabled=False, pp_enabled=False, dp_cp_enabled=False
-        ),
+        "parallel_dims": SimpleNamespace(dp_enabled=False, cp_enabled=False, pp_enabled=False, dp_cp_enabled=False),
         "loss_fn": loss_fn,
         "validation_context": nullcontext,
         "maybe_enable_amp": nullcontext(),

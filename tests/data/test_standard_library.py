@@ -106,8 +106,7 @@ def test_one_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         corpus = standard_library.read_corpus(tmp_path)
     assert (corpus.train, corpus.validation) == (("a = 1\n",), ("b = 1\n",))
     assert [record.message for record in caplog.records] == [
-        "Standard-library corpus: 2 files, 0.0 MB, 1 training and 1 validation documents, digest "
-        + corpus.digest
+        "Standard-library corpus: 2 files, 0.0 MB, 1 training and 1 validation documents, digest " + corpus.digest
     ]
 
 
@@ -125,9 +124,7 @@ def test_tokenizer_gives_back_any_text(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_tokenizer_compresses_the_validation_part(
-    corpus: standard_library.Corpus, tokenizer: Tokenizer
-) -> None:
+def test_tokenizer_compresses_the_validation_part(corpus: standard_library.Corpus, tokenizer: Tokenizer) -> None:
     text = "".join(corpus.validation[:20])
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text

@@ -132,7 +132,6 @@ def test_shard_axis_inside_node(ranks_per_node: int, degrees: dict[str, int], in
     assert plan(24, ranks_per_node, **degrees).shard_axis_inside_node is inside
 
 
-@pytest.mark.xfail(strict=True, reason="the flag looks at the whole model group, pipeline stages included")
 def test_pipeline_stages_on_two_nodes_leave_the_shard_axis_inside() -> None:
     """FSDP's groups are ranks 0-7 and 8-15, one node each; only activations cross the network."""
     assert plan(16, 8, shard=8, pipeline=2).shard_axis_inside_node
@@ -162,7 +161,6 @@ def test_describe_says_that_there_is_one_replica() -> None:
     assert "one replica" in plan(8, 8, shard=8).describe()
 
 
-@pytest.mark.xfail(strict=True, reason="describe() asks only the first rank of each replicate group")
 def test_describe_names_the_network_when_only_some_links_cross_it() -> None:
     """Two replicas a node: the ring 0-1-2-3 crosses nodes from 1 to 2 and from 3 to 0, not from 0 to 1."""
     assert "network" in plan(4, 2, "local", replicate=4).describe()
@@ -179,9 +177,7 @@ def test_describe_names_the_network_when_only_some_links_cross_it() -> None:
         ({"replicate": 4, "shard": 12}, 4, 12),
     ],
 )
-def test_minus_one_is_what_the_other_degrees_leave(
-    degrees: dict[str, int], replicate: int, shard: int
-) -> None:
+def test_minus_one_is_what_the_other_degrees_leave(degrees: dict[str, int], replicate: int, shard: int) -> None:
     layout = plan(48, 8, **degrees)
     assert (layout.replicate, layout.shard) == (replicate, shard)
 
@@ -204,9 +200,7 @@ def test_minus_one_is_what_the_other_degrees_leave(
         (5, {"replicate": 16}, "16 ranks.*nodes of 5"),
     ],
 )
-def test_a_wrong_plan_is_refused_with_its_numbers(
-    ranks_per_node: int, degrees: dict[str, int], message: str
-) -> None:
+def test_a_wrong_plan_is_refused_with_its_numbers(ranks_per_node: int, degrees: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(16, ranks_per_node, **degrees)
 

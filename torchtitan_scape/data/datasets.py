@@ -86,9 +86,7 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     """
     root = Path(path)
     if not root.exists():
-        raise ValueError(
-            f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {_EXPECTED}"
-        )
+        raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {_EXPECTED}")
     _check_readable(root, root.is_dir())
     if root.is_dir():
         found = [file for file in sorted(root.rglob("*")) if _ending(file) and file.is_file()]
@@ -132,22 +130,17 @@ def _has_documents(file: Path) -> bool:
             metadata = pyarrow.parquet.read_metadata(file)
             columns, n_rows = metadata.schema.to_arrow_schema().names, metadata.num_rows
         else:
-            with (
-                gzip.open(file, "rt") if file.name.endswith(".gz") else open(file, encoding="utf-8") as lines
-            ):
+            with gzip.open(file, "rt") if file.name.endswith(".gz") else open(file, encoding="utf-8") as lines:
                 line = next((line for line in lines if line.strip()), None)
             row = {} if line is None else json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f"its first line is a {type(row).__name__}, not an object")
             columns, n_rows = list(row), len(row)
     except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
-        raise ValueError(
-            f"dataset_path: {str(file)!r} cannot be read as {builder}: {_one_line(error)}"
-        ) from error
+        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {_one_line(error)}") from error
     if n_rows and "text" not in columns:
         raise ValueError(
-            f"dataset_path: {str(file)!r} has no column 'text', but {columns}; expected a column 'text' of "
-            "strings"
+            f"dataset_path: {str(file)!r} has no column 'text', but {columns}; expected a column 'text' of strings"
         )
     return n_rows > 0
 
@@ -197,9 +190,7 @@ def _load_hub(path: str, hub: str, split: str) -> Any:
     try:
         return load_dataset(hub, split=split, streaming=True)
     except OSError as error:
-        raise ValueError(
-            f"{hub} cannot be streamed ({_one_line(error)}); set dataset_path to a local copy"
-        ) from error
+        raise ValueError(f"{hub} cannot be streamed ({_one_line(error)}); set dataset_path to a local copy") from error
 
 
 def _load_local(path: str) -> Dataset:
@@ -213,16 +204,12 @@ def _text(sample: dict[str, Any]) -> str:
 
 
 def _hub(hub: str, split: str) -> DatasetConfig:
-    return DatasetConfig(
-        path=hub, loader=functools.partial(_load_hub, hub=hub, split=split), sample_processor=_text
-    )
+    return DatasetConfig(path=hub, loader=functools.partial(_load_hub, hub=hub, split=split), sample_processor=_text)
 
 
 _OURS = {
     "standard_library": DatasetConfig("the running Python", standard_library.load_train, _text),
-    "standard_library_validation": DatasetConfig(
-        "the running Python", standard_library.load_validation, _text
-    ),
+    "standard_library_validation": DatasetConfig("the running Python", standard_library.load_validation, _text),
     "slimpajama_6b": _hub("DKYoon/SlimPajama-6B", "train"),
     "slimpajama_6b_validation": _hub("DKYoon/SlimPajama-6B", "validation"),
     "openwebtext": _hub("Skylion007/openwebtext", "train"),
@@ -292,20 +279,14 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         ValueError: the folder is missing or holds no tokenizer.
     """
     folder = Path(job_config.model.hf_assets_path)
-    expected = (
-        "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
-    )
+    expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
     if not folder.is_dir():
-        raise ValueError(
-            f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}"
-        )
+        raise ValueError(f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}")
     tokenizer = build_hf_tokenizer(job_config)
     if tokenizer.eos_id is None:
-        logger.warning(
-            f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border"
-        )
+        logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
     return tokenizer
 
 

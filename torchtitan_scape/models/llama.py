@@ -15,14 +15,32 @@ _PLAIN_ROPE = RoPEScalingArgs(scaling_factor=1.0)
 LLAMA_ARGS = {
     # 2.2 M parameters: what two CPU cores train in two minutes.
     "embedded": TransformerModelArgs(
-        dim=128, n_layers=6, n_heads=4, n_kv_heads=2, vocab_size=4096, multiple_of=64, rope_scaling_args=_PLAIN_ROPE
+        dim=128,
+        n_layers=6,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=4096,
+        multiple_of=64,
+        rope_scaling_args=_PLAIN_ROPE,
     ),
     # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
     "500M": TransformerModelArgs(
-        dim=1536, n_layers=16, n_heads=16, n_kv_heads=8, vocab_size=32000, rope_theta=100000, rope_scaling_args=_PLAIN_ROPE
+        dim=1536,
+        n_layers=16,
+        n_heads=16,
+        n_kv_heads=8,
+        vocab_size=32000,
+        rope_theta=100000,
+        rope_scaling_args=_PLAIN_ROPE,
     ),
     "1.8B": TransformerModelArgs(
-        dim=2560, n_layers=24, n_heads=32, n_kv_heads=8, vocab_size=32000, rope_theta=10000, rope_scaling_args=_PLAIN_ROPE
+        dim=2560,
+        n_layers=24,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=32000,
+        rope_theta=10000,
+        rope_scaling_args=_PLAIN_ROPE,
     ),
 }
 

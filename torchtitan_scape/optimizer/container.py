@@ -115,7 +115,11 @@ class DenseOptimizers(ReplicaOptimizers):
             optimizer.step()
 
     def statistics(self) -> dict[str, float]:
-        return {"density": 1.0, "clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}
+        return {
+            "density": 1.0,
+            "clip_factor": self.clip_factor.item(),
+            "skipped_steps": float(self.guard.skipped),
+        }
 
 
 class ScapeOptimizers(ReplicaOptimizers):

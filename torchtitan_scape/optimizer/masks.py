@@ -46,9 +46,7 @@ class DelayedMasks:
         self.layout, self.selection, self.collectives = layout, selection, collectives
         self._block_bytes = layout.block_size // 8
         size = layout.replicas * layout.run_blocks * self._block_bytes
-        self.in_use, self.previous = (
-            Mask(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(2)
-        )
+        self.in_use, self.previous = (Mask(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(2))
         self._selected: tuple[Tensor | None, float] | None = None
         self._arriving: tuple[Handle, Tensor | None, float] | None = None
 
@@ -143,9 +141,7 @@ class DelayedMasks:
         device = self.in_use.bits.device
         as_offsets = self._offsets_are_smaller(density)
         offsets = torch.zeros(run_blocks if as_offsets else 0, k, dtype=torch.int16, device=device)
-        bitmap = torch.zeros(
-            0 if as_offsets else run_blocks * self._block_bytes, dtype=torch.uint8, device=device
-        )
+        bitmap = torch.zeros(0 if as_offsets else run_blocks * self._block_bytes, dtype=torch.uint8, device=device)
         for first, part in self._owned_parts(moments):
             for i, values in enumerate(part.split(_ROWS * size)):
                 row = first + i * _ROWS

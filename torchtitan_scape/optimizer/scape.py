@@ -174,7 +174,7 @@ class Scape(Optimizer):
                 reference.synchronised_gradient_(payload, last, self._group(i)["betas"][0])
                 if self._ordered[i].counted:
                     squares += payload.square().sum()
-            self._clip(squares)
+            self._clip(squares, applied)
         with phase("update"):
             steps = self._applied_steps + applied
             for i, payload in enumerate(payloads):
@@ -212,8 +212,9 @@ class Scape(Optimizer):
             return list(self._payload.split(sizes)), True
         return [moment[:size] for moment, size in zip(moments, sizes, strict=True)], False
 
-    def _clip(self, squares: Tensor) -> None:
-        self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
+    def _clip(self, squares: Tensor, applied: Tensor) -> None:
+        norm = self.collectives.sum_over_model(squares).sqrt()
+        self.grad_norm.copy_(torch.where(applied, norm, torch.nan))  # a NaN off the mask is not in the payload
         if self.max_norm is not None:
             self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
 
@@ -225,9 +226,7 @@ class Scape(Optimizer):
         return self._sparse + self._dense
 
     def _state_sizes(self) -> list[int]:
-        return [blocks * self._layout.block_size for blocks in self._layout.blocks] + [
-            s.size for s in self._dense
-        ]
+        return [blocks * self._layout.block_size for blocks in self._layout.blocks] + [s.size for s in self._dense]
 
     def _state_of(self, i: int) -> Tensor:
         return self._states[i][: self._ordered[i].size]
@@ -296,9 +295,7 @@ class Scape(Optimizer):
                     residual.double().square().sum(),
                 ]
             )
-        entries, nnz, common, squares = (
-            self.collectives.sum_over_all(sums) / self.collectives.replicas
-        ).tolist()
+        entries, nnz, common, squares = (self.collectives.sum_over_all(sums) / self.collectives.replicas).tolist()
         return {
             "density": nnz / entries if entries else 1.0,
             "nnz": nnz,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,12 +68,10 @@ def flat_gradient(shard: Shard) -> Tensor:
     if gradient is None:
         return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
     if gradient.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {shard.name!r} is {gradient.layout}; build the module with sparse=False"
-        )
-    if isinstance(gradient, DTensor) and isinstance(shard.parameter, DTensor):
-        if gradient.placements != shard.parameter.placements:
-            gradient = gradient.redistribute(placements=shard.parameter.placements)
+        raise ValueError(f"the gradient of {shard.name!r} is {gradient.layout}; build the module with sparse=False")
+    if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
+        # A gradient may still be partial where tensor parallelism replicates its parameter.
+        gradient = gradient.redistribute(placements=cast(DTensor, shard.parameter).placements)
     return local(gradient).detach().float().contiguous().view(-1)
 
 
@@ -88,7 +86,11 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
     values = flat.view(local(parameter).shape).to(parameter.dtype)
     if isinstance(parameter, DTensor):
         values = DTensor.from_local(
-            values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            values,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
     parameter.grad = values
 

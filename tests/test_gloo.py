@@ -1,0 +1,204 @@
+"""The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and bad replicas."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.optimizer.test_scape import DENSE, SPARSE, draw, flat, gradient, literal
+from tests.pool import Pool
+from topology.groups import build_groups
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from torchtitan_scape import AdamS, Scape
+
+STEPS = 12
+
+
+def train_plain(**options: Any) -> dict[str, Any]:
+    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+    optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD, **options)
+    history = []
+    for step in range(STEPS):
+        for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
+            p.grad = g
+        optimizer.step()
+        history.append([p.detach().clone() for p in parameters])
+    figures = optimizer.statistics()
+    on_mask = [optimizer._state_of(i)[optimizer.masks.indices(i)] for i in range(len(SPARSE))]
+    optimizer._settle()
+    return {
+        "history": history,
+        "bits": optimizer.masks.in_use.bits,
+        "figures": figures,
+        "norm": optimizer.grad_norm,
+        "before": [optimizer.masks.nnz(i) for i in range(len(SPARSE))],
+        "moments": on_mask,
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+def test_replicas_stay_equal_and_follow_the_literal_form(
+    world: int, selection: str, request: pytest.FixtureRequest
+) -> None:
+    """Properties 3 and 4 over gloo. Its ring adds in another order for 4 replicas, hence the wider bound."""
+    pool: Pool = request.getfixturevalue(f"pool{world}")
+    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4}
+    results = pool(train_plain, **options)
+    for result in results[1:]:
+        assert torch.equal(result["bits"], results[0]["bits"])
+        assert torch.equal(result["norm"], results[0]["norm"])
+        assert all(torch.equal(a, b) for a, b in zip(result["moments"], results[0]["moments"], strict=True))
+        for mine, theirs in zip(result["history"], results[0]["history"], strict=True):
+            assert torch.equal(flat(mine), flat(theirs))
+    expected = literal(world, STEPS, **options)
+    bound = 1e-6 if world == 2 else 2e-5
+    for got, want in zip(results[0]["history"], expected, strict=True):
+        assert (flat(got) - flat(want)).norm() <= bound * flat(want).norm()
+    figures = results[0]["figures"]
+    assert figures == results[1]["figures"]
+    assert figures["nnz"] == sum(results[0]["before"])
+    assert 0 < figures["mask_overlap"] < 1 and figures["residual_norm"] > 0
+
+
+class Net(nn.Module):
+    """Odd sizes, so that shards are uneven: 2 ranks hold 4 and 3 rows, and the bias of 1 leaves one empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int, reader: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + reader)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def train_sharded(replicate: int, shard: int, density: float) -> tuple[Tensor, list[float], int]:
+    """FSDP2 over the shard axis alone, SCAPE over the replicate axis."""
+    world = dist.get_world_size()
+    layout = plan_layout(world, ranks_per_node=world, machine=get_machine("local"), replicate=replicate, shard=shard)
+    mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    model = make_net()
+    fully_shard(model, mesh=mesh["shard"])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer = Scape(
+        model.named_parameters(),
+        lr=1e-2,
+        density=density,
+        block_size=8,
+        reduction="sum",
+        replicas=build_groups(layout, timedelta(seconds=60)),
+    )
+    norms = []
+    for step in range(10):
+        inputs, targets = batch(step, dist.get_rank())
+        loss = ((model(inputs) - targets) ** 2).sum() / (4 * world)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm.item())
+    full = flat([p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)])
+    return full.detach(), norms, optimizer.guard.skipped
+
+
+def train_dense_alone(world: int) -> tuple[Tensor, list[float]]:
+    """One process on the whole batch."""
+    model = make_net()
+    optimizer = AdamS(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(10):
+        for reader in range(world):
+            inputs, targets = batch(step, reader)
+            (((model(inputs) - targets) ** 2).sum() / (4 * world)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat([p.detach() for p in model.parameters()]), norms
+
+
+@pytest.mark.parametrize("replicate, shard", [(4, 1), (2, 2), (1, 4)])
+def test_every_split_of_four_ranks_is_dense_at_density_one(replicate: int, shard: int, pool4: Pool) -> None:
+    """Property 1 over both axes, with one norm for the whole model."""
+    expected, norms = train_dense_alone(4)
+    for full, found, skipped in pool4(train_sharded, replicate, shard, 1.0):
+        torch.testing.assert_close(full, expected, rtol=1e-4, atol=1e-6)
+        assert found == pytest.approx(norms, rel=1e-4)
+        assert skipped == 0
+
+
+@pytest.mark.parametrize("replicate, shard", [(4, 1), (2, 2), (1, 4)])
+def test_sparse_over_both_axes_keeps_ranks_equal(replicate: int, shard: int, pool4: Pool) -> None:
+    results = pool4(train_sharded, replicate, shard, 0.25)
+    for full, norms, _ in results[1:]:
+        assert torch.equal(full, results[0][0]) and norms == results[0][1]
+    assert bool(results[0][0].isfinite().all())
+
+
+def train_by_group_alone() -> float:
+    """A plain ProcessGroup for the replicas: the group of the shards is read off the DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_net()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = Scape(model.named_parameters(), lr=1e-2, density=1.0, replicas=mesh["replicate"].get_group())
+    for p in model.parameters():
+        assert isinstance(p, DTensor)
+        p.grad = DTensor.from_local(
+            torch.ones_like(p.to_local()), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+        )
+    optimizer.step()
+    return optimizer.grad_norm.item()
+
+
+def test_norm_covers_shards_of_a_plain_group(pool4: Pool) -> None:
+    entries = sum(p.numel() for p in Net().parameters())
+    assert pool4(train_by_group_alone) == pytest.approx([entries**0.5] * 4)
+
+
+def disagree(what: str) -> None:
+    rank = dist.get_rank()
+    shape = (4, 5) if what == "shape" and rank else (4, 4)
+    density = 0.2 if what == "density" and rank else 0.1
+    Scape([("w", nn.Parameter(torch.ones(shape)))], lr=0.1, density=density, replicas=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("what, message", [("shape", "parameters="), ("density", "has density=0.")])
+def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: str, pool2: Pool) -> None:
+    for good, text in pool2.outcomes(disagree, what):
+        assert not good and message in text and "ValueError" in text
+
+
+def skip_together() -> list[int]:
+    """Rank 1 alone has a NaN; all ranks skip, and know the culprit at the end."""
+    parameter = nn.Parameter(torch.ones(4, 8))
+    optimizer = Scape([("w", parameter)], lr=0.1, replicas=dist.group.WORLD, max_skipped_steps=2)
+    counts = []
+    for step in range(6):
+        parameter.grad = torch.full((4, 8), float("nan") if dist.get_rank() and step != 1 else 1.0)
+        optimizer.step()
+        counts.append(optimizer.guard.skipped)
+    return counts
+
+
+def test_rank_and_parameter_of_a_lasting_nan_are_named(pool2: Pool) -> None:
+    for good, text in pool2.outcomes(skip_together):
+        assert not good and "rank 1, parameter 'w'" in text and "max_skipped_steps=2" in text

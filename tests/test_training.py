@@ -1,0 +1,247 @@
+"""The trainer end to end: few steps of the embedded recipe in real processes, and resuming bit for bit."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+
+RECIPE = [
+    "--job.config_file=train_configs/embedded.toml",
+    "--metrics.log_freq=1",
+    "--training.local_batch_size=2",
+    "--training.seq_len=64",
+    "--validation.local_batch_size=2",
+    "--validation.seq_len=64",
+    "--validation.steps=2",
+    "--lr_scheduler.warmup_steps=2",
+    "--sync.scape.density_warmup_steps=3",
+]
+METHODS = {
+    "adamw": ["--sync.method=dense", "--optimizer.name=AdamW"],
+    "adams": ["--sync.method=dense"],
+    "scape": ["--sync.scape.density=0.1"],
+    "scape-1": ["--sync.scape.density=1.0"],
+}
+LAYOUTS = {
+    "1x2": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],
+    "2x1": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2"],
+    "2x2": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
+}
+
+
+def train(
+    folder: str, arguments: list[str], stop_after: int | None = None, nan_at: int | None = None
+) -> dict[str, Any]:
+    """Runs the trainer in this rank; the figures of every step, and the local parameters at the end."""
+    from torchtitan_scape.optimizer.shards import local
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
+    steps: list[tuple[int, float, float]] = []
+    log = trainer.metrics_processor.log
+
+    def keep(step: int, loss: float, max_loss: float, norm: float, extra_metrics: Any = None) -> None:
+        steps.append((step, loss, norm))
+        log(step, loss, max_loss, norm, extra_metrics)
+
+    if stop_after is not None:
+        trainer.should_continue_training = lambda: trainer.step < stop_after  # type: ignore[method-assign]
+    step_optimizers = trainer.optimizers.step
+
+    def step_with_nan(*args: Any, **kwargs: Any) -> None:
+        if trainer.step == nan_at and dist.get_rank() == dist.get_world_size() - 1:
+            local(next(trainer.model_parts[0].parameters()).grad).view(-1)[0] = float("nan")
+        step_optimizers(*args, **kwargs)
+
+    with (
+        patch("time.sleep"),
+        patch.object(trainer.metrics_processor, "log", keep),
+        patch.object(trainer.optimizers, "step", step_with_nan),
+    ):
+        trainer.train()
+    parameters = torch.cat([local(p).detach().reshape(-1) for p in trainer.model_parts[0].parameters()])
+    trainer.close()
+    trainer.optimizers.guard.settle()
+    return {
+        "losses": [loss for _, loss, _ in steps],
+        "norms": [norm for *_, norm in steps],
+        "parameters": parameters.clone(),
+        "skipped": trainer.optimizers.guard.skipped,
+    }
+
+
+def pool_for(layout: str, request: pytest.FixtureRequest) -> Pool:
+    return request.getfixturevalue("pool4" if layout == "2x2" else "pool2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["adamw", "adams", "scape"])
+def test_the_loss_goes_down(method: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    results = pool_for(layout, request)(
+        train, str(tmp_path), [*METHODS[method], *LAYOUTS[layout], "--training.steps=12"]
+    )
+    losses = results[0]["losses"]
+    assert losses[0] == pytest.approx(math.log(4096), rel=0.1)
+    assert losses[-1] < losses[0] - 0.5
+    for other in results[1:]:
+        assert other["losses"] == losses and other["norms"] == results[0]["norms"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 12 and summary["validation_loss"] < losses[0]
+    assert summary["tokens"] == 12 * 2 * 64 * len(results)
+    if layout == "1x2":
+        assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+        assert set(summary["bytes_sent_per_step_and_rank"]) == {"node"}
+
+
+def test_every_layout_starts_alike_and_density_one_is_dense(pool2: Pool, tmp_path: Path) -> None:
+    """Replicas are summed, not averaged once more: the first norms agree over layouts. Property 1 in training."""
+    run = {
+        (m, where): pool2(train, str(tmp_path / f"{m}{where}"), [*METHODS[m], *LAYOUTS[where], "--training.steps=6"])[0]
+        for m, where in (
+            ("adams", "1x2"),
+            ("adams", "2x1"),
+            ("scape-1", "1x2"),
+            ("scape-1", "2x1"),
+            ("scape", "2x1"),
+        )
+    }
+    dense = run["adams", "1x2"]
+    for other in run.values():
+        assert other["losses"][0] == pytest.approx(dense["losses"][0], rel=1e-5)
+        assert other["norms"][0] == pytest.approx(dense["norms"][0], rel=1e-4)
+    for key in (("adams", "2x1"), ("scape-1", "1x2"), ("scape-1", "2x1")):
+        assert run[key]["losses"] == pytest.approx(dense["losses"], rel=1e-4)
+        assert run[key]["norms"] == pytest.approx(dense["norms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["adams", "scape"])
+def test_gradient_accumulation_is_one_exchange(method: str, pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=4"]
+    # The same documents in the same order, cut into micro-batches of 1 instead of 2.
+    whole = pool2(train, str(tmp_path / "a"), arguments)[0]
+    parts = pool2(
+        train,
+        str(tmp_path / "b"),
+        [*arguments, "--training.local_batch_size=1", "--training.global_batch_size=4"],
+    )[0]
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    messages = json.loads((tmp_path / "b" / "summary.json").read_text())["messages_per_step"]
+    if method == "scape":
+        assert messages["node payload"] == 1 and messages["node mask"] == 1
+
+
+def test_tensor_parallelism_gives_the_same_gradients(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    """Norms that every tensor-parallel rank holds count once."""
+    tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"]
+    steps = "--training.steps=4"
+    plain = pool2(train, str(tmp_path / "a"), [*METHODS["adams"], *LAYOUTS["1x2"], steps])[0]
+    for name in ("adams", "scape-1"):
+        results = pool4(train, str(tmp_path / name), [*METHODS[name], *tensor, steps])
+        for result in results:
+            assert result["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+            assert result["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+
+
+def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Path) -> None:
+    arguments = [
+        *METHODS["scape"],
+        "--training.steps=10",
+        "--training.mixed_precision_param=bfloat16",
+        "--activation_checkpoint.mode=selective",
+    ]
+    results = pool2(train, str(tmp_path), arguments)
+    assert results[0]["losses"][-1] < results[0]["losses"][0] - 0.5
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+
+
+@pytest.mark.parametrize(
+    "method, layout",
+    [("adamw", "1x2"), ("adams", "2x1"), ("scape", "1x2"), ("scape", "2x1"), ("scape", "2x2")],
+)
+def test_resuming_is_the_run_that_never_stopped(
+    method: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Property 8: same losses and the same parameters to the last bit, a mask exchange in flight at the save."""
+    pool = pool_for(layout, request)
+    arguments = [
+        *METHODS[method],
+        *LAYOUTS[layout],
+        "--training.steps=8",
+        "--checkpoint.enable",
+        "--checkpoint.interval=4",
+        "--checkpoint.no-last-save-model-only",
+    ]
+    whole = pool(train, str(tmp_path / "whole"), arguments)
+    first = pool(train, str(tmp_path / "parts"), arguments, stop_after=4)
+    second = pool(train, str(tmp_path / "parts"), arguments)
+    for a, b, c in zip(whole, first, second, strict=True):
+        assert b["losses"] + c["losses"] == a["losses"]
+        assert b["norms"] + c["norms"] == a["norms"]
+        assert torch.equal(a["parameters"], c["parameters"])
+
+
+def test_another_layout_or_method_is_refused_on_every_rank(pool2: Pool, tmp_path: Path) -> None:
+    keep = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
+    steps = ["--training.steps=4", *keep]
+    pool2(train, str(tmp_path), [*METHODS["scape"], *LAYOUTS["1x2"], *steps], stop_after=2)
+    for arguments, message in (
+        ([*METHODS["scape"], *LAYOUTS["2x1"]], "replicate = 2, this run has 1"),
+        ([*METHODS["adams"], *LAYOUTS["1x2"]], "method = 'scape', this run has 'dense'"),
+        ([*METHODS["scape"], *LAYOUTS["1x2"], "--sync.scape.density=0.2"], "density = 0.1, this run has 0.2"),
+    ):
+        for good, text in pool2.outcomes(train, str(tmp_path), [*arguments, *steps]):
+            assert not good and "ValueError" in text and message in text
+
+
+@pytest.mark.parametrize("method", ["adamw", "adams", "scape"])
+def test_one_ranks_nan_skips_the_step_of_all(method: str, pool2: Pool, tmp_path: Path) -> None:
+    results = pool2(train, str(tmp_path), [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=6"], nan_at=3)
+    assert [r["skipped"] for r in results] == [1, 1]
+    assert all(math.isfinite(loss) for loss in results[0]["losses"])
+    assert math.isnan(results[0]["norms"][2]) and math.isfinite(results[0]["norms"][3])
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+
+
+def test_tensorboard_has_the_figures(pool2: Pool, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pool2(train, str(tmp_path), [*METHODS["scape"], "--training.steps=6"])
+    (events,) = (tmp_path / "tb").rglob("events*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    tags = set(accumulator.Tags()["scalars"])
+    expected = {"loss_metrics/global_avg_loss", "grad_norm", "validation_metrics/loss", "step_time/select(s)"}
+    names = ("density", "nnz", "mask_overlap", "residual_norm", "skipped_steps", "clip_factor")
+    expected |= {f"sync/{name}" for name in names}
+    expected |= {"sync/bytes_sent/node", "sync/bytes_sent/dense_equivalent"}
+    assert expected <= tags
+    density = [event.value for event in accumulator.Scalars("sync/density")]
+    assert density[0] == 1.0 and density[-1] == pytest.approx(0.1, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--training.dataset=text_files", "--training.dataset_path=/nowhere"], "/nowhere"),
+        (["--training.dataset=text_files", "--training.dataset_path={empty}"], "{empty}"),
+        (["--training.dataset=wikipedia"], "wikipedia"),
+        (["--validation.dataset=wikipedia"], "wikipedia"),
+        (["--validation.steps=-1"], "steps"),
+        (["--model.hf_assets_path={empty}"], "{empty}"),
+        (["--model.flavor=7B"], "7B"),
+        (["--sync.scape.dense_names=nowhere.weight"], "nowhere.weight"),
+    ],
+)
+def test_wrong_data_is_refused_on_every_rank(arguments: list[str], message: str, pool2: Pool, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    filled = [a.format(empty=tmp_path / "empty") for a in arguments]
+    for good, text in pool2.outcomes(train, str(tmp_path / "out"), filled):
+        assert not good, text
+        assert "ValueError" in text and message.format(empty=tmp_path / "empty") in text.splitlines()[-1]

@@ -1,0 +1,104 @@
+"""Run as a script in a network namespace of its own: what two replicas' steps put on its interface.
+
+Prints {"counted": bytes by our metrics, over all ranks, "handed": by kind, "intercepted": ..., "interface": ...}.
+"""
+
+import fcntl
+import json
+import multiprocessing
+import socket
+import struct
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan_scape import Scape
+
+STEPS, SHAPE = 10, (1024, 512)
+
+
+def bring_loopback_up() -> None:
+    """SIOCSIFFLAGS with IFF_UP: a new namespace's loopback is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        fcntl.ioctl(s, 0x8914, struct.pack("16sh14x", b"lo", 1))
+
+
+def interface_bytes() -> int:
+    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def replica(rank: int, world: int, store: str, density: float, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    parameter = nn.Parameter(torch.zeros(SHAPE))
+    optimizer = Scape([parameter], lr=0.1, density=density, replicas=dist.group.WORLD)
+    generator = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        parameter.grad = torch.randn(SHAPE, generator=generator)
+        optimizer.step()
+
+    step()  # the first, dense step, and the connections
+    step()
+    optimizer._settle()
+    intercepted = 0
+    for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor"):
+        original = getattr(dist, name, None)
+        if original is None:
+            continue
+
+        def counting(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            nonlocal intercepted
+            tensor = args[0] if _original.__name__ == "all_reduce" else args[1]
+            intercepted += tensor.nbytes
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counting)
+    import topology.collectives as collectives
+
+    collectives._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    before, handed = (
+        optimizer.collectives.traffic.sent_by_level(),
+        sum(optimizer.collectives.traffic.handed.values()),
+    )
+    dist.barrier()
+    start = interface_bytes()
+    dist.barrier()
+    for _ in range(STEPS):
+        step()
+    optimizer._settle()
+    dist.barrier()
+    moved = interface_bytes() - start
+    sent = sum(optimizer.collectives.traffic.sent_by_level().values()) - sum(before.values())
+    handed = sum(optimizer.collectives.traffic.handed.values()) - handed
+    queue.put({"sent": sent, "handed": handed, "intercepted": intercepted, "interface": moved})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    world, density = int(sys.argv[1]), float(sys.argv[2])
+    bring_loopback_up()
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    store = tempfile.mktemp()
+    processes = [context.Process(target=replica, args=(r, world, store, density, queue)) for r in range(world)]
+    for process in processes:
+        process.start()
+    results = [queue.get(timeout=100) for _ in processes]
+    for process in processes:
+        process.join()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

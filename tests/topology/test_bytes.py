@@ -1,0 +1,36 @@
+"""Property 7: counted bytes are the bytes handed to collectives, and those on the interface."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+def _isolated() -> list[str]:
+    """A command prefix that gives a network namespace of its own, so that no other traffic is counted."""
+    for command in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
+        if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
+            return command
+    pytest.skip("no network namespace can be made here (needs root or user namespaces)")
+
+
+@pytest.mark.parametrize("world, density", [(2, 0.1), (3, 0.05)])
+def test_counted_bytes_are_on_the_interface(world: int, density: float) -> None:
+    result = subprocess.run(
+        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", str(world), str(density)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    ranks = json.loads(result.stdout.splitlines()[-1])
+    assert len(ranks) == world
+    for rank in ranks:
+        assert rank["handed"] == rank["intercepted"] > 0
+    counted = sum(rank["sent"] for rank in ranks)
+    moved = max(rank["interface"] for rank in ranks)
+    assert counted <= moved * 1.001 and moved <= 1.05 * counted, (counted, moved)
