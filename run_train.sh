@@ -24,6 +24,10 @@ if [ -z "${NGPU:-}" ]; then
     NGPU=$((gpus > 0 ? gpus : 2))
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    threads=$(($(getconf _NPROCESSORS_ONLN) / NGPU))
+    export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+fi
 arguments=(--job.config_file "$CONFIG_FILE" "$@")
 
 for argument in "$@"; do

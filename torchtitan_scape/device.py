@@ -1,7 +1,9 @@
 """What a CPU with gloo needs so that TorchTitan runs without a GPU. Nothing else in the project asks."""
 
+import logging
 import os
 import resource
+import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +41,18 @@ class _CpuDevice:
 
     def empty_cache(self) -> None:
         pass
+
+
+# What TorchTitan and PyTorch say about a missing GPU: on a CPU it is expected, and hides what matters.
+_EXPECTED = ("Error running lspci", "Peak flops undefined", "Peak FLOPS used")
+
+
+def quieten_cpu() -> None:
+    """Drops messages and warnings that every run on a CPU would show. Call it after TorchTitan's `init_logger`."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda entry: not entry.getMessage().startswith(_EXPECTED))
+    warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def prepare() -> str:

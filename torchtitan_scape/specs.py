@@ -7,7 +7,8 @@ from torchtitan.models.llama3 import get_train_spec as llama3_train_spec
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols import train_spec
 
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer, build_validator
+from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
+from torchtitan_scape.data.validator import build_validator
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.metrics import build_metrics_processor
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama

@@ -269,6 +269,8 @@ def run(arguments: list[str]) -> None:
 @record
 def main() -> None:
     init_logger()
+    if DEVICE_TYPE == "cpu":
+        device.quieten_cpu()
     try:
         run(sys.argv[1:])
         if dist.is_initialized():

@@ -24,6 +24,7 @@ from torchtitan.config import JobConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
 
 from torchtitan_scape.data import datasets as ours  # noqa: E402
+from torchtitan_scape.data import validator  # noqa: E402
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
@@ -317,7 +318,7 @@ def test_a_resumed_loader_goes_on_with_the_same_batches(n_read: int, tokenizer: 
 
 def test_fixed_batches_are_the_same_twice() -> None:
     source = (({"input": torch.tensor([i])}, torch.tensor([i + 1])) for i in range(5))
-    batches = ours.FixedBatches(source, 3)
+    batches = validator.FixedBatches(source, 3)
     assert len(batches) == 3
     for _ in range(2):
         seen = []
@@ -332,7 +333,7 @@ def test_fixed_batches_are_the_same_twice() -> None:
 
 def test_fixed_batches_want_enough_data() -> None:
     with pytest.raises(ValueError, match="3 batches wanted, but the data set gives 0"):
-        ours.FixedBatches([], 3)
+        validator.FixedBatches([], 3)
 
 
 class _Metrics:
@@ -363,7 +364,7 @@ class _Slow(torch.nn.Module):
         return torch.nn.functional.one_hot(tokens, 4096).float()
 
 
-def _validator(tokenizer: Any, config: JobConfig | None = None, **kwargs: Any) -> ours.FixedValidator:
+def _validator(tokenizer: Any, config: JobConfig | None = None, **kwargs: Any) -> validator.FixedValidator:
     def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -381,7 +382,7 @@ def _validator(tokenizer: Any, config: JobConfig | None = None, **kwargs: Any) -
         "pp_has_first_stage": None,
         "pp_has_last_stage": None,
     }
-    return ours.build_validator(**arguments | kwargs)
+    return validator.build_validator(**arguments | kwargs)
 
 
 def test_two_validations_see_the_same_text(tokenizer: Any) -> None:

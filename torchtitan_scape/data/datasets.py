@@ -1,4 +1,4 @@
-"""Data sets, tokenizer and validator as TorchTitan builds them, with the mistakes of a user caught first.
+"""Data sets and tokenizer as TorchTitan builds them, with the mistakes of a user caught first.
 
 Importing this file registers the data sets below with TorchTitan, whose names are lower-case:
 
@@ -14,22 +14,15 @@ import functools
 import gzip
 import json
 import os
-import time
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import pyarrow
 import pyarrow.parquet
-import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from torch import nn
-from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
-from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets import DatasetConfig
@@ -37,8 +30,6 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.tools.logging import logger
 
 from torchtitan_scape.data import standard_library
-
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 # File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
 _BUILDERS = {
@@ -218,7 +209,7 @@ _OURS = {
 DATASETS.update(_OURS)
 
 
-def _check(section: str, config: Training | Validation, dp_world_size: int) -> None:
+def check_dataset(section: str, config: Training | Validation, dp_world_size: int) -> None:
     """Refuses what makes ranks read nothing, or the same documents again; the result is the same on all."""
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
@@ -262,7 +253,7 @@ def build_dataloader(
         ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers, on
             a set that is not streamed.
     """
-    _check("training", job_config.training, dp_world_size)
+    check_dataset("training", job_config.training, dp_world_size)
     return build_text_dataloader(
         dp_world_size=dp_world_size,
         dp_rank=dp_rank,
@@ -288,122 +279,3 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     if tokenizer.eos_id is None:
         logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
     return tokenizer
-
-
-class FixedBatches:
-    """The first batches of a loader, read once, and the same ones at every iteration.
-
-    Args:
-        batches: yields `(inputs, labels)`.
-        n_batches: how many to keep, in host memory.
-
-    Raises:
-        ValueError: `batches` ends before `n_batches`.
-    """
-
-    def __init__(self, batches: Iterable[Batch], n_batches: int) -> None:
-        self._batches = list(islice(batches, n_batches))
-        if len(self._batches) < n_batches:
-            raise ValueError(f"{n_batches} batches wanted, but the data set gives {len(self._batches)}")
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for inputs, labels in self._batches:
-            # Copies: validate() writes device tensors into the dict, context parallelism shards in place.
-            yield {name: tensor.clone() for name, tensor in inputs.items()}, labels.clone()
-
-
-class _ValidationMetrics:
-    """What the validator sees in place of the trainer's MetricsProcessor.
-
-    TorchTitan's validator adds its tokens to the trainer's count, and logging them resets count and clock, so
-    that both throughputs are wrong. This one counts apart, keeps the loss, and stops the trainer's clock
-    meanwhile.
-    """
-
-    def __init__(self, processor: MetricsProcessor) -> None:
-        self.processor = processor
-        self.last_loss: float | None = None
-        self.last_step = 0
-        self.start()
-
-    def start(self) -> None:
-        self.ntokens_since_last_log = 0
-        self._started = time.perf_counter()
-
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        self.last_loss, self.last_step = float(loss), step
-        processor = self.processor
-        n_tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
-        processor.ntokens_since_last_log, processor.time_last_log = self.ntokens_since_last_log, self._started
-        processor.log_validation(loss=loss, step=step, extra_metrics=extra_metrics)
-        processor.ntokens_since_last_log = n_tokens
-        processor.time_last_log = last_log + (time.perf_counter() - self._started)
-
-
-class FixedValidator(Validator):
-    """TorchTitan's validator on the same `validation.steps` batches each time.
-
-    The parent goes on reading where the last validation stopped, so that two losses of one run come from
-    different text. This one reads its batches at construction.
-
-    Attributes:
-        last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first.
-            With pipeline parallelism it is true on the last stage only.
-        last_step: training step of the last validation, 0 before the first.
-
-    Raises:
-        ValueError: as `build_dataloader`, for the section `validation`; or
-            `validation.steps` is not positive.
-    """
-
-    validation_dataloader: BaseDataLoader
-
-    def __init__(
-        self,
-        job_config: JobConfig,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: BaseTokenizer,
-        *,
-        metrics_processor: MetricsProcessor,
-        **kwargs: Any,
-    ) -> None:
-        validation = job_config.validation
-        if validation.steps <= 0:
-            raise ValueError(
-                f"validation.steps: {validation.steps} would read all the data, and ranks with unequal batch "
-                "counts would wait for each other for ever; give the number of batches, e.g. 10"
-            )
-        _check("validation", validation, dp_world_size)
-        self._metrics = _ValidationMetrics(metrics_processor)
-        super().__init__(
-            job_config=job_config,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            tokenizer=tokenizer,
-            metrics_processor=cast(MetricsProcessor, self._metrics),
-            **kwargs,
-        )
-        batches = FixedBatches(self.validation_dataloader, validation.steps)
-        self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
-
-    @property
-    def last_loss(self) -> float | None:
-        return self._metrics.last_loss
-
-    @property
-    def last_step(self) -> int:
-        return self._metrics.last_step
-
-    def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Validates, logs, and keeps the loss in `last_loss`; the trainer's throughput does not count it."""
-        self._metrics.start()
-        super().validate(model_parts, step)
-
-
-def build_validator(**kwargs: Any) -> FixedValidator:
-    """Builds a `FixedValidator` from the keyword arguments that TorchTitan's trainer passes."""
-    return FixedValidator(**kwargs)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 
 def density_at(step: int, density: float, warmup_steps: int) -> float:
-    """d(step) = max(d, d^min(1, step / warmup_steps)): exponential from 1 to d (SCAPE paper, Section IV).
+    """d(step) = max(d, d^min(1, step / warmup_steps)): exponential from 1 to d (SCAPE paper, Section V-B1).
 
     `step` counts attempted steps from 1. No warm-up when `warmup_steps` is 0.
     """

@@ -1,0 +1,159 @@
+"""What a user can get wrong in config or launch: one line that names the value, before anything is built."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_scape.job_config import check_config
+from torchtitan_scape.train import layout_of, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "--job.config_file=train_configs/embedded.toml"
+
+
+def check(arguments: list[str]) -> None:
+    config = parse([RECIPE, *arguments])
+    check_config(config, "cpu")
+    layout_of(config)
+
+
+@pytest.mark.parametrize(
+    "toml, message",
+    [
+        ("[sync.scape]\ndensty = 0.1", "densty"),
+        ("[snyc]\nmethod = 'dense'", "snyc"),
+        ("[sync]\nmethod = 'radius'", r"method = 'radius'; it must be 'dense' \| 'scape'"),
+        ("[sync.scape]\ndensity = 0", r"density is 0; it must lie in \(0, 1\]"),
+        ("[sync.scape]\ndensity = 1.01", "density is 1.01"),
+        ("[sync.scape]\ndensity = '0.1'", "density = '0.1'; it must be a number"),
+        ("[sync.scape]\ndensity_warmup_steps = -5", "density_warmup_steps is -5"),
+        ("[sync.scape]\ndensity_warmup_steps = 1.5", "density_warmup_steps = 1.5; it must be an integer"),
+        ("[sync.scape]\nblock_size = 1000.0", "block_size = 1000.0"),
+        ("[sync.scape]\nwait_scaling = 'yes'", "wait_scaling = 'yes'; it must be bool"),
+        ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
+        ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
+        ("[topology]\nmachine = 'summit'", "machine = 'summit'.*'frontier'"),
+        ("[topology]\nranks_per_node = -1", "ranks_per_node = -1"),
+    ],
+)
+def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(toml + "\n")
+    with pytest.raises(ValueError, match=message):
+        parse([f"--job.config_file={path}"])
+
+
+@pytest.mark.parametrize(
+    "world, arguments, message",
+    [
+        (2, ["--optimizer.name=AdamW"], "SCAPE is built on AdamS"),
+        (2, ["--optimizer.name=Lion"], "'Lion'; it must be 'AdamW' or 'AdamS'"),
+        (3, ["--parallelism.data_parallel_shard_degree=2"], "3 ranks cannot be divided into shard 2"),
+        (4, ["--parallelism.data_parallel_replicate_degree=2"], "makes 2 ranks, but 4 were started"),
+        (2, ["--parallelism.data_parallel_shard_degree=-1"], "both -1"),
+        (2, ["--parallelism.data_parallel_replicate_degree=0"], "replicate degree is 0"),
+        (2, ["--topology.ranks_per_node=4"], "4 ranks per node, but only 2 ranks"),
+        (4, ["--topology.ranks_per_node=3"], "4 ranks do not fill whole nodes of 3"),
+        (2, ["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree"),
+        (2, ["--parallelism.expert_parallel_degree=2"], "expert_parallel_degree"),
+        (2, ["--parallelism.context_parallel_degree=2"], "ring attention has no CPU form"),
+        (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
+        (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
+        (2, ["--training.max_norm=0"], "max_norm = 0"),
+        (2, ["--training.global_batch_size=17"], "global_batch_size = 17 is no multiple"),
+        (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
+        (2, ["--comm.mode=local_tensor"], "local_tensor"),
+    ],
+)
+def test_wrong_combinations_are_named(
+    world: int, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
+    with pytest.raises(ValueError, match=message):
+        check(arguments)
+
+
+def test_launchers_say_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert layout_of(parse([RECIPE])).nodes == 2
+    monkeypatch.setenv("NGPU", "64")
+    dry = layout_of(parse([RECIPE, "--comm.mode=fake_backend", "--topology.machine=frontier"]))
+    assert (dry.world_size, dry.ranks_per_node, dry.replicate) == (64, 8, 64)
+
+
+def launch(environment: dict[str, str], *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    begin = time.monotonic()
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHON": sys.executable, "NGPU": "2", "LOG_RANK": "0,1", **environment},
+    )
+    return result, time.monotonic() - begin
+
+
+def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
+    result, seconds = launch({}, f"--job.dump_folder={tmp_path}/out", "--optimizer.name=AdamW")
+    output = result.stdout + result.stderr
+    assert result.returncode not in (0, 124)
+    # The launcher may stop the other rank before it prints the same line.
+    assert "error: [sync] method = 'scape' with [optimizer] name = 'AdamW'" in output
+    assert "Traceback" not in output
+    assert seconds < 60
+    assert not (tmp_path / "out").exists(), "nothing is written before the config is checked"
+
+
+def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
+    result, _ = launch({"CONFIG_FILE": "train_configs/none.toml"})
+    assert result.returncode == 2 and "train_configs/none.toml does not exist" in result.stderr
+    result, _ = launch({"NNODES": "2"})
+    assert result.returncode == 2 and "RDZV_ENDPOINT" in result.stderr
+
+
+def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    result = subprocess.run(
+        [sys.executable, "-c", "import torchtitan_scape"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert result.returncode != 0
+    assert f"the package 'kernels' that Python finds is {tmp_path / 'kernels'}" in result.stderr
+
+
+def test_the_optimizers_do_not_import_torchtitan() -> None:
+    code = "import sys; from torchtitan_scape import Scape, AdamS; sys.exit('torchtitan' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("recipe, parameters", [("llama_500m", "513,590,784"), ("llama_1_8b", "1,831,201,280")])
+def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: str, tmp_path: Path) -> None:
+    """The model cards of H2O-Danube3-500M and H2O-Danube-1.8B say 514 M and 1.83 B."""
+    result, _ = launch(
+        {"CONFIG_FILE": f"train_configs/{recipe}.toml", "COMM_MODE": "fake_backend", "NGPU": "64"},
+        f"--job.dump_folder={tmp_path}",
+        "--topology.machine=frontier",
+        "--parallelism.data_parallel_shard_degree=8",
+        "--sync.scape.density=0.01",
+    )
+    assert result.returncode == 0, result.stderr
+    output = result.stdout + result.stderr
+    assert f"size: {parameters} total parameters" in output
+    assert "replicate 8 x shard 8" in output and "Dry run: everything was built" in output
+
+
+def test_help_shows_our_sections() -> None:
+    result, _ = launch({}, "--help")
+    assert result.returncode == 0
+    for key in ("--sync.method", "--sync.scape.density", "--topology.machine", "--training.steps"):
+        assert key in result.stdout
