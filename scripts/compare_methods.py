@@ -73,18 +73,18 @@ def table(results: dict[str, Any]) -> str:
     """Markdown. The optimizer's share is its step, exchange included, over forward and backward."""
     rows = [
         "| method | final validation loss | step, ms | optimizer, % of forward + backward | without the exchange, % "
-        "| sent per step and rank, MB | bytes against dense |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| sent per step and rank, MB | after warm-up, MB | then against dense |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, result in results.items():
         seconds = result["seconds_by_phase"]
         own = sum(seconds.get(phase, 0.0) for phase in OPTIMIZER_PHASES)
         compute = seconds["forward_backward"]
-        sent = sum(result["bytes_sent_per_step_and_rank"].values())
+        sent, planned = sum(result["bytes_sent_per_step_and_rank"].values()), result["planned_bytes_per_step_and_rank"]
         rows.append(
             f"| {METHODS[name][0]} | {result['validation_loss']:.4f} | {1e3 * result['seconds_per_step']:.0f} "
             f"| {100 * own / compute:.1f} | {100 * (own - seconds.get('exchange', 0.0)) / compute:.1f} "
-            f"| {sent / 1e6:.3f} | {100 * sent / result['dense_bytes_per_step_and_rank']:.1f} % |"
+            f"| {sent / 1e6:.3f} | {planned / 1e6:.3f} | {100 * planned / result['dense_bytes_per_step_and_rank']:.1f} % |"
         )
     return "\n".join(rows)
 

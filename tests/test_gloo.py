@@ -1,7 +1,9 @@
 """The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and bad replicas."""
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def train_plain(**options: Any) -> dict[str, Any]:
         history.append([p.detach().clone() for p in parameters])
     figures = optimizer.statistics()
     on_mask = [optimizer._state_of(i)[optimizer.masks.indices(i)] for i in range(len(SPARSE))]
-    optimizer._settle()
+    optimizer.settle()
     return {
         "history": history,
         "bits": optimizer.masks.in_use.bits,
@@ -172,6 +174,40 @@ def train_by_group_alone() -> float:
 def test_norm_covers_shards_of_a_plain_group(pool4: Pool) -> None:
     entries = sum(p.numel() for p in Net().parameters())
     assert pool4(train_by_group_alone) == pytest.approx([entries**0.5] * 4)
+
+
+def train_norms_alone() -> Tensor:
+    """A model without a matrix: nothing to mask, and empty masks are never sent."""
+    parameter = nn.Parameter(torch.ones(7))
+    optimizer = Scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
+    for _ in range(3):
+        parameter.grad = torch.full((7,), 1.0 + dist.get_rank())
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
+    first, second = pool2(train_norms_alone)
+    assert torch.equal(first, second) and bool((first < 1).all())
+
+
+def run_readme_example() -> float:
+    """The loop that the README shows, as it stands there."""
+    text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    scope: dict[str, Any] = {}
+    torch.manual_seed(dist.get_rank())
+    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+        exec(code, scope)
+    weights = torch.cat([p.detach().view(-1) for p in scope["model"].parameters()])
+    gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weights)
+    assert all(torch.equal(weights, other) for other in gathered)
+    return float(scope["loss"])
+
+
+def test_the_readme_loop_trains(pool2: Pool) -> None:
+    assert all(loss < 1.0 for loss in pool2(run_readme_example))
 
 
 def disagree(what: str) -> None:

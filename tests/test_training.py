@@ -68,7 +68,6 @@ def train(
         trainer.train()
     parameters = torch.cat([local(p).detach().reshape(-1) for p in trainer.model_parts[0].parameters()])
     trainer.close()
-    trainer.optimizers.guard.settle()
     return {
         "losses": [loss for _, loss, _ in steps],
         "norms": [norm for *_, norm in steps],
@@ -195,6 +194,7 @@ def test_another_layout_or_method_is_refused_on_every_rank(pool2: Pool, tmp_path
         ([*METHODS["scape"], *LAYOUTS["2x1"]], "replicate = 2, this run has 1"),
         ([*METHODS["adams"], *LAYOUTS["1x2"]], "method = 'scape', this run has 'dense'"),
         ([*METHODS["scape"], *LAYOUTS["1x2"], "--sync.scape.density=0.2"], "density = 0.1, this run has 0.2"),
+        ([*METHODS["scape"], *LAYOUTS["1x2"], "--checkpoint.load_step=7"], "load_step = 7, but there is no"),
     ):
         for good, text in pool2.outcomes(train, str(tmp_path), [*arguments, *steps]):
             assert not good and "ValueError" in text and message in text

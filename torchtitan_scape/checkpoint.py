@@ -50,7 +50,11 @@ def check_resume(checkpointer: CheckpointManager, step: int, record: LayoutRecor
 
     Raises ValueError that names the first difference, or says that the checkpoint cannot be resumed from.
     """
-    if not checkpointer.enable or not os.path.isdir(checkpointer.folder):
+    if not checkpointer.enable:
+        return
+    if not os.path.isdir(checkpointer.folder):
+        if step != -1:
+            raise ValueError(f"checkpoint.load_step = {step}, but there is no {checkpointer.folder}")
         return
     step = checkpointer._find_load_step() if step == -1 else step
     if step <= 0:

@@ -128,6 +128,7 @@ class ScapeTrainer(Trainer):
 
     def _summarise(self) -> None:
         """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
+        self.optimizers.settle()
         traffic = self.optimizers.collectives.traffic
         self.metrics_processor._sent_before = {}  # of all steps, not of those since the last line
         sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken)
@@ -150,6 +151,7 @@ class ScapeTrainer(Trainer):
             "seconds_per_step": self._train_seconds / steps,
             "seconds_by_phase": self.metrics_processor.mean_seconds(steps),
             "bytes_sent_per_step_and_rank": sent,
+            "planned_bytes_per_step_and_rank": self.optimizers.planned_bytes(),
             "dense_bytes_per_step_and_rank": dense,
             "messages_per_step": {
                 f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())

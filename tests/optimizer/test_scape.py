@@ -52,12 +52,14 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def literal(replicas: int, steps: int, **options: Any) -> list[list[Tensor]]:
-    values = draw(0, SPARSE + DENSE)
-    reference = Literal(values[: len(SPARSE)], values[len(SPARSE) :], replicas, **options)
+def literal(
+    replicas: int, steps: int, shapes: list[tuple[int, ...]] = SPARSE + DENSE, **options: Any
+) -> list[list[Tensor]]:
+    values, sparse = draw(0, shapes), sum(len(shape) > 1 for shape in shapes)
+    reference = Literal(values[:sparse], values[sparse:], replicas, **options)
     history = []
     for step in range(steps):
-        reference.step([gradient(step, r, SPARSE + DENSE) for r in range(replicas)])
+        reference.step([gradient(step, r, shapes) for r in range(replicas)])
         history.append([p.clone() for p in reference.theta])
     return history
 
@@ -93,6 +95,42 @@ def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
         assert (got - flat(want)).norm() <= 1e-6 * flat(want).norm(), step
         for other in results[1:]:
             assert torch.equal(flat(other[step]), got)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 30)), min_size=0, max_size=4),
+    st.lists(st.tuples(st.integers(1, 20)), min_size=0, max_size=2),
+    st.integers(1, 5),
+    st.floats(0.005, 1.0),
+    st.sampled_from([8, 16, 64]),
+    st.sampled_from(["block", "tensor"]),
+    st.booleans(),
+    st.integers(0, 5),
+)
+def test_follows_the_literal_form_for_any_shapes(
+    sparse: list[tuple[int, ...]],
+    dense: list[tuple[int, ...]],
+    replicas: int,
+    density: float,
+    block_size: int,
+    selection: str,
+    wait_scaling: bool,
+    warmup: int,
+) -> None:
+    shapes = sparse + (dense or [(3,)])
+    options: dict[str, Any] = {
+        "density": density,
+        "block_size": block_size,
+        "selection": selection,
+        "wait_scaling": wait_scaling,
+        "density_warmup_steps": warmup,
+    }
+    expected = literal(replicas, 6, shapes, **options)
+    results = run_replicas(replicas, lambda c: train(c, 6, shapes, **options))
+    for step, want in enumerate(expected):
+        for result in results:
+            assert (flat(result[step]) - flat(want)).norm() <= 1e-6 * flat(want).norm()
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -209,7 +247,7 @@ def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int) -> 
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
                 assert torch.equal(optimizer._state, before[1])
                 in_use = optimizer.masks.in_use.bits.clone()
-                optimizer._settle()
+                optimizer.settle()
                 assert torch.equal(optimizer.masks.in_use.bits, in_use)
         assert optimizer.guard.skipped == 1
         return [p.detach() for p in parameters]

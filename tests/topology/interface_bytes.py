@@ -49,7 +49,7 @@ def replica(rank: int, world: int, store: str, density: float, queue: Any) -> No
 
     step()  # the first, dense step, and the connections
     step()
-    optimizer._settle()
+    optimizer.settle()
     intercepted = 0
     for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor"):
         original = getattr(dist, name, None)
@@ -75,7 +75,7 @@ def replica(rank: int, world: int, store: str, density: float, queue: Any) -> No
     dist.barrier()
     for _ in range(STEPS):
         step()
-    optimizer._settle()
+    optimizer.settle()
     dist.barrier()
     moved = interface_bytes() - start
     sent = sum(optimizer.collectives.traffic.sent_by_level().values()) - sum(before.values())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-MAX_DOCUMENT_BYTES = 8192
+MAX_DOCUMENT_BYTES = 1024
 VALIDATION_SHARE = 0.05
 SHUFFLE_SEED = 0
 
@@ -41,7 +41,7 @@ class Corpus:
     Attributes:
         train_files: paths relative to the standard library, sorted.
         validation_files: the last paths in that order, about 5 % of the bytes.
-        train: training documents, at most 8 KiB of UTF-8 each (a single longer line stays whole), shuffled.
+        train: training documents, at most 1 KiB of UTF-8 each (a single longer line stays whole), shuffled.
         validation: validation documents, likewise; none equals a training document.
         n_bytes: UTF-8 bytes of all files together.
         digest: first 12 hexadecimal digits of the SHA-256 over all documents in their order.

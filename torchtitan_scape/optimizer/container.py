@@ -45,6 +45,10 @@ class ReplicaOptimizers(OptimizersContainer):
         replicas = self.collectives.replicas
         return 2.0 * (replicas - 1) / replicas * 4 * entries
 
+    def settle(self) -> None:
+        """Learns whether the last step was applied; `step` does it for the one before."""
+        self.guard.settle()
+
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank will send in a step, warm-up over."""
         return self.dense_bytes()
@@ -87,7 +91,7 @@ class DenseOptimizers(ReplicaOptimizers):
     def step(self, *args: Any, **kwargs: Any) -> None:
         phase = self.timer.phase
         with phase("check"):
-            self.guard.settle()
+            self.settle()
             gradients = [flat_gradient(shard) for shard in self._shards]
             applied = self.guard.check(gradients)
         with phase("exchange"):
@@ -133,6 +137,9 @@ class ScapeOptimizers(ReplicaOptimizers):
 
     def statistics(self) -> dict[str, float]:
         return self.scape.statistics()
+
+    def settle(self) -> None:
+        self.scape.settle()
 
     def planned_bytes(self) -> float:
         return self.scape.planned_bytes()

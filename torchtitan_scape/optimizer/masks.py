@@ -70,6 +70,12 @@ class DelayedMasks:
             return None
         return reference.mask_indices(bits, self.layout.sizes[tensor], self.nnz(tensor))
 
+    def of_last_step(self) -> tuple[Mask, Mask]:
+        """The mask of the last step, on which m lives, and the one before it (after `rotate`: the next)."""
+        if self._arriving is None:
+            return self.previous, self.in_use
+        return self.in_use, self.previous
+
     # ----------------------------------------------------------------------------------- refreshing
 
     def select(self, moments: list[Tensor], density: float) -> None:
@@ -86,7 +92,7 @@ class DelayedMasks:
         assert self._selected is not None
         own, density = self._selected
         self._selected = None
-        if own is None:
+        if own is None or own.numel() == 0:
             self._arriving = (Handle(None), None, density)
             return
         received = torch.zeros(self.layout.replicas * own.numel(), dtype=torch.uint8, device=own.device)

@@ -89,7 +89,7 @@ class Scape(Optimizer):
         self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
         self._shards = collect_shards(self.param_groups)
         if not isinstance(replicas, ReplicaCollectives):
-            model = model_group_of(self._shards) if isinstance(replicas, ProcessGroup) else None
+            model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = ReplicaCollectives(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
@@ -136,7 +136,7 @@ class Scape(Optimizer):
                 loss = closure()
         phase = self.timer.phase
         with phase("exchange"):
-            self._settle()
+            self.settle()
         self.attempted_steps += 1
         next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
 
@@ -199,8 +199,8 @@ class Scape(Optimizer):
             self._applied_steps = steps
         return loss
 
-    def _settle(self) -> None:
-        """Takes last step's mask into use, if that step was applied."""
+    def settle(self) -> None:
+        """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
         applied = self.guard.settle()
         if applied is not None:
             self.masks.rotate(applied)
@@ -278,8 +278,7 @@ class Scape(Optimizer):
         Reads the whole state: for log lines, not for every step.
         """
         masks = self.masks
-        pending = self.guard._pending is not None  # else the masks were rotated already (at a checkpoint)
-        in_use, previous = (masks.in_use, masks.previous) if pending else (masks.previous, masks.in_use)
+        in_use, previous = masks.of_last_step()
         sums = torch.zeros(4, dtype=torch.float64, device=self._state.device)
         for i, shard in enumerate(self._sparse):
             if not shard.counted:
@@ -319,7 +318,7 @@ class Scape(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs, this replica's residual included; waits for masks in flight."""
-        self._settle()
+        self.settle()
         state = super().state_dict()
         masks = self.masks
         state["state"] = {}
@@ -349,7 +348,7 @@ class Scape(Optimizer):
                     "SCAPE resumes on the same layout and options only"
                 )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._settle()
+        self.settle()
         for shard, state in zip(self._ordered, self._states, strict=True):
             self.state[shard.parameter]["moment_residual"] = state[: shard.size]
         self._state.copy_(saved["moment_residual"])
