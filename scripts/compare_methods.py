@@ -84,7 +84,8 @@ def table(results: dict[str, Any]) -> str:
         rows.append(
             f"| {METHODS[name][0]} | {result['validation_loss']:.4f} | {1e3 * result['seconds_per_step']:.0f} "
             f"| {100 * own / compute:.1f} | {100 * (own - seconds.get('exchange', 0.0)) / compute:.1f} "
-            f"| {sent / 1e6:.3f} | {planned / 1e6:.3f} | {100 * planned / result['dense_bytes_per_step_and_rank']:.1f} % |"
+            f"| {sent / 1e6:.3f} | {planned / 1e6:.3f} "
+            f"| {100 * planned / result['dense_bytes_per_step_and_rank']:.1f} % |"
         )
     return "\n".join(rows)
 

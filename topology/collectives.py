@@ -133,7 +133,10 @@ class ReplicaCollectives:
             return
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
-            dist.broadcast(tensor, source, group=group)
+            values = tensor.contiguous()
+            dist.broadcast(values, source, group=group)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
 
     # ------------------------------------------------------------------------- scalars, over all axes
 

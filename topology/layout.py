@@ -148,22 +148,27 @@ def plan_layout(
             f"{text} makes {product} ranks, but {world_size} were started; start {product}, or set one of "
             "replicate and shard to -1"
         )
-    if not 1 <= ranks_per_node <= world_size:
+    if ranks_per_node < 1:
+        raise ValueError(f"{ranks_per_node} ranks per node; it must be 1 or more")
+    if ranks_per_node > world_size:
         raise ValueError(f"{ranks_per_node} ranks per node, but only {world_size} ranks in all")
     if world_size % ranks_per_node:
         raise ValueError(f"{world_size} ranks do not fill whole nodes of {ranks_per_node}")
     return Layout(world_size, ranks_per_node, machine, replicate, shard, context, tensor, pipeline)
 
 
-def ranks_per_node_from_environment(environ: Mapping[str, str]) -> int | None:
+def ranks_per_node_from_environment(environ: Mapping[str, str], world_size: int) -> int | None:
     """What the launcher says: torchrun's LOCAL_WORLD_SIZE, else Slurm's variables, else None.
+
+    Slurm's figure is of its job step, or of the whole allocation: one that is larger than the world is not
+    about this run (a single process started by hand), and is passed over.
 
     Raises ValueError for a value that is no number, or nodes of different size.
     """
     for name in (
         "LOCAL_WORLD_SIZE",
+        "SLURM_STEP_TASKS_PER_NODE",  # before what was asked for, which is an upper limit only
         "SLURM_NTASKS_PER_NODE",
-        "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_TASKS_PER_NODE",
     ):
         value = environ.get(name)
@@ -172,5 +177,6 @@ def ranks_per_node_from_environment(environ: Mapping[str, str]) -> int | None:
         match = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", value.strip())
         if match is None:
             raise ValueError(f"{name} is {value!r}; expected one number of ranks for every node, such as 8 or 8(x4)")
-        return int(match[1])
+        if name == "LOCAL_WORLD_SIZE" or int(match[1]) <= world_size:
+            return int(match[1])
     return None

@@ -50,7 +50,7 @@ MACHINES = {
                 Level("node", 8, 50.0, 3.0),
                 Level("network", 0, 12.5, 5.0),
             ),
-            source="Low-bandwidth partitioning paper, Table II and Section III: 200 GB/s between the GCDs of a GPU, "
+            source="Low-bandwidth partitioning paper, Table II and Section IV: 200 GB/s between the GCDs of a GPU, "
             "Infinity Fabric 50 GB/s between GPUs of a node, four 200 Gb/s Slingshot-11 NICs for eight GCDs. "
             "Latencies are assumed",
         ),

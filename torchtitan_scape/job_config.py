@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from torchtitan.config import JobConfig as TitanJobConfig
 
 from topology.machines import MACHINES
-from torchtitan_scape.optimizer.scape import check_scape_options
+from torchtitan_scape.optimizer.options import check_scape_options
 
 
 def _check_types(section: Any, name: str) -> None:

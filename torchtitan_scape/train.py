@@ -63,6 +63,7 @@ class ScapeTrainer(Trainer):
             self._check_vocabulary()
         self._record = LayoutRecord(self.layout, job_config)
         self.checkpointer.states[RECORD] = self._record
+        self.optimizers.timer.enabled = True
         self._train_seconds = 0.0
         self._steps_taken = 0
 
@@ -206,7 +207,7 @@ def layout_of(config: JobConfig) -> Layout:
     machine = get_machine(machine_name)
     ranks_per_node = config.topology.ranks_per_node
     if not ranks_per_node and not fake:  # a dry run is one process, whatever the launcher says
-        ranks_per_node = ranks_per_node_from_environment(os.environ) or 0
+        ranks_per_node = ranks_per_node_from_environment(os.environ, world_size) or 0
     if not ranks_per_node:
         ranks_per_node = min(machine.ranks_per_node or world_size, world_size)
     parallelism = config.parallelism

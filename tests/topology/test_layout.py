@@ -218,12 +218,16 @@ def test_a_wrong_plan_is_refused_with_its_numbers(ranks_per_node: int, degrees: 
         # torchrun under srun: Slurm starts one task a node, torchrun the ranks.
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),
         ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 8),
+        # What was asked for is an upper limit; the step says what is there.
+        ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x4)"}, 4),
+        # A process started by hand in an allocation of larger nodes.
+        ({"SLURM_NTASKS_PER_NODE": "128"}, None),
         # A step of two nodes inside an allocation of four.
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "8(x4)"}, 2),
     ],
 )
 def test_ranks_per_node_from_the_launcher(environ: dict[str, str], expected: int | None) -> None:
-    assert ranks_per_node_from_environment(environ) == expected
+    assert ranks_per_node_from_environment(environ, 64) == expected
 
 
 @pytest.mark.parametrize(
@@ -241,7 +245,7 @@ def test_ranks_per_node_from_the_launcher(environ: dict[str, str], expected: int
 )
 def test_a_malformed_or_uneven_launch_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name) as error:
-        ranks_per_node_from_environment({name: value})
+        ranks_per_node_from_environment({name: value}, 64)
     assert repr(value) in str(error.value)
 
 

@@ -11,18 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kernels import reference
+from torchtitan_scape.optimizer.options import check_hyperparameters
 from torchtitan_scape.optimizer.shards import FlatParameter, collect_shards, flat_gradient, local
-
-
-def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raises ValueError for a value out of range."""
-    if lr < 0:
-        raise ValueError(f"lr is {lr}; it must be 0 or more")
-    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} is {beta}; it must lie in [0, 1)")
-    if eps < 0 or weight_decay < 0:
-        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}; both must be 0 or more")
 
 
 class AdamS(Optimizer):

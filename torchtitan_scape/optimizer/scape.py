@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from kernels import reference
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
-from torchtitan_scape.optimizer.adams import check_hyperparameters
 from torchtitan_scape.optimizer.blocks import BlockLayout, density_at
 from torchtitan_scape.optimizer.guard import FiniteGuard
 from torchtitan_scape.optimizer.masks import DelayedMasks
+from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
 from torchtitan_scape.optimizer.shards import (
     FlatParameter,
     Shard,
@@ -358,35 +358,6 @@ class Scape(Optimizer):
         self._applied_steps.copy_(saved["applied_steps"])
         self.attempted_steps = saved["attempted_steps"]
         self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
-
-
-def check_scape_options(
-    density: float,
-    density_warmup_steps: int,
-    block_size: int,
-    selection: str,
-    max_wait: float,
-    max_norm: float | None,
-    clip_mode: str,
-    reduction: str,
-) -> None:
-    """Raises ValueError for an option out of range, with the value and what is allowed."""
-    if not 0.0 < density <= 1.0:
-        raise ValueError(f"density is {density}; it must lie in (0, 1], for example 0.1")
-    if density_warmup_steps < 0:
-        raise ValueError(f"density_warmup_steps is {density_warmup_steps}; it must be 0 (none) or more")
-    if block_size % 8 or not 8 <= block_size <= 32768:
-        raise ValueError(f"block_size is {block_size}; it must be a multiple of 8 from 8 to 32768")
-    if selection not in ("block", "tensor"):
-        raise ValueError(f"selection is {selection!r}; it must be 'block' or 'tensor'")
-    if not max_wait >= 1:
-        raise ValueError(f"max_wait is {max_wait}; it must be 1 or more")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
-    if clip_mode not in ("moment", "literal"):
-        raise ValueError(f"clip_mode is {clip_mode!r}; it must be 'moment' or 'literal'")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
 
 
 def _split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
