@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-_WRAPPER = "_checkpoint_wrapped_module."
+from torchtitan_scape.optimizer.shards import plain_name
 
 # Llama 3.1's stretching of the rotary frequencies is off: none of these models was trained with it.
 _PLAIN_ROPE = RoPEScalingArgs(scaling_factor=1.0)
@@ -69,7 +69,7 @@ class Llama(Transformer):
         values = dict(whole.named_parameters())
         for name, parameter in parameters.items():
             assert isinstance(parameter, DTensor)
-            parameter.to_local().copy_(_local_part(values[name.replace(_WRAPPER, "")], parameter))
+            parameter.to_local().copy_(_local_part(values[plain_name(name)], parameter))
 
 
 def _local_part(full: Tensor, like: DTensor) -> Tensor:

@@ -33,6 +33,13 @@ class Shard:
         return local(self.parameter).numel()
 
 
+def plain_name(name: str) -> str:
+    """The parameter's name without what activation checkpointing, FSDP1 or torch.compile put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, or the tensor itself."""
     if isinstance(tensor, DTensor):
@@ -46,8 +53,7 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
     for index, group in enumerate(param_groups):
         names = group.get("param_names") or [f"group{index}.{i}" for i in range(len(group["params"]))]
         for name, parameter in zip(names, group["params"], strict=True):
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
+            name = plain_name(name)
             if not parameter.dtype.is_floating_point:
                 raise ValueError(
                     f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point parameters can "
