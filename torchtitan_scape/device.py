@@ -4,6 +4,7 @@ import logging
 import os
 import resource
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -55,8 +56,24 @@ def quieten_cpu() -> None:
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
+def _check_version() -> None:
+    """A container may bring another TorchTitan, whose names differ."""
+    try:
+        found = version("torchtitan")
+    except PackageNotFoundError:
+        return  # a source checkout without metadata
+    if not found.startswith("0.2.2"):
+        raise ImportError(
+            f"torchtitan {found} is installed, and this project needs 0.2.2: pip install torchtitan==0.2.2"
+        )
+
+
 def prepare() -> str:
-    """Decides the device before the first `import torchtitan`, which binds it by name; returns its type."""
+    """Decides the device before the first `import torchtitan`, which binds it by name; returns its type.
+
+    Raises ImportError for another release of TorchTitan.
+    """
+    _check_version()
     available = torch._utils._get_available_device_type()
     if available:
         return available

@@ -227,6 +227,39 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
         assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
 
 
+def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 and warm-up allocate no buffer of the model's size; at the target density there is one, of its size."""
+    places: list[tuple[bool, bool]] = []
+    payloads_of = Scape._payloads
+
+    def spy(self: Scape, moments: list[Tensor]) -> tuple[list[Tensor], bool]:
+        payloads, compact = payloads_of(self, moments)
+        homes = moments if not compact else [self._payload] * len(moments)
+        inside = all(
+            p.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
+            for p, home in zip(payloads, homes, strict=True)
+        )
+        grads = [s.parameter.grad for s in self._ordered]
+        aliased = all(m.data_ptr() == g.data_ptr() for m, g in zip(moments, grads, strict=True))
+        places.append((compact, inside and aliased))
+        return payloads, compact
+
+    monkeypatch.setattr(Scape, "_payloads", spy)
+    train(None, 6, density=0.1, density_warmup_steps=4)
+    # d(4) is the target: the mask in use at step 4 is the first of that density.
+    assert places == [(False, True)] * 3 + [(True, True)] * 3
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3])
+def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than are handled at a time; offsets on the wire at 0.1, a bitmap at 0.3."""
+    whole = run_replicas(3, lambda c: train(c, 6, density=density))
+    monkeypatch.setattr("torchtitan_scape.optimizer.masks._ROWS", 8)
+    parts = run_replicas(3, lambda c: train(c, 6, density=density))
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.equal(flat(a[-1]), flat(b[-1]))
+
+
 @pytest.mark.parametrize("warmup", [0, 6])
 @pytest.mark.parametrize("bad_step", [0, 1, 3])
 def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int) -> None:

@@ -1,0 +1,79 @@
+"""Collectives in real gloo processes: chunks, means, levels and counts."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from topology.collectives import ReplicaCollectives
+from topology.groups import build_groups
+from topology.layout import plan_layout
+from topology.machines import get_machine
+
+SIZES = (7, 0, 1, 30, 4, 16)
+
+
+def reduce_in_chunks(chunk: int, mean: bool) -> tuple[list[torch.Tensor], int]:
+    collectives = ReplicaCollectives(dist.group.WORLD)
+    rank = dist.get_rank()
+    tensors = [torch.arange(n, dtype=torch.float32) + 100 * i + rank for i, n in enumerate(SIZES)]
+    collectives.all_reduce_chunked(tensors, mean=mean, chunk_entries=chunk)
+    return tensors, collectives.traffic.calls["network", "payload"]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 58, 1000])
+@pytest.mark.parametrize("mean", [True, False])
+def test_chunks_of_any_size_give_the_same(chunk: int, mean: bool, pool2: Pool) -> None:
+    total = sum(SIZES)
+    for tensors, calls in pool2(reduce_in_chunks, chunk, mean):
+        assert calls == -(-total // chunk)
+        for i, tensor in enumerate(tensors):
+            both = 2 * (torch.arange(SIZES[i], dtype=torch.float32) + 100 * i) + 1
+            assert torch.equal(tensor, both / 2 if mean else both)
+
+
+def talk(replicate: int, shard: int, ranks_per_node: int) -> tuple[dict, dict, list[int], float]:
+    layout = plan_layout(
+        4, ranks_per_node=ranks_per_node, machine=get_machine("frontier"), replicate=replicate, shard=shard
+    )
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60)))
+    rank = dist.get_rank()
+    collectives.all_reduce(torch.zeros(100)).wait()
+    gathered = torch.zeros(replicate, dtype=torch.uint8)
+    collectives.all_gather(gathered, torch.tensor([rank], dtype=torch.uint8)).wait()
+    total = collectives.sum_over_model(torch.tensor(float(1 << rank)))
+    assert bool(collectives.all_true(torch.tensor(True)))
+    assert not bool(collectives.all_true(torch.tensor(rank != 3)))
+    assert sorted(collectives.gather_objects(rank)) == [0, 1, 2, 3]
+    traffic = collectives.traffic
+    return dict(traffic.sent), dict(traffic.handed), gathered.tolist(), float(total)
+
+
+def test_a_flat_ring_over_two_nodes_crosses_each_kind_of_link(pool4: Pool) -> None:
+    """Two GCDs a node: ranks 0 and 2 send to their twin on the package, 1 and 3 over the network."""
+    for rank, (sent, handed, gathered, _) in enumerate(pool4(talk, 4, 1, 2)):
+        level = "gcd_pair" if rank % 2 == 0 else "network"
+        assert sent[level, "payload"] == 2 * 3 / 4 * 400 and handed[level, "payload"] == 400
+        assert sent[level, "mask"] == 3 and handed[level, "mask"] == 1
+        assert {key[0] for key in sent} == {level}
+        assert gathered == [0, 1, 2, 3]
+
+
+def test_shards_inside_nodes_leave_replicas_on_the_network(pool4: Pool) -> None:
+    for rank, (sent, _, gathered, total) in enumerate(pool4(talk, 2, 2, 2)):
+        assert sent["network", "payload"] == 400 and sent["gcd_pair", "norm"] == 4
+        assert gathered == [rank % 2, rank % 2 + 2]
+        # Added in rank order, over the two ranks of this replica.
+        assert total == (3.0 if rank < 2 else 12.0)
+
+
+def wrong_world() -> None:
+    layout = plan_layout(8, ranks_per_node=8, machine=get_machine("frontier"), replicate=8, shard=1)
+    build_groups(layout, timedelta(seconds=60))
+
+
+def test_a_layout_for_another_world_is_refused(pool2: Pool) -> None:
+    for good, text in pool2.outcomes(wrong_world):
+        assert not good and "the layout is for 8 ranks, but 2 are running" in text
