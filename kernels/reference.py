@@ -19,6 +19,7 @@ __all__ = [
     "finite",
     "mask_indices",
     "new_moment_",
+    "offset_bytes",
     "offsets_to_mask",
     "pack_",
     "pack_bits",

@@ -25,7 +25,16 @@ ensure_environment() {
             echo "error: the installation into .venv failed; remove .venv and try again" >&2
             return 1
         }
-    elif [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, hypothesis, ruff, mypy" 2>/dev/null; then
+        export PYTHON
+        return
+    fi
+    local release
+    release=$("$PYTHON" -c "import importlib.metadata as m; print(m.version('torchtitan'))" 2>/dev/null || echo 0.2.2)
+    if [ "${release#0.2.2}" = "$release" ]; then
+        echo "error: $PYTHON has torchtitan $release, and this project needs 0.2.2; install that, or set PYTHON" >&2
+        return 1
+    fi
+    if [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, hypothesis, ruff, mypy" 2>/dev/null; then
         if [ "$PYTHON" != "$PWD/.venv/bin/python" ]; then
             echo "error: $PYTHON has torchtitan but not the test tools; run: $PYTHON -m pip install -e '.[test]'" >&2
             return 1

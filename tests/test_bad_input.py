@@ -63,6 +63,11 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
         (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
         (2, ["--training.max_norm=0"], "max_norm = 0"),
+        (2, ["--training.dtype=bfloat16"], "small updates round away"),
+        (2, ["--training.seq_len=0"], "seq_len = 0; it must be 1 or more"),
+        (2, ["--training.local_batch_size=0"], "local_batch_size = 0; it must be 1 or more"),
+        (2, ["--metrics.log_freq=0"], "log_freq = 0; it must be 1 or more"),
+        (2, ["--validation.freq=0"], "freq = 0; it must be 1 or more"),
         (2, ["--training.global_batch_size=17"], "global_batch_size = 17 is no multiple"),
         (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
         (2, ["--comm.mode=local_tensor"], "local_tensor"),
@@ -75,6 +80,14 @@ def test_wrong_combinations_are_named(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=message):
         check(arguments)
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("[sync\nmethod = ")
+    with pytest.raises(ValueError, match=r"broken.toml is no TOML: .*line 1"):
+        parse([f"--job.config_file={tmp_path}/broken.toml"])
+    with pytest.raises(ValueError, match=r"none.toml cannot be read: No such file"):
+        parse(["--job.config_file", f"{tmp_path}/none.toml"])
 
 
 def test_launchers_say_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +109,25 @@ def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )
-    assert result.returncode != 0
-    assert f"the package 'kernels' that Python finds is {tmp_path / 'kernels'}" in result.stderr
+    message = f"the package 'kernels' that Python finds is {tmp_path / 'kernels'}"
+    assert result.returncode != 0 and f"ImportError: {message}" in result.stderr
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_scape.train"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert result.stderr.startswith(f"error: {message}")
+
+
+def test_without_a_launcher_the_script_is_named() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
+    command = [sys.executable, "-m", "torchtitan_scape.train", RECIPE]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 2 and "start the trainer with ./run_train.sh" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_the_optimizers_do_not_import_torchtitan() -> None:

@@ -210,14 +210,76 @@ def test_the_readme_loop_trains(pool2: Pool) -> None:
     assert all(loss < 1.0 for loss in pool2(run_readme_example))
 
 
+def train_with_holes() -> list[Tensor]:
+    """Rank 0 has no gradient for the first parameter in any step: zeros, and the same collectives."""
+    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+    optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
+    for step in range(4):
+        for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
+            p.grad = g
+        if dist.get_rank() == 0:
+            parameters[0].grad = None
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_a_missing_gradient_on_one_rank(pool2: Pool) -> None:
+    first, second = pool2(train_with_holes)
+    assert torch.equal(flat(first), flat(second))
+    assert not torch.equal(first[0], draw(0, SPARSE)[0])
+
+
+def train_alone() -> tuple[Tensor, Tensor]:
+    """A process group of one replica, at density 1, beside dense AdamS with the same clipping."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    ours, theirs = ([nn.Parameter(p) for p in draw(0, SPARSE + DENSE)] for _ in range(2))
+    scape = Scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
+    adams = AdamS(theirs, lr=1e-2)
+    for step in range(6):
+        for p, q, g in zip(ours, theirs, gradient(step, 0, SPARSE + DENSE), strict=True):
+            p.grad, q.grad = g.clone(), g
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        scape.step()
+        adams.step()
+    return flat([p.detach() for p in ours]), flat([p.detach() for p in theirs])
+
+
+def test_one_replica_is_dense_adams(pool2: Pool) -> None:
+    for ours, theirs in pool2(train_alone):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+def shards_as_replicas() -> None:
+    model = make_net()
+    fully_shard(model)
+    Scape(model.named_parameters(), lr=0.1, replicas=dist.group.WORLD)
+
+
+def test_shards_are_no_replicas(pool2: Pool) -> None:
+    """The likely slip: FSDP over all ranks, and the same ranks as replicas."""
+    for good, text in pool2.outcomes(shards_as_replicas):
+        assert not good and "ValueError: ranks [0, 1] are given as replicas" in text
+
+
 def disagree(what: str) -> None:
     rank = dist.get_rank()
     shape = (4, 5) if what == "shape" and rank else (4, 4)
-    density = 0.2 if what == "density" and rank else 0.1
-    Scape([("w", nn.Parameter(torch.ones(shape)))], lr=0.1, density=density, replicas=dist.group.WORLD)
+    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "dense_names": []}
+    if rank:
+        options |= {"density": {"density": 0.2}, "lr": {"lr": 0.2}, "dense_names": {"dense_names": ["v"]}}.get(what, {})
+    parameters = [("w", nn.Parameter(torch.ones(shape))), ("v", nn.Parameter(torch.ones(2, 2)))]
+    Scape(parameters, replicas=dist.group.WORLD, **options)
 
 
-@pytest.mark.parametrize("what, message", [("shape", "parameters="), ("density", "has density=0.")])
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("shape", "parameters="),
+        ("density", "has density=0."),
+        ("lr", "has lr of group 0=0."),
+        ("dense_names", "has sparsified="),
+    ],
+)
 def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: str, pool2: Pool) -> None:
     for good, text in pool2.outcomes(disagree, what):
         assert not good and message in text and "ValueError" in text

@@ -48,6 +48,30 @@ def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists(), "nothing is written before the config is checked"
 
 
+def test_missing_data_ends_in_one_line_though_its_rank_is_not_shown(tmp_path: Path) -> None:
+    """The launcher passes on the first failed rank's message, whichever ranks LOG_RANK shows."""
+    arguments = [f"--job.dump_folder={tmp_path}", "--training.dataset=text_files", "--training.dataset_path=/nowhere"]
+    result, seconds = launch({"LOG_RANK": "7"}, *arguments)
+    output = result.stdout + result.stderr
+    assert result.returncode != 0 and seconds < 60
+    assert "error: rank" in output and "/nowhere" in output
+    assert "Traceback" not in output
+
+
+def test_a_dry_run_takes_steps_if_asked(tmp_path: Path) -> None:
+    """Nobody else selects there; masks are valid all the same."""
+    result, _ = launch(
+        {"COMM_MODE": "fake_backend", "NGPU": "3"},
+        *SHORT,
+        f"--job.dump_folder={tmp_path}",
+        "--training.steps=4",
+        "--sync.scape.selection=tensor",
+        "--sync.scape.density_warmup_steps=0",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Summary of 4 steps" in result.stdout + result.stderr
+
+
 def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
     result, _ = launch({"CONFIG_FILE": "train_configs/none.toml"})
     assert result.returncode == 2 and "train_configs/none.toml does not exist" in result.stderr

@@ -71,6 +71,7 @@ class ReplicaCollectives:
     def __init__(self, replicas: ProcessGroup | ReplicaGroups | None, model: ProcessGroup | None = None) -> None:
         if not isinstance(replicas, ReplicaGroups):
             replicas = ReplicaGroups(replicate=replicas, model=model)
+        _check_disjoint(replicas)
         self.groups = replicas
         self.traffic = Traffic()
         self.replicas, self.replica = _size_and_rank(replicas.replicate)
@@ -190,6 +191,18 @@ class ReplicaCollectives:
 
 def _size_and_rank(group: ProcessGroup | None) -> tuple[int, int]:
     return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def _check_disjoint(groups: ReplicaGroups) -> None:
+    """A rank's twins hold the same shard; the ranks it shares a replica with hold others."""
+    if groups.replicate is None or groups.model is None:
+        return
+    common = set(dist.get_process_group_ranks(groups.replicate)) & set(dist.get_process_group_ranks(groups.model))
+    if len(common) > 1:
+        raise ValueError(
+            f"ranks {sorted(common)} are given as replicas of each other, but hold different shards of one replica; "
+            "`replicas` must be the ranks that hold the same shard, such as the replicate axis of a 2-D mesh"
+        )
 
 
 def _own_level(groups: ReplicaGroups, group: ProcessGroup) -> str:

@@ -3,6 +3,7 @@
 `Scape` and `AdamS` are ordinary optimizers; importing them does not import TorchTitan.
 """
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,10 +15,12 @@ def _check_own_packages() -> None:
         spec = find_spec(name)
         found = Path(spec.origin).resolve().parent if spec and spec.origin else None
         if found != root / name:
-            raise ImportError(
+            message = (
                 f"the package {name!r} that Python finds is {found or 'none'}, not {root / name}; run from "
                 f"{root}, put it first on PYTHONPATH, or uninstall the other package"
             )
+            # `python -m torchtitan_scape.train` is a user's command: it ends in a line, not in a traceback.
+            raise SystemExit(f"error: {message}") if sys.argv[:1] == ["-m"] else ImportError(message)
 
 
 _check_own_packages()

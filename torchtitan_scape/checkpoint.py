@@ -52,16 +52,21 @@ def check_resume(checkpointer: CheckpointManager, step: int, record: LayoutRecor
     """
     if not checkpointer.enable:
         return
-    if not os.path.isdir(checkpointer.folder):
-        if step != -1:
-            raise ValueError(f"checkpoint.load_step = {step}, but there is no {checkpointer.folder}")
+    if os.path.isdir(checkpointer.folder):
+        step = checkpointer._find_load_step() if step == -1 else step
+        if step <= 0:
+            return
+        path = checkpointer._create_checkpoint_id(step)
+        if not os.path.isdir(path):
+            raise ValueError(f"checkpoint.load_step = {step}, but there is no {path}")
+    elif step != -1:
+        raise ValueError(f"checkpoint.load_step = {step}, but there is no {checkpointer.folder}")
+    elif checkpointer.initial_load_path and not checkpointer.initial_load_model_only:
+        path = checkpointer.initial_load_path
+        if not os.path.isfile(os.path.join(path, ".metadata")):
+            raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")
+    else:
         return
-    step = checkpointer._find_load_step() if step == -1 else step
-    if step <= 0:
-        return
-    path = checkpointer._create_checkpoint_id(step)
-    if not os.path.isdir(path):
-        raise ValueError(f"checkpoint.load_step = {step}, but there is no {path}")
     metadata = dcp.FileSystemReader(path).read_metadata()
     if not any(key.startswith("optimizer") for key in metadata.state_dict_metadata):
         raise ValueError(

@@ -147,7 +147,21 @@ def check_config(config: JobConfig, device_type: str) -> None:
         )
     if config.comm.mode == "local_tensor":
         raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
+    if config.training.dtype != "float32":
+        raise ValueError(
+            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
+            "leave it at 'float32' and set mixed_precision_param = 'bfloat16'"
+        )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
+    at_least_one = ["training.local_batch_size", "training.seq_len", "training.gc_freq", "metrics.log_freq"]
+    if config.validation.enable:
+        at_least_one += ["validation.local_batch_size", "validation.seq_len", "validation.freq"]
+    if config.checkpoint.enable:
+        at_least_one.append("checkpoint.interval")
+    for key in at_least_one:
+        section, name = key.split(".")
+        if (value := getattr(getattr(config, section), name)) < 1:
+            raise ValueError(f"[{section}] {name} = {value}; it must be 1 or more")
     if not config.training.steps >= 0:
         raise ValueError(f"[training] steps = {config.training.steps}; it must be 0 or more")

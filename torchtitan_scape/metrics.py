@@ -42,7 +42,8 @@ class ReplicaMetrics(MetricsProcessor):
         steps, self.steps_since_log = max(1, self.steps_since_log), 0
         self.last_loss = global_avg_loss
         figures = self.optimizers.statistics()
-        sent, dense = self.bytes_per_step(steps)
+        sent, dense = self.bytes_per_step(steps, self._sent_before)
+        self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
         extra |= {f"sync/{name}": value for name, value in figures.items()}
@@ -63,17 +64,16 @@ class ReplicaMetrics(MetricsProcessor):
         self._take_seconds()
         return {name: self._seconds[name] / steps for name in PHASES if name in self._seconds}
 
-    def bytes_per_step(self, steps: int) -> tuple[dict[str, float], float]:
-        """(bytes sent by level since the last call, bytes a dense exchange sends), per step and rank.
+    def bytes_per_step(self, steps: int, since: dict[str, float]) -> tuple[dict[str, float], float]:
+        """(bytes sent by level, bytes a dense exchange sends), per step and rank, over the last `steps` steps.
 
-        A collective call: the mean over all ranks.
+        since: what this rank had sent before those steps, by level. A collective call: the mean over all ranks.
         """
         collectives = self.optimizers.collectives
         sent = collectives.traffic.sent_by_level()
-        since = [sent.get(level, 0.0) - self._sent_before.get(level, 0.0) for level in LEVELS]
-        self._sent_before = sent
+        grown = [sent.get(level, 0.0) - since.get(level, 0.0) for level in LEVELS]
         device = self.optimizers.grad_norm.device
-        values = torch.tensor([*since, self.optimizers.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device)
+        values = torch.tensor([*grown, self.optimizers.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device)
         total = collectives.sum_over_all(values).tolist()
         mean = [value / total[-1] / steps for value in total[:-1]]
         by_level = {level: value for level, value in zip(LEVELS, mean[:-1], strict=True) if value > 0}

@@ -3,10 +3,12 @@
 torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
 """
 
+import argparse
 import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from torchtitan_scape import device
 
@@ -55,6 +57,8 @@ class ScapeTrainer(Trainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
         register(job_config, with_data=not is_dry_run(job_config))
         with ExitStack() as self._dry_run:
@@ -131,8 +135,7 @@ class ScapeTrainer(Trainer):
         """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
         self.optimizers.settle()
         traffic = self.optimizers.collectives.traffic
-        self.metrics_processor._sent_before = {}  # of all steps, not of those since the last line
-        sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken)
+        sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken, since={})
         tokens = torch.tensor(float(self.ntokens_seen), dtype=torch.float64, device=self.optimizers.grad_norm.device)
         # Ranks of one data-parallel index read the same tokens.
         tokens_seen = (
@@ -244,9 +247,25 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
 
 def parse(arguments: list[str]) -> JobConfig:
     """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
+    _check_toml(arguments)
     config = ConfigManager(JobConfig).parse_args(arguments)
     assert isinstance(config, JobConfig)
     return config
+
+
+def _check_toml(arguments: list[str]) -> None:
+    """TorchTitan logs a traceback for a file that it cannot read. Raises ValueError with file and place instead."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--job.config_file", "--job.config-file", dest="path")
+    path = parser.parse_known_args(arguments)[0].path
+    if path is None:
+        return
+    try:
+        tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"the recipe {path} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the recipe {path} is no TOML: {error}") from None
 
 
 def run(arguments: list[str]) -> None:
@@ -281,8 +300,9 @@ def main() -> None:
     except USER_ERRORS as error:
         if os.environ.get("SCAPE_TRACEBACK"):
             raise
-        rank = os.environ.get("RANK", "0")
-        print(f"[rank {rank}] error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        message = f"{' '.join(str(error).split())} (SCAPE_TRACEBACK=1 shows where)"
+        get_error_handler().record_exception(ValueError(message))  # for the launcher
+        print(f"[rank {os.environ.get('RANK', '0')}] error: {message}", file=sys.stderr, flush=True)
         # The process group's threads may be waiting for peers that fail likewise: do not wait for them.
         os._exit(2)
 

@@ -32,6 +32,29 @@ def test_first_step_is_the_learning_rate() -> None:
     assert all(math.isclose(abs(x), 0.1, rel_tol=1e-4) for x in parameter.tolist())
 
 
+def test_state_keeps_its_dtypes_over_a_resume() -> None:
+    def make() -> tuple[nn.Parameter, AdamS]:
+        parameter = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        return parameter, AdamS([parameter], lr=0.1)
+
+    (first, saved), (second, resumed) = make(), make()
+    first.grad = torch.full((5,), 0.3, dtype=torch.bfloat16)
+    saved.step()
+    resumed.load_state_dict(saved.state_dict())
+    state = resumed.state[second]
+    assert state["exp_avg"].dtype == torch.float32 and state["step"].dtype == torch.float64
+    assert torch.equal(state["exp_avg"], saved.state[first]["exp_avg"])
+
+
+def test_a_later_group_is_trained() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = AdamS([first], lr=0.1)
+    optimizer.add_param_group({"params": [second]})
+    second.grad = torch.ones(2)
+    optimizer.step()
+    assert bool((second < 1).all()) and torch.equal(first.detach(), torch.ones(2))
+
+
 def test_found_inf_skips_the_step() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AdamS([parameter], lr=0.1)

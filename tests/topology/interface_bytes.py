@@ -1,6 +1,7 @@
 """Run as a script in a network namespace of its own: what two replicas' steps put on its interface.
 
-Prints {"counted": bytes by our metrics, over all ranks, "handed": by kind, "intercepted": ..., "interface": ...}.
+Prints, for every rank, the bytes that our metrics count as sent and as handed to collectives, those that the
+collectives were seen to get, and what crossed the interface meanwhile (of all ranks together).
 """
 
 import fcntl
@@ -90,7 +91,7 @@ def main() -> None:
     bring_loopback_up()
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
-    store = tempfile.mktemp()
+    store = f"{tempfile.mkdtemp()}/store"
     processes = [context.Process(target=replica, args=(r, world, store, density, queue)) for r in range(world)]
     for process in processes:
         process.start()

@@ -34,11 +34,27 @@ class AdamS(Optimizer):
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
-        # All state exists from the start: checkpoint helpers would otherwise make it by taking a step.
-        for shard in collect_shards(self.param_groups):
-            self.state[shard.parameter] = {
-                "exp_avg": torch.zeros_like(shard.parameter, dtype=torch.float32).detach(),
-                "step": torch.zeros((), dtype=torch.float64, device=local(shard.parameter).device),
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. All state exists at once: checkpoint helpers would otherwise make it by taking a step."""
+        super().add_param_group(param_group)
+        self._shards = collect_shards(self.param_groups)
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter] = {
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32).detach(),
+                "step": torch.zeros((), dtype=torch.float64, device=local(parameter).device),
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but the state keeps its dtypes, and the step counter comes to the parameter's device."""
+        super().load_state_dict(state_dict)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            saved, device = state_dict["state"][saved_id], local(parameter).device
+            self.state[parameter] = {
+                "exp_avg": saved["exp_avg"].to(device=device, dtype=torch.float32),
+                "step": saved["step"].to(device=device, dtype=torch.float64),
             }
 
     @torch.no_grad()
@@ -48,7 +64,7 @@ class AdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for shard in collect_shards(self.param_groups):
+        for shard in self._shards:
             if shard.parameter.grad is None:
                 continue
             group, state = self.param_groups[shard.group], self.state[shard.parameter]

@@ -149,7 +149,12 @@ class ScapeOptimizers(ReplicaOptimizers):
 
     def state_dict(self) -> dict[str, Any]:
         state = self.scape.state_dict()
-        saved = {k: torch.as_tensor(v) for k, v in state["scape"].items() if k != "fingerprint"}
+        # Python floats stay float64: a density that came back rounded would select another number of entries.
+        saved = {
+            k: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else torch.as_tensor(v)
+            for k, v in state["scape"].items()
+            if k != "fingerprint"
+        }
         for i, group in enumerate(state["param_groups"]):
             saved[f"lr.{i}"] = torch.tensor(group["lr"], dtype=torch.float64)
         return {f"rank{dist.get_rank()}.{key}": value for key, value in saved.items()}

@@ -39,12 +39,13 @@ class FiniteGuard:
         self._all_true = all_true
         self._gather_objects = gather_objects
         self._each: Tensor | None = None
+        self._applied: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
 
     def check(self, gradients: list[Tensor]) -> Tensor:
         """bool () on the device: whether every gradient of every rank is finite. A collective call."""
         self._each = reference.finite(gradients)
-        applied = self._all_true(self._each.all())
+        self._applied = applied = self._all_true(self._each.all())
         if applied.is_cuda:
             on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
             on_host.copy_(applied, non_blocking=True)
@@ -54,6 +55,10 @@ class FiniteGuard:
         else:
             self._pending = (applied, None)
         return applied
+
+    def last_applied(self) -> bool:
+        """Whether the last step was applied. Waits for the device: for log lines."""
+        return self._pending is None or bool(self._applied)
 
     def settle(self) -> bool | None:
         """Whether the last checked step was applied; None where it was asked before.

@@ -47,7 +47,6 @@ class DelayedMasks:
         self._block_bytes = layout.block_size // 8
         size = layout.replicas * layout.run_blocks * self._block_bytes
         self.in_use, self.previous = (Mask(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(2))
-        self._selected: tuple[Tensor | None, float] | None = None
         self._arriving: tuple[Handle, Tensor | None, float] | None = None
 
     # ------------------------------------------------------------------------------------ reading
@@ -70,33 +69,39 @@ class DelayedMasks:
             return None
         return reference.mask_indices(bits, self.layout.sizes[tensor], self.nnz(tensor))
 
-    def of_last_step(self) -> tuple[Mask, Mask]:
-        """The mask of the last step, on which m lives, and the one before it (after `rotate`: the next)."""
-        if self._arriving is None:
-            return self.previous, self.in_use
-        return self.in_use, self.previous
+    def of_moment(self, applied: bool) -> tuple[Mask, Mask]:
+        """The mask on which m lives, and its neighbour in time. `applied` tells of the last step.
+
+        Before `rotate` an applied step's m lives on the mask in use; after it, or after a skipped step, on the
+        one before.
+        """
+        if self._arriving is not None and applied:
+            return self.in_use, self.previous
+        return self.previous, self.in_use
 
     # ----------------------------------------------------------------------------------- refreshing
 
-    def select(self, moments: list[Tensor], density: float) -> None:
-        """Selects in the own run from this replica's mt, FP32 (sizes[i],) each, for the next step."""
-        if density >= 1.0:
-            self._selected = (None, density)
-        elif self.selection == "block":
-            self._selected = (self._select_blocks(moments, density), density)
-        else:
-            self._selected = (self._select_tensors(moments, density), density)
+    def select(self, moments: list[Tensor], density: float) -> Tensor | None:
+        """Selects in the own run from this replica's mt, FP32 (sizes[i],) each, for the next step.
 
-    def exchange(self) -> None:
+        Returns what goes on the wire, uint8; None where there is nothing to tell.
+        """
+        if density >= 1.0 or self.layout.total_blocks == 0:
+            return None
+        select = self._select_blocks if self.selection == "block" else self._select_tensors
+        if self.collectives.is_fake:  # nobody else will select
+            return torch.cat([select(moments, density, replica) for replica in range(self.layout.replicas)])
+        return select(moments, density, self.collectives.replica)
+
+    def exchange(self, own: Tensor | None, density: float) -> None:
         """Starts the all-gather of what was selected."""
-        assert self._selected is not None
-        own, density = self._selected
-        self._selected = None
-        if own is None or own.numel() == 0:
+        if own is None:
             self._arriving = (Handle(None), None, density)
-            return
-        received = torch.zeros(self.layout.replicas * own.numel(), dtype=torch.uint8, device=own.device)
-        self._arriving = (self.collectives.all_gather(received, own), received, density)
+        elif self.collectives.is_fake:
+            self._arriving = (Handle(None), own, density)
+        else:
+            received = torch.zeros(self.layout.replicas * own.numel(), dtype=torch.uint8, device=own.device)
+            self._arriving = (self.collectives.all_gather(received, own), received, density)
 
     def rotate(self, applied: bool) -> None:
         """Waits for the exchange; if the step was applied its mask comes into use, else it is dropped."""
@@ -130,9 +135,9 @@ class DelayedMasks:
         k = entries_per_block(density, size)
         return reference.offset_bytes(blocks, k, size) < blocks * self._block_bytes
 
-    def _owned_parts(self, moments: list[Tensor]) -> list[tuple[int, Tensor]]:
-        """(first row in the own run, the owned part) of every tensor that the own run meets."""
-        replica, layout = self.collectives.replica, self.layout
+    def _owned_parts(self, moments: list[Tensor], replica: int) -> list[tuple[int, Tensor]]:
+        """(first row in the replica's run, the owned part) of every tensor that the run meets."""
+        layout = self.layout
         parts = []
         for i, moment in enumerate(moments):
             start, end = layout.owned(i, replica)
@@ -141,14 +146,14 @@ class DelayedMasks:
                 parts.append((row, moment[start:end]))
         return parts
 
-    def _select_blocks(self, moments: list[Tensor], density: float) -> Tensor:
+    def _select_blocks(self, moments: list[Tensor], density: float, replica: int) -> Tensor:
         size, run_blocks = self.layout.block_size, self.layout.run_blocks
         k = entries_per_block(density, size)
         device = self.in_use.bits.device
         as_offsets = self._offsets_are_smaller(density)
         offsets = torch.zeros(run_blocks if as_offsets else 0, k, dtype=torch.int16, device=device)
         bitmap = torch.zeros(0 if as_offsets else run_blocks * self._block_bytes, dtype=torch.uint8, device=device)
-        for first, part in self._owned_parts(moments):
+        for first, part in self._owned_parts(moments, replica):
             for i, values in enumerate(part.split(_ROWS * size)):
                 row = first + i * _ROWS
                 chosen = reference.select_blocks(values, k, size)
@@ -161,10 +166,10 @@ class DelayedMasks:
             return bitmap
         return torch.cat([reference.pack_offsets(rows.long(), size) for rows in offsets.split(_ROWS)])
 
-    def _select_tensors(self, moments: list[Tensor], density: float) -> Tensor:
+    def _select_tensors(self, moments: list[Tensor], density: float, replica: int) -> Tensor:
         size = self.layout.run_blocks * self.layout.block_size
         bits = torch.zeros(size, dtype=torch.bool, device=self.in_use.bits.device)
-        for row, part in self._owned_parts(moments):
+        for row, part in self._owned_parts(moments, replica):
             chosen = reference.select_largest(part, max(1, round(density * part.numel())))
             bits[row * self.layout.block_size + chosen] = True
         return reference.pack_bits(bits)

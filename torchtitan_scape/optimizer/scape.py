@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ class Scape(Optimizer):
     """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
 
     Use it without DDP: it is what synchronises the replicas. `step()` is a collective call. It consumes the
-    gradients: their storage is scratch space. The start is that of replica 0: its parameters are broadcast.
+    gradients: their storage is scratch space, so zero them (or set them to None) before the next backward pass.
+    The start is that of replica 0: its parameters are broadcast.
 
     Args:
         params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`,
-            `weight_decay`, `betas` or `eps`; plain tensors or DTensors. FP32 parameters are updated in
-            place; others through an FP32 copy.
+            `weight_decay`, `betas` or `eps`; plain tensors or DTensors. Keep them in FP32: of others no
+            master copy is kept, so that updates smaller than their rounding are lost.
         density: share of the entries that is exchanged, in (0, 1].
         density_warmup_steps: the density falls exponentially from 1 over so many steps; 0 for none.
         block_size: entries per block of the mask, a multiple of 8 up to 32768.
@@ -95,9 +97,10 @@ class Scape(Optimizer):
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
 
         self._sparse, self._dense = _split(self._shards, dense_names)
+        self._ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
         self._fingerprint = self._make_fingerprint(selection, clip_mode, reduction)
-        self._check_replicas_agree()
+        self._check_replicas_agree(max_skipped_steps)
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
 
         device = local(self._shards[0].parameter).device
@@ -149,28 +152,26 @@ class Scape(Optimizer):
                 previous, state, beta1 = self._previous(i), self._state_of(i), self._group(i)["betas"][0]
                 reference.new_moment_(moment, state, previous, beta1, self._scale)
         with phase("select"):
-            self.masks.select(moments[: len(self._sparse)], next_density)
+            selected = self.masks.select(moments[: len(self._sparse)], next_density)
         with phase("pack"):
             payloads, compact = self._payloads(moments)
             # Positions are kept where they are few; while the mask is nearly dense they are made again.
-            kept = [self._indices(i) for i in range(len(payloads))] if compact else None
+            indices = cache(self._indices) if compact else self._indices
             for i, payload in enumerate(payloads):
-                indices = kept[i] if kept else self._indices(i)
-                reference.pack_(moments[i], self._state_of(i), indices, self._previous(i), payload, applied)
+                reference.pack_(moments[i], self._state_of(i), indices(i), self._previous(i), payload, applied)
         with phase("exchange"):
             if compact:
                 handle = self.collectives.all_reduce(self._payload)
-                self.masks.exchange()
+                self.masks.exchange(selected, next_density)
                 handle.wait()
             else:
                 self.collectives.all_reduce_chunked(payloads)
-                self.masks.exchange()
+                self.masks.exchange(selected, next_density)
         with phase("clip"):
             squares = torch.zeros((), dtype=torch.float32, device=self.grad_norm.device)
             for i, payload in enumerate(payloads):
-                indices = kept[i] if kept else self._indices(i)
-                state = self._state_of(i)
-                last = state if indices is None else state[indices]
+                positions, state = indices(i), self._state_of(i)
+                last = state if positions is None else state[positions]
                 reference.synchronised_gradient_(payload, last, self._group(i)["betas"][0])
                 if self._ordered[i].counted:
                     squares += payload.square().sum()
@@ -183,7 +184,7 @@ class Scape(Optimizer):
                     parameter.flat,
                     payload,
                     self._state_of(i),
-                    kept[i] if kept else self._indices(i),
+                    indices(i),
                     self._previous(i),
                     lr=group["lr"],
                     betas=group["betas"],
@@ -220,11 +221,6 @@ class Scape(Optimizer):
 
     # ------------------------------------------------------------------------------------------- layout
 
-    @property
-    def _ordered(self) -> list[Shard]:
-        """Sparsified shards, then dense ones: the order of the state and of the payload."""
-        return self._sparse + self._dense
-
     def _state_sizes(self) -> list[int]:
         return [blocks * self._layout.block_size for blocks in self._layout.blocks] + [s.size for s in self._dense]
 
@@ -242,7 +238,8 @@ class Scape(Optimizer):
 
     def _make_fingerprint(self, selection: str, clip_mode: str, reduction: str) -> dict[str, Any]:
         return {
-            "parameters": zlib.crc32(repr([(s.name, s.size) for s in self._ordered]).encode()),
+            "parameters": zlib.crc32(repr([(s.name, s.size, s.group) for s in self._ordered]).encode()),
+            "sparsified": len(self._sparse),
             "block_size": self._layout.block_size,
             "replicas": self._layout.replicas,
             "selection": selection,
@@ -254,19 +251,28 @@ class Scape(Optimizer):
             "reduction": reduction,
         }
 
-    def _check_replicas_agree(self) -> None:
+    def _check_replicas_agree(self, max_skipped_steps: int) -> None:
         if self.collectives.groups.replicate is None or self.collectives.is_fake:
             return
+        mine = {**self._fingerprint, "max_skipped_steps": max_skipped_steps}
+        for i, group in enumerate(self.param_groups):
+            mine |= {f"{key} of group {i}": group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         theirs: list[Any] = [None] * self.collectives.replicas
-        dist.all_gather_object(theirs, self._fingerprint, group=self.collectives.groups.replicate)
+        dist.all_gather_object(theirs, mine, group=self.collectives.groups.replicate)
         for replica, other in enumerate(theirs):
-            different = [key for key, value in self._fingerprint.items() if other[key] != value]
+            different = [key for key, value in mine.items() if other.get(key) != value]
             if different:
                 key = different[0]
                 raise ValueError(
-                    f"replica {replica} has {key}={other[key]!r}, replica {self.collectives.replica} has "
-                    f"{self._fingerprint[key]!r}; every replica needs the same model and the same options"
+                    f"replica {replica} has {key}={other.get(key)!r}, replica {self.collectives.replica} has "
+                    f"{mine[key]!r}; every replica needs the same model and the same options"
                 )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError: masks and state are laid out over all parameters at construction."""
+        if hasattr(self, "_shards"):
+            raise ValueError("Scape takes all its param groups at construction; build a new optimizer")
+        super().add_param_group(param_group)
 
     # --------------------------------------------------------------------------------- state and reports
 
@@ -278,7 +284,7 @@ class Scape(Optimizer):
         Reads the whole state: for log lines, not for every step.
         """
         masks = self.masks
-        in_use, previous = masks.of_last_step()
+        in_use, previous = masks.of_moment(self.guard.last_applied())
         sums = torch.zeros(4, dtype=torch.float64, device=self._state.device)
         for i, shard in enumerate(self._sparse):
             if not shard.counted:
@@ -317,7 +323,10 @@ class Scape(Optimizer):
         return sparse + sum(s.size for s in self._dense)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything an exact resume needs, this replica's residual included; waits for masks in flight."""
+        """Everything an exact resume needs, this replica's residual included; waits for masks in flight.
+
+        Replicas differ: every rank has to save its own.
+        """
         self.settle()
         state = super().state_dict()
         masks = self.masks
@@ -339,6 +348,11 @@ class Scape(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back `state_dict()` of the same replica, layout and options; else raises ValueError."""
+        if "scape" not in state_dict:
+            raise ValueError(
+                "the state has no 'scape' entry; save what Scape.state_dict() returns, each rank its own (helpers that "
+                "gather optimizer state by parameter drop the residuals and masks)"
+            )
         saved = state_dict["scape"]
         mine = {**self._fingerprint, "replica": self.collectives.replica}
         for key, value in mine.items():
@@ -366,7 +380,8 @@ def _split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard]
     if unknown:
         raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
     sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
-    return sparse, [s for s in shards if s not in sparse]
+    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
+    return sparse, dense
 
 
 def _unpacked(bits: Tensor | None, count: int, device: torch.device) -> Tensor:

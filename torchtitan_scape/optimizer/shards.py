@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
-@dataclass
+@dataclass(eq=False)
 class Shard:
     """One parameter's local shard.
 
@@ -84,8 +84,10 @@ def flat_gradient(shard: Shard) -> Tensor:
 def store_gradient(shard: Shard, flat: Tensor) -> None:
     """Puts FP32 (n,) back as the parameter's gradient, where it is no view of it already."""
     parameter = shard.parameter
-    if parameter.grad is not None:
-        own = local(parameter.grad)
+    gradient = parameter.grad
+    same_layout = not isinstance(gradient, DTensor) or gradient.placements == cast(DTensor, parameter).placements
+    if gradient is not None and same_layout:
+        own = local(gradient)
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat.view(own.shape))
         return
@@ -102,7 +104,10 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
 
 
 class FlatParameter:
-    """A parameter's local shard as FP32 (n,) to write to; `store()` takes back what is no view of it."""
+    """A parameter's local shard as FP32 (n,) to write to; `store()` takes back what is no view of it.
+
+    No master copy is kept: a BF16 parameter loses updates that are smaller than its rounding.
+    """
 
     def __init__(self, parameter: Tensor) -> None:
         self._local = local(parameter).detach()
