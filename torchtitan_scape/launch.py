@@ -12,14 +12,20 @@ from torch.distributed.run import main as torchrun
 
 
 def main() -> None:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its own reports of a failed rank
+    for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
+        # Their reports of a failed rank, of several lines, would stand around ours.
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # A rank that could still speak left its exception; a killed one leaves torchrun's words on the signal.
         told: Any = failure.message
-        message = told["message"].removeprefix("ValueError: ") if isinstance(told, dict) else told
+        if isinstance(told, dict):  # the exception that the rank left behind
+            message = told["message"].removeprefix("ValueError: ")
+        elif failure.exitcode > 0:
+            message = "its message stands above"
+        else:
+            message = told  # which signal ended it
         print(f"error: rank {rank} ended with exit code {failure.exitcode}: {message}", file=sys.stderr)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
 
