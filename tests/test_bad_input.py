@@ -102,22 +102,16 @@ def test_launchers_say_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch
 def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
-    result = subprocess.run(
-        [sys.executable, "-c", "import torchtitan_scape"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-    )
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
     message = f"the package 'kernels' that Python finds is {tmp_path / 'kernels'}"
+    result = start("-c", "import torchtitan_scape")
     assert result.returncode != 0 and f"ImportError: {message}" in result.stderr
-    result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_scape.train"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-    )
+    result = start("-m", "torchtitan_scape.train")
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert result.stderr.startswith(f"error: {message}")
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.optimizer.test_scape import DENSE, SPARSE, draw, flat, gradient, literal
+from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal
 from tests.pool import Pool
 from topology.groups import build_groups
 from topology.layout import plan_layout

@@ -100,6 +100,8 @@ def sent_text(sent: dict[str, float], dense: float) -> str:
     if not sent:
         return "nothing (one replica)"
     levels = ", ".join(f"{level} {size_text(value)}" for level, value in sent.items())
+    if dense == 0:
+        return f"{levels} (one replica: scalars alone)"
     return f"{levels} (dense {size_text(dense)}, {dense / sum(sent.values()):.1f} x)"
 
 

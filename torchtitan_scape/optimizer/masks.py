@@ -79,6 +79,15 @@ class DelayedMasks:
             return self.in_use, self.previous
         return self.previous, self.in_use
 
+    def wire_bytes(self, density: float) -> int:
+        """Bytes of one replica's selection on the wire."""
+        blocks, size = self.layout.run_blocks, self.layout.block_size
+        if density >= 1.0:
+            return 0
+        if self._offsets_are_smaller(density):
+            return reference.offset_bytes(blocks, entries_per_block(density, size), size)
+        return blocks * self._block_bytes
+
     # ----------------------------------------------------------------------------------- refreshing
 
     def select(self, moments: list[Tensor], density: float) -> Tensor | None:
@@ -117,15 +126,6 @@ class DelayedMasks:
         self.previous, self.in_use = self.in_use, arrived
 
     # ------------------------------------------------------------------------------------ internals
-
-    def wire_bytes(self, density: float) -> int:
-        """Bytes of one replica's selection on the wire."""
-        blocks, size = self.layout.run_blocks, self.layout.block_size
-        if density >= 1.0:
-            return 0
-        if self._offsets_are_smaller(density):
-            return reference.offset_bytes(blocks, entries_per_block(density, size), size)
-        return blocks * self._block_bytes
 
     def _offsets_are_smaller(self, density: float) -> bool:
         """Whether in-block offsets take fewer bytes than the bitmap; "tensor" selection knows the bitmap only."""

@@ -1,0 +1,60 @@
+"""A handful of tensors with random gradients, trained by the product and by the literal form."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.literal import Literal
+from tests.replicas import ThreadCollectives
+from torchtitan_scape import Scape
+
+SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
+
+
+def draw(seed: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def gradient(step: int, replica: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return draw(1000 + 97 * step + replica, shapes)
+
+
+def train(
+    collectives: ThreadCollectives | None,
+    steps: int,
+    shapes: list[tuple[int, ...]] = SPARSE + DENSE,
+    probe: Any = None,
+    **options: Any,
+) -> list[list[Tensor]]:
+    """Parameters after every step; `probe(optimizer, step)` is called after each."""
+    parameters = [nn.Parameter(p) for p in draw(0, shapes)]
+    options = {"lr": 1e-2, "block_size": 16, **options}
+    optimizer = Scape([(f"p{i}", p) for i, p in enumerate(parameters)], replicas=collectives, **options)
+    replica = collectives.replica if collectives else 0
+    history = []
+    for step in range(steps):
+        for p, g in zip(parameters, gradient(step, replica, shapes), strict=True):
+            p.grad = g
+        optimizer.step()
+        history.append([p.detach().clone() for p in parameters])
+        if probe:
+            probe(optimizer, step)
+    return history
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def literal(
+    replicas: int, steps: int, shapes: list[tuple[int, ...]] = SPARSE + DENSE, **options: Any
+) -> list[list[Tensor]]:
+    values, sparse = draw(0, shapes), sum(len(shape) > 1 for shape in shapes)
+    reference = Literal(values[:sparse], values[sparse:], replicas, **options)
+    history = []
+    for step in range(steps):
+        reference.step([gradient(step, r, shapes) for r in range(replicas)])
+        history.append([p.clone() for p in reference.theta])
+    return history
