@@ -1,4 +1,85 @@
 """Passes over local tensors that an optimizer step is made of.
 
-`reference.py` states each of them in plain PyTorch. Nothing here knows of process groups or of the trainer.
+`reference.py` states each of them in plain PyTorch; the Triton kernels beside it are held against it. Nothing here
+knows of process groups or of the trainer.
 """
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.blocks import BlockLayout
+from kernels.passes import ScapePasses
+
+__all__ = ["BACKENDS", "adams_step", "choose", "finite_check", "scape_passes"]
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+def choose(backend: str, device: torch.device) -> str:
+    """ "triton" or "torch": what `backend` asks for, "auto" taking Triton on a GPU and PyTorch on a CPU.
+
+    A dry run under fake tensors takes PyTorch. Raises ValueError where Triton is asked for and cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"kernels is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
+    if torch._guards.detect_fake_mode() is not None:
+        return "torch"
+    installed = importlib.util.find_spec("triton") is not None
+    # Triton reads the variable when it is first imported.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and installed else "torch"
+    if backend == "triton" and not installed:
+        raise ValueError("kernels is 'triton', which is not installed; install triton, or choose 'auto' or 'torch'")
+    if backend == "triton" and device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"kernels is 'triton', and the parameters are on {device.type!r}; Triton needs a GPU (or the slow "
+            "TRITON_INTERPRET=1): choose 'auto' or 'torch'"
+        )
+    return backend
+
+
+def scape_passes(
+    backend: str,
+    layout: BlockLayout,
+    whole_sizes: Sequence[int],
+    selection: str,
+    density: float,
+    replica: int | None,
+    device: torch.device,
+) -> ScapePasses:
+    """The passes of a SCAPE step; see `ScapePasses`."""
+    if choose(backend, device) == "triton":
+        from kernels.triton_passes import TritonScape
+
+        return TritonScape(layout, tuple(whole_sizes), selection, density, replica, device)
+    from kernels.torch_passes import TorchScape
+
+    return TorchScape(layout, tuple(whole_sizes), selection, density, replica, device)
+
+
+def finite_check(backend: str, device: torch.device) -> Callable[[list[Tensor]], Tensor]:
+    """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
+    if choose(backend, device) == "triton":
+        from kernels.triton_passes import Finite
+
+        return Finite()
+    from kernels.torch_passes import finite
+
+    return finite
+
+
+def adams_step(backend: str, device: torch.device) -> Any:
+    """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
+    if choose(backend, device) == "triton":
+        from kernels.triton_passes import TritonAdams
+
+        return TritonAdams()
+    from kernels.torch_passes import TorchAdams
+
+    return TorchAdams()

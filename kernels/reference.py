@@ -14,12 +14,13 @@ nothing is lost, and SCAPE costs no more state than AdamS does.
 import torch
 from torch import Tensor
 
+from kernels.blocks import offset_bits
+
 __all__ = [
     "adams_update_",
     "finite",
     "mask_indices",
     "new_moment_",
-    "offset_bytes",
     "offsets_to_mask",
     "pack_",
     "pack_bits",
@@ -62,18 +63,9 @@ def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
     return torch.nonzero_static(bits, size=nnz).view(-1)
 
 
-def _offset_bits(block_size: int) -> int:
-    return max(1, (block_size - 1).bit_length())
-
-
-def offset_bytes(blocks: int, k: int, block_size: int) -> int:
-    """Bytes of `pack_offsets` for `blocks` blocks of k offsets each."""
-    return (blocks * k * _offset_bits(block_size) + 7) // 8
-
-
 def pack_offsets(offsets: Tensor, block_size: int) -> Tensor:
     """Packs in-block offsets, int64 (blocks, k), to ceil(log2(block_size)) bits each; returns uint8."""
-    width = _offset_bits(block_size)
+    width = offset_bits(block_size)
     shifts = torch.arange(width, device=offsets.device)
     bits = ((offsets.reshape(-1, 1) >> shifts) & 1).bool().view(-1)
     return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
@@ -81,7 +73,7 @@ def pack_offsets(offsets: Tensor, block_size: int) -> Tensor:
 
 def unpack_offsets(packed: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
     """The inverse of `pack_offsets`: int64 (blocks, k)."""
-    width = _offset_bits(block_size)
+    width = offset_bits(block_size)
     bits = unpack_bits(packed, blocks * k * width).view(-1, width)
     weights = 1 << torch.arange(width, device=packed.device)
     return (bits * weights).sum(1).view(blocks, k)
@@ -168,6 +160,7 @@ def pack_(
     indices: Tensor | None,
     previous: Tensor | None,
     payload: Tensor,
+    last: Tensor | None,
     applied: Tensor,
 ) -> None:
     """payload = mt on A; state = residual off A, last step's m on A (0 where A is newly set).
@@ -178,22 +171,37 @@ def pack_(
         indices: positions of A, int64 (nnz(A),); None for all.
         previous: packed P.
         payload: FP32 (nnz(A),); may be the storage of `moment` itself (its first nnz entries).
-        applied: bool (), false where some rank's gradient is not finite.
+        last: FP32 (nnz(A),), receives last step's m on A too; or None.
+        applied: bool (), false where some rank's gradient is not finite; then payload and last are undefined.
     """
-    kept = state if indices is None else state[indices]
-    last = kept
+    if _known_false(applied):
+        return
+    old = state if indices is None else state[indices]
+    kept = old
     if previous is not None:
         held = unpack_bits(previous, state.numel())
-        last = torch.where(held if indices is None else held[indices], kept, 0.0)
+        kept = torch.where(held if indices is None else held[indices], old, 0.0)
+    if last is not None:
+        last.copy_(kept)
     if indices is None:
-        state.copy_(torch.where(applied, last, kept))
+        state.copy_(_gated(applied, kept, old))
         values = moment
     else:
-        state.copy_(torch.where(applied, moment, state))
-        state[indices] = torch.where(applied, last, kept)
+        state.copy_(_gated(applied, moment, state))
+        state[indices] = _gated(applied, kept, old)
         values = moment[indices]
     if payload.data_ptr() != values.data_ptr():
         payload.copy_(values)
+
+
+def _known_false(flag: Tensor) -> bool:
+    """Whether the host can see at once that the flag is false: on a CPU. A GPU is not waited for."""
+    return flag.is_cpu and not flag
+
+
+def _gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` where the step is applied; behind `_known_false`."""
+    return new if applied.is_cpu else torch.where(applied, new, old)
 
 
 def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
@@ -205,6 +213,7 @@ def update_(
     parameter: Tensor,
     gradient: Tensor,
     state: Tensor,
+    last: Tensor | None,
     indices: Tensor | None,
     previous: Tensor | None,
     *,
@@ -224,6 +233,7 @@ def update_(
         parameter: FP32 (n,).
         gradient: gh on A before clipping, FP32 (nnz(A),); consumed.
         state: FP32 (n,), holds last step's m on A and receives the new one.
+        last: last step's m on A, FP32 (nnz(A),); None to take it from `state`.
         indices: positions of A, int64 (nnz(A),); None for all.
         previous: packed P; with `max_wait`, entries of A outside P are scaled by their mean waiting time.
         clip: FP32 (), factor on gh. `clip_moment` false is the paper's printed form: v alone sees it.
@@ -232,7 +242,10 @@ def update_(
     """
     beta1, beta2 = betas
     n, nnz = parameter.numel(), gradient.numel()
-    last = state if indices is None else state[indices]
+    if _known_false(applied):
+        return
+    if last is None:
+        last = state if indices is None else state[indices]
     clipped = gradient * clip
     second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
     moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
@@ -243,8 +256,8 @@ def update_(
         wait = ((n - nnz) / fresh.sum().float()).clamp(1.0, max_wait)
         step = torch.where(fresh, step * wait, step)
     _decay_(parameter, lr * weight_decay, applied)
-    step = torch.where(applied, step * lr, 0.0)
-    moment = torch.where(applied, moment, last)
+    step = _gated(applied, step * lr, torch.zeros_like(step))
+    moment = _gated(applied, moment, last)
     if indices is None:
         parameter.sub_(step)
         state.copy_(moment)
@@ -271,10 +284,12 @@ def adams_update_(
     applied: Tensor,
 ) -> None:
     """Dense AdamS: v = beta2 * m^2 + (1 - beta2) * g^2 from last step's m (AdamS paper, Algorithm 1)."""
+    if _known_false(applied):
+        return
     beta1, beta2 = betas
     second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
     new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
     step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
     _decay_(parameter, lr * weight_decay, applied)
-    parameter.sub_(torch.where(applied, step * lr, 0.0))
-    moment.copy_(torch.where(applied, new, moment))
+    parameter.sub_(_gated(applied, step * lr, torch.zeros_like(step)))
+    moment.copy_(_gated(applied, new, moment))

@@ -46,10 +46,8 @@ class ThreadCollectives(ReplicaCollectives):
         self.traffic.add("network", kind, tensor.nbytes, 2.0 * (self.replicas - 1) / self.replicas * tensor.nbytes)
         return Handle(None)
 
-    def all_reduce_chunked(self, tensors: Any, mean: bool = True, chunk_entries: int = 64) -> None:
-        for tensor in tensors:
-            if tensor.numel():
-                self.all_reduce(tensor, mean)
+    def all_reduce_chunked(self, source: Any, mean: bool = True, chunk_entries: int = 64) -> None:
+        super().all_reduce_chunked(source, mean, chunk_entries)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
         """Delivers late, as the network does: the output is not touched before `wait`."""

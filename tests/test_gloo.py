@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal
+from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions
 from tests.pool import Pool
 from topology.groups import build_groups
 from topology.layout import plan_layout
@@ -33,14 +33,14 @@ def train_plain(**options: Any) -> dict[str, Any]:
         optimizer.step()
         history.append([p.detach().clone() for p in parameters])
     figures = optimizer.statistics()
-    on_mask = [optimizer._state_of(i)[optimizer.masks.indices(i)] for i in range(len(SPARSE))]
+    on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in range(len(SPARSE))]
     optimizer.settle()
     return {
         "history": history,
         "bits": optimizer.masks.in_use.bits,
         "figures": figures,
         "norm": optimizer.grad_norm,
-        "before": [optimizer.masks.nnz(i) for i in range(len(SPARSE))],
+        "before": [positions(optimizer, i).numel() for i in range(len(SPARSE))],
         "moments": on_mask,
     }
 

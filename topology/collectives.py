@@ -6,10 +6,12 @@ an all-gather (every known ring and tree algorithm of that optimal volume sends 
 under the level of the link to that successor, so the sum over ranks is what crosses each kind of link.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,6 +62,45 @@ class Handle:
         self._work = self._finish = None
 
 
+class Source(Protocol):
+    """FP32 entries that lie anywhere, copied to and from contiguous chunks."""
+
+    entries: int
+    device: torch.device
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        """chunk = entries [first, first + len(chunk))."""
+
+    def land(self, chunk: Tensor, first: int) -> None:
+        """entries [first, first + len(chunk)) = chunk."""
+
+
+class Pieces:
+    """`Source` of flat FP32 tensors, one behind the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._ends = list(accumulate(t.numel() for t in tensors))
+        self.entries = self._ends[-1] if tensors else 0
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        torch.cat(self._parts(first, chunk.numel()), out=chunk)
+
+    def land(self, chunk: Tensor, first: int) -> None:
+        parts = self._parts(first, chunk.numel())
+        torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
+
+    def _parts(self, first: int, length: int) -> list[Tensor]:
+        parts = []
+        for i in range(bisect_right(self._ends, first), len(self._ends)):
+            begin = self._ends[i] - self._tensors[i].numel()
+            if begin >= first + length:
+                break
+            parts.append(self._tensors[i][max(0, first - begin) : first + length - begin])
+        return parts
+
+
 class ReplicaCollectives:
     """What replicas say to each other, on the groups it is given.
 
@@ -98,24 +139,27 @@ class ReplicaCollectives:
         return Handle(work, (lambda: tensor.div_(self.replicas)) if mean else None)
 
     def all_reduce_chunked(
-        self, tensors: Sequence[Tensor], mean: bool = True, chunk_entries: int = CHUNK_ENTRIES
+        self, source: "Sequence[Tensor] | Source", mean: bool = True, chunk_entries: int = CHUNK_ENTRIES
     ) -> None:
-        """The mean (or sum) over replicas of FP32 flat tensors, in place, through two buffers of `chunk_entries`.
+        """The mean (or sum) over replicas of FP32 entries, in place, through two buffers of `chunk_entries`.
 
         For what is too large to have a buffer of its own: dense gradients, and payloads while the mask is
-        dense. While one chunk is on the wire the next is filled.
+        dense. While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`.
         """
-        if self.groups.replicate is None or not tensors:
+        pieces = Pieces(source) if isinstance(source, Sequence) else source
+        if self.replicas == 1:
             return
-        in_flight: tuple[Handle, Tensor, list[Tensor]] | None = None
-        for parts in _chunks(tensors, chunk_entries):
-            buffer = torch.cat(parts)
-            handle = self.all_reduce(buffer, mean)
+        in_flight: tuple[Handle, Tensor, int] | None = None
+        for first in range(0, pieces.entries, chunk_entries):
+            length = min(chunk_entries, pieces.entries - first)
+            chunk = torch.empty(length, dtype=torch.float32, device=pieces.device)
+            pieces.fill(chunk, first)
+            handle = self.all_reduce(chunk, mean)
             if in_flight is not None:
-                _land(*in_flight)
-            in_flight = (handle, buffer, parts)
+                _land(pieces, *in_flight)
+            in_flight = (handle, chunk, first)
         if in_flight is not None:
-            _land(*in_flight)
+            _land(pieces, *in_flight)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
         """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in replica order."""
@@ -212,25 +256,6 @@ def _own_level(groups: ReplicaGroups, group: ProcessGroup) -> str:
     return groups.layout.ring_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
 
 
-def _chunks(tensors: Sequence[Tensor], chunk_entries: int) -> Any:
-    """Yields lists of views that hold `chunk_entries` entries together; the last may hold fewer."""
-    parts: list[Tensor] = []
-    room = chunk_entries
-    for tensor in tensors:
-        start = 0
-        while start < tensor.numel():
-            part = tensor[start : start + room]
-            parts.append(part)
-            start += part.numel()
-            room -= part.numel()
-            if room == 0:
-                yield parts
-                parts, room = [], chunk_entries
-    if parts:
-        yield parts
-
-
-def _land(handle: Handle, buffer: Tensor, parts: list[Tensor]) -> None:
+def _land(pieces: Source, handle: Handle, chunk: Tensor, first: int) -> None:
     handle.wait()
-    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values)
+    pieces.land(chunk, first)

@@ -87,6 +87,9 @@ class Sync:
     max_skipped_steps: int = 10
     """So many steps in a row with a non-finite gradient on any rank stop the run"""
 
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
+
     scape: Scape = field(default_factory=Scape)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 
 LEVELS = ("gcd_pair", "node", "network")
-PHASES = ("forward_backward", "check", "pack", "select", "exchange", "clip", "update")
+PHASES = ("forward_backward", "check", "pack", "exchange", "clip", "update")
 
 
 class ReplicaMetrics(MetricsProcessor):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference
+from kernels.blocks import offset_bytes
 
 
 @given(st.lists(st.booleans(), min_size=0, max_size=70))
@@ -27,7 +28,7 @@ def test_offsets_round_trip(seed: int, blocks: int, block_size: int, k: int) -> 
     packed = reference.pack_offsets(offsets, block_size)
     width = max(1, math.ceil(math.log2(block_size)))
     assert packed.numel() == math.ceil(offsets.numel() * width / 8)
-    assert packed.numel() == reference.offset_bytes(*offsets.shape, block_size)
+    assert packed.numel() == offset_bytes(*offsets.shape, block_size)
     assert torch.equal(reference.unpack_offsets(packed, *offsets.shape, block_size), offsets)
 
 
@@ -87,9 +88,11 @@ def test_pack_loses_nothing(seed: int, n: int, all_in_use: bool, all_before: boo
     indices = None if all_in_use else used.nonzero().view(-1)
     nnz = int(used.sum())
     payload = moment[:nnz] if in_place else torch.empty(nnz)
-    reference.pack_(moment, state, indices, previous, payload, torch.tensor(True))
+    last = None if in_place else torch.empty(nnz)
+    reference.pack_(moment, state, indices, previous, payload, last, torch.tensor(True))
     assert torch.equal(torch.where(used, 0.0, state).masked_scatter(used, payload), expected)
     assert torch.equal(state[used], torch.where(before, old, 0.0)[used])
+    assert last is None or torch.equal(last, state[used])
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
@@ -103,11 +106,12 @@ def test_a_skipped_step_changes_nothing(seed: int, n: int, all_in_use: bool) -> 
     state_before, parameter_before = state.clone(), parameter.clone()
     payload = torch.empty(n if indices is None else indices.numel())
     skipped = torch.tensor(False)
-    reference.pack_(moment, state, indices, previous, payload, skipped)
+    reference.pack_(moment, state, indices, previous, payload, None, skipped)
     reference.update_(
         parameter,
         payload,
         state,
+        None,
         indices,
         previous,
         lr=0.1,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.optimizer.blocks import BlockLayout, density_at, entries_per_block
+from kernels.blocks import BlockLayout, density_at, entries_per_block
 
 
 @given(

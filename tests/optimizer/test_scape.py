@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from kernels.torch_passes import TorchScape
 from tests.literal import Literal
-from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, train
+from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, positions, train
 from tests.replicas import ThreadCollectives, run_replicas
 from torchtitan_scape import NonFiniteGradientError, Scape
 
@@ -32,10 +33,10 @@ def test_masks_are_equal_and_counted(
             masks, layout = optimizer.masks, optimizer._layout
             if step:
                 for i, n in enumerate(layout.sizes):
-                    indices = masks.indices(i)
-                    assert indices is not None and indices.numel() == masks.nnz(i)
+                    indices = positions(optimizer, i)
                     assert indices.numel() == 0 or (indices.min() >= 0 and indices.max() < n)
-            on_mask = [optimizer._state_of(i)[masks.indices(i)] for i in range(len(layout.sizes))] if step else []
+            sparse = range(len(layout.sizes)) if step else []
+            on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in sparse]
             seen.setdefault(step, []).append((masks.in_use.bits.clone(), on_mask))
 
         train(collectives, 4, shapes, probe, density=density, selection=selection)
@@ -77,21 +78,16 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
 def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 and warm-up allocate no buffer of the model's size; at the target density there is one, of its size."""
     places: list[tuple[bool, bool]] = []
-    payloads_of = Scape._payloads
+    bind = TorchScape.bind
 
-    def spy(self: Scape, moments: list[Tensor]) -> tuple[list[Tensor], bool]:
-        payloads, compact = payloads_of(self, moments)
-        homes = moments if not compact else [self._payload] * len(moments)
-        inside = all(
-            p.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
-            for p, home in zip(payloads, homes, strict=True)
-        )
-        grads = [s.parameter.grad for s in self._ordered]
-        aliased = all(m.data_ptr() == g.data_ptr() for m, g in zip(moments, grads, strict=True))
-        places.append((compact, inside and aliased))
-        return payloads, compact
+    def spy(self: TorchScape, parameters: list[Tensor], gradients: list[Tensor], *arguments: Any) -> None:
+        bind(self, parameters, gradients, *arguments)
+        homes = [self.payload] * len(gradients) if self.compact else gradients
+        pieces = zip(self._payloads, homes, strict=True)
+        inside = all(p.untyped_storage().data_ptr() == h.untyped_storage().data_ptr() for p, h in pieces)
+        places.append((self.compact, inside))
 
-    monkeypatch.setattr(Scape, "_payloads", spy)
+    monkeypatch.setattr(TorchScape, "bind", spy)
     train(None, 6, density=0.1, density_warmup_steps=4)
     # d(4) is the target: the mask in use at step 4 is the first of that density.
     assert places == [(False, True)] * 3 + [(True, True)] * 3
@@ -101,7 +97,7 @@ def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
 def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """More blocks than are handled at a time; offsets on the wire at 0.1, a bitmap at 0.3."""
     whole = run_replicas(3, lambda c: train(c, 6, density=density))
-    monkeypatch.setattr("torchtitan_scape.optimizer.masks._ROWS", 8)
+    monkeypatch.setattr("kernels.torch_passes._ROWS", 8)
     parts = run_replicas(3, lambda c: train(c, 6, density=density))
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(flat(a[-1]), flat(b[-1]))
@@ -121,11 +117,11 @@ def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int) -> 
                 p.grad = g
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            before = [flat([p.detach() for p in parameters]), optimizer._state.clone()]
+            before = [flat([p.detach() for p in parameters]), optimizer.passes.state.clone()]
             optimizer.step()
             if step == bad_step:
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
-                assert torch.equal(optimizer._state, before[1])
+                assert torch.equal(optimizer.passes.state, before[1])
                 in_use = optimizer.masks.in_use.bits.clone()
                 optimizer.settle()
                 assert torch.equal(optimizer.masks.in_use.bits, in_use)
@@ -202,7 +198,7 @@ def test_dense_names_are_exchanged_whole() -> None:
     train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
     optimizer = keep[-1]
     assert [s.name for s in optimizer._dense] == ["p1", "p4", "p5"]
-    assert bool((optimizer._state_of(3) != 0).all())
+    assert bool((optimizer.passes.states[3] != 0).all())
 
 
 def test_a_skipped_step_leaves_the_figures_alone() -> None:
@@ -270,7 +266,7 @@ def test_state_dict_resumes_bitwise(at: int) -> None:
                     p.grad = g
                 resumed.step()
         assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
-        assert torch.equal(resumed._state, optimizer._state)
+        assert torch.equal(resumed.passes.state, optimizer.passes.state)
 
     run_replicas(2, work)
 

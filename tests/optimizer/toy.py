@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.reference import mask_indices
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
@@ -42,6 +43,16 @@ def train(
         if probe:
             probe(optimizer, step)
     return history
+
+
+def positions(optimizer: Scape, tensor: int) -> Tensor:
+    """Where the mask in use is set in a sparsified tensor; as many as the layout says."""
+    layout, in_use = optimizer._layout, optimizer.masks.in_use
+    bits, nnz = layout.bits(in_use, tensor), layout.nnz(tensor, in_use.density, optimizer.passes.selection)
+    assert bits is not None
+    indices = mask_indices(bits, layout.sizes[tensor], nnz)
+    assert indices.numel() == nnz
+    return indices
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

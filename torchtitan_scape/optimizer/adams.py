@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kernels import reference
+from kernels import adams_step
+from kernels.passes import Rates
 from torchtitan_scape.optimizer.options import check_hyperparameters
-from torchtitan_scape.optimizer.shards import FlatParameter, collect_shards, flat_gradient, local
+from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local
 
 
 class AdamS(Optimizer):
@@ -20,7 +21,8 @@ class AdamS(Optimizer):
 
     Args as in `torch.optim.AdamW`; `params` may be plain tensors or DTensors, named or not. A parameter
     without a gradient is left as it is. `found_inf`, a tensor set from outside as a gradient scaler sets it,
-    skips the step where it is not 0, on the device, with nothing written.
+    skips the step where it is not 0, on the device, with nothing written. `kernels` is "auto" (one Triton launch
+    on a GPU, PyTorch on a CPU), "triton" or "torch".
     """
 
     def __init__(
@@ -30,10 +32,14 @@ class AdamS(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        kernels: str = "auto",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
+        # One kernel launch works on tensors of one device.
+        devices = {local(shard.parameter).device for shard in self._shards}
+        self._passes = {device: adams_step(kernels, device) for device in devices}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. All state exists at once: checkpoint helpers would otherwise make it by taking a step."""
@@ -64,27 +70,26 @@ class AdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for shard in self._shards:
-            if shard.parameter.grad is None:
+        for device, passes in self._passes.items():
+            shards = [s for s in self._shards if s.parameter.grad is not None and local(s.parameter).device == device]
+            if not shards:
                 continue
-            group, state = self.param_groups[shard.group], self.state[shard.parameter]
-            applied = torch.ones_like(state["step"], dtype=torch.bool)
+            applied = torch.ones((), dtype=torch.bool, device=device)
             if self.found_inf is not None:
-                applied = self.found_inf == 0
-            state["step"] += applied
-            parameter, moment = FlatParameter(shard.parameter), FlatParameter(state["exp_avg"])
-            beta1, beta2 = group["betas"]
-            reference.adams_update_(
-                parameter.flat,
-                flat_gradient(shard),
-                moment.flat,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                bias_corrections=(1 - beta1 ** state["step"], 1 - beta2 ** state["step"]),
-                applied=applied,
+                applied = self.found_inf.to(device) == 0
+            states = [self.state[shard.parameter] for shard in shards]
+            torch._foreach_add_([state["step"] for state in states], applied.double())
+            passes.step(
+                [local(shard.parameter).detach() for shard in shards],
+                [flat_gradient(shard) for shard in shards],
+                [local(state["exp_avg"]) for state in states],
+                [self._rates(shard) for shard in shards],
+                torch.stack([state["step"] for state in states]),
+                applied,
             )
-            parameter.store()
-            moment.store()
         return loss
+
+    def _rates(self, shard: Shard) -> Rates:
+        group = self.param_groups[shard.group]
+        beta1, beta2 = group["betas"]
+        return Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])

@@ -15,6 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
+from kernels import finite_check
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.optimizer.adams import AdamS
@@ -68,6 +69,7 @@ class DenseOptimizers(ReplicaOptimizers):
         collectives: ReplicaCollectives,
         max_norm: float,
         max_skipped_steps: int,
+        kernels: str,
     ) -> None:
         named = _named_parameters(model_parts)
         self._own(model_parts, make_optimizer(named))
@@ -78,6 +80,7 @@ class DenseOptimizers(ReplicaOptimizers):
         self.timer = PhaseTimer(device.type)
         self.guard = FiniteGuard(
             [s.name for s in self._shards],
+            finite_check(kernels, device),
             collectives.all_true,
             collectives.gather_objects,
             dist.get_rank(),
@@ -92,19 +95,19 @@ class DenseOptimizers(ReplicaOptimizers):
         phase = self.timer.phase
         with phase("check"):
             self.settle()
-            gradients = [flat_gradient(shard) for shard in self._shards]
+            gradients = [flat_gradient(shard).float() for shard in self._shards]
             applied = self.guard.check(gradients)
         with phase("exchange"):
             self._sync.synchronize(gradients)
         with phase("clip"):
+            counted = [g for shard, g in zip(self._shards, gradients, strict=True) if shard.counted]
             squares = torch.zeros_like(self.grad_norm)
-            for shard, gradient in zip(self._shards, gradients, strict=True):
-                if shard.counted:
-                    squares += gradient.square().sum()
+            if counted:
+                squares += torch.stack(torch._foreach_norm(counted)).square().sum()
             self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
             self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(gradients, self.clip_factor)
             for shard, gradient in zip(self._shards, gradients, strict=True):
-                gradient.mul_(self.clip_factor)
                 store_gradient(shard, gradient)
         with phase("update"):
             self._update(applied)
@@ -205,10 +208,11 @@ def build_optimizers(
                 reduction="sum",
                 replicas=collectives,
                 max_skipped_steps=sync.max_skipped_steps,
+                kernels=sync.kernels,
             )
             return ScapeOptimizers(model_parts, make)
         case "dense", "AdamS":
-            make = partial(AdamS, **common)
+            make = partial(AdamS, **common, kernels=sync.kernels)
         case "dense", "AdamW":
             implementation = optimizer_config.implementation
             make = partial(
@@ -219,7 +223,7 @@ def build_optimizers(
             )
         case method, name:
             raise ValueError(f"no optimizer for [sync] method = {method!r} with [optimizer] name = {name!r}")
-    return DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps)
+    return DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps, sync.kernels)
 
 
 def _named_parameters(model_parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:

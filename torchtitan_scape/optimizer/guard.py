@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference
-
 logger = logging.getLogger(__name__)
 
 
@@ -26,6 +24,7 @@ class FiniteGuard:
     def __init__(
         self,
         names: Sequence[str],
+        finite: Callable[[list[Tensor]], Tensor],
         all_true: Callable[[Tensor], Tensor],
         gather_objects: Callable[[Any], list[Any]],
         rank: int,
@@ -36,29 +35,36 @@ class FiniteGuard:
         self.max_skipped_steps = max_skipped_steps
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self._finite = finite
         self._all_true = all_true
         self._gather_objects = gather_objects
         self._each: Tensor | None = None
-        self._applied: Tensor | None = None
+        self.applied: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
 
     def check(self, gradients: list[Tensor]) -> Tensor:
-        """bool () on the device: whether every gradient of every rank is finite. A collective call."""
-        self._each = reference.finite(gradients)
-        self._applied = applied = self._all_true(self._each.all())
-        if applied.is_cuda:
+        """bool () on the device: whether every gradient of every rank is finite. A collective call.
+
+        The tensor is `applied`, the same at every call.
+        """
+        self._each = self._finite(gradients)
+        verdict = self._all_true(self._each.all())
+        if self.applied is None:
+            self.applied = torch.empty_like(verdict)
+        self.applied.copy_(verdict)
+        if not self.applied.is_cuda:
+            self._pending = (self.applied, None)
+        elif not torch.cuda.is_current_stream_capturing():
             on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            on_host.copy_(applied, non_blocking=True)
+            on_host.copy_(self.applied, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._pending = (on_host, event)
-        else:
-            self._pending = (applied, None)
-        return applied
+        return self.applied
 
     def last_applied(self) -> bool:
         """Whether the last step was applied. Waits for the device: for log lines."""
-        return self._pending is None or bool(self._applied)
+        return self._pending is None or bool(self.applied)
 
     def settle(self) -> bool | None:
         """Whether the last checked step was applied; None where it was asked before.

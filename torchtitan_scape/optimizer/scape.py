@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,21 +10,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from kernels import reference
+from kernels import finite_check, reference, scape_passes
+from kernels.blocks import BlockLayout, density_at
+from kernels.passes import Rates
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
-from torchtitan_scape.optimizer.blocks import BlockLayout, density_at
 from torchtitan_scape.optimizer.guard import FiniteGuard
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
-from torchtitan_scape.optimizer.shards import (
-    FlatParameter,
-    Shard,
-    collect_shards,
-    flat_gradient,
-    local,
-    model_group_of,
-)
+from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of
 from torchtitan_scape.timing import PhaseTimer
 
 
@@ -57,6 +50,11 @@ class Scape(Optimizer):
             `ReplicaCollectives`, or None for a single replica.
         max_skipped_steps: so many steps in a row with a non-finite gradient anywhere raise
             `NonFiniteGradientError`. Single ones are skipped by all ranks, with nothing changed.
+        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+
+    On a GPU no step waits for the device. At a fixed density, with gradients that keep their storage, a step of a
+    single replica can be captured in a CUDA graph, once two steps were applied at that density; replayed steps are
+    skipped on the device as others are, but not counted or reported.
 
     Raises ValueError for arguments out of range, integer parameters, and replicas that disagree on any of this.
     """
@@ -80,6 +78,7 @@ class Scape(Optimizer):
         reduction: str = "mean",
         replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
         max_skipped_steps: int = 10,
+        kernels: str = "auto",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         check_scape_options(
@@ -105,22 +104,25 @@ class Scape(Optimizer):
 
         device = local(self._shards[0].parameter).device
         self.timer = PhaseTimer(device.type)
-        self.masks = DelayedMasks(self._layout, selection, replicas, device)
-        self._state = torch.zeros(sum(self._state_sizes()), dtype=torch.float32, device=device)
-        self._states = list(self._state.split(self._state_sizes()))
-        # One payload buffer for the target density; larger payloads go in the gradients' own storage.
-        self._payload = torch.zeros(0, dtype=torch.float32, device=device)
-        if density < 1.0:
-            self._payload = torch.zeros(self._payload_entries(), dtype=torch.float32, device=device)
-        for shard, state in zip(self._ordered, self._states, strict=True):
-            self.state[shard.parameter]["moment_residual"] = state[: shard.size]
+        self.passes = scape_passes(
+            kernels,
+            self._layout,
+            [s.size for s in self._dense],
+            selection,
+            density,
+            None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
+            device,
+        )
+        self.masks = DelayedMasks(self.passes, replicas, device)
+        for shard, state in zip(self._ordered, self.passes.states, strict=True):
+            self.state[shard.parameter]["moment_residual"] = state
 
-        rank = dist.get_rank() if dist.is_initialized() else 0
         self.guard = FiniteGuard(
             [s.name for s in self._ordered],
+            finite_check(kernels, device),
             replicas.all_true,
             replicas.gather_objects,
-            rank,
+            dist.get_rank() if dist.is_initialized() else 0,
             max_skipped_steps,
         )
         self.attempted_steps = 0
@@ -137,7 +139,7 @@ class Scape(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        phase = self.timer.phase
+        phase, passes, masks = self.timer.phase, self.passes, self.masks
         with phase("exchange"):
             self.settle()
         self.attempted_steps += 1
@@ -147,71 +149,36 @@ class Scape(Optimizer):
             gradients = [flat_gradient(shard) for shard in self._ordered]
             applied = self.guard.check(gradients)
         with phase("pack"):
-            moments = gradients
-            for i, moment in enumerate(moments):
-                previous, state, beta1 = self._previous(i), self._state_of(i), self._group(i)["betas"][0]
-                reference.new_moment_(moment, state, previous, beta1, self._scale)
-        with phase("select"):
-            selected = self.masks.select(moments[: len(self._sparse)], next_density)
-        with phase("pack"):
-            payloads, compact = self._payloads(moments)
-            # Positions are kept where they are few; while the mask is nearly dense they are made again.
-            indices = cache(self._indices) if compact else self._indices
-            for i, payload in enumerate(payloads):
-                reference.pack_(moments[i], self._state_of(i), indices(i), self._previous(i), payload, applied)
+            passes.bind(
+                [local(shard.parameter).detach() for shard in self._ordered],
+                gradients,
+                [self._rates(shard) for shard in self._ordered],
+                masks.in_use,
+                masks.previous,
+            )
+            selected = passes.pack(applied, next_density)
         with phase("exchange"):
-            if compact:
-                handle = self.collectives.all_reduce(self._payload)
-                self.masks.exchange(selected, next_density)
-                handle.wait()
+            if passes.compact:
+                self.collectives.all_reduce(passes.payload).wait()
             else:
-                self.collectives.all_reduce_chunked(payloads)
-                self.masks.exchange(selected, next_density)
+                self.collectives.all_reduce_chunked(passes.pieces())
         with phase("clip"):
-            squares = torch.zeros((), dtype=torch.float32, device=self.grad_norm.device)
-            for i, payload in enumerate(payloads):
-                positions, state = indices(i), self._state_of(i)
-                last = state if positions is None else state[positions]
-                reference.synchronised_gradient_(payload, last, self._group(i)["betas"][0])
-                if self._ordered[i].counted:
-                    squares += payload.square().sum()
-            self._clip(squares, applied)
+            self._clip(passes.squares(), applied)
         with phase("update"):
-            steps = self._applied_steps + applied
-            for i, payload in enumerate(payloads):
-                group, parameter = self._group(i), FlatParameter(self._ordered[i].parameter)
-                reference.update_(
-                    parameter.flat,
-                    payload,
-                    self._state_of(i),
-                    indices(i),
-                    self._previous(i),
-                    lr=group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    clip=self.clip_factor,
-                    clip_moment=self.clip_moment,
-                    bias_corrections=(1 - group["betas"][0] ** steps, 1 - group["betas"][1] ** steps),
-                    max_wait=self.max_wait,
-                    applied=applied,
-                )
-                parameter.store()
-            self._applied_steps = steps
+            self._applied_steps += applied
+            passes.update(self.clip_factor, self.clip_moment, self._applied_steps, self.max_wait, applied)
+        with phase("exchange"):
+            # Its buffer is that of the payload, which is free from here on.
+            masks.exchange(selected, next_density)
         return loss
 
     def settle(self) -> None:
         """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
-        applied = self.guard.settle()
-        if applied is not None:
-            self.masks.rotate(applied)
-
-    def _payloads(self, moments: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """Where each tensor's payload goes, and whether that is one buffer."""
-        sizes = [self.masks.nnz(i) for i in range(len(self._sparse))] + [s.size for s in self._dense]
-        if sum(sizes) == self._payload.numel():
-            return list(self._payload.split(sizes)), True
-        return [moment[:size] for moment, size in zip(moments, sizes, strict=True)], False
+        if self.masks.idle:
+            return
+        assert self.guard.applied is not None
+        capturing = self.guard.applied.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.masks.rotate(self.guard.applied, None if capturing else self.guard.settle())
 
     def _clip(self, squares: Tensor, applied: Tensor) -> None:
         norm = self.collectives.sum_over_model(squares).sqrt()
@@ -221,20 +188,10 @@ class Scape(Optimizer):
 
     # ------------------------------------------------------------------------------------------- layout
 
-    def _state_sizes(self) -> list[int]:
-        return [blocks * self._layout.block_size for blocks in self._layout.blocks] + [s.size for s in self._dense]
-
-    def _state_of(self, i: int) -> Tensor:
-        return self._states[i][: self._ordered[i].size]
-
-    def _group(self, i: int) -> dict[str, Any]:
-        return self.param_groups[self._ordered[i].group]
-
-    def _previous(self, i: int) -> Tensor | None:
-        return self.masks.bits(self.masks.previous, i) if i < len(self._sparse) else None
-
-    def _indices(self, i: int) -> Tensor | None:
-        return self.masks.indices(i) if i < len(self._sparse) else None
+    def _rates(self, shard: Shard) -> Rates:
+        group = self.param_groups[shard.group]
+        lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
 
     def _make_fingerprint(self, selection: str, clip_mode: str, reduction: str) -> dict[str, Any]:
         return {
@@ -285,13 +242,13 @@ class Scape(Optimizer):
         """
         masks = self.masks
         in_use, previous = masks.of_moment(self.guard.last_applied())
-        sums = torch.zeros(4, dtype=torch.float64, device=self._state.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.grad_norm.device)
         for i, shard in enumerate(self._sparse):
             if not shard.counted:
                 continue
-            used = _unpacked(masks.bits(in_use, i), shard.size, sums.device)
-            before = _unpacked(masks.bits(previous, i), shard.size, sums.device)
-            residual = torch.where(used, 0.0, self._state_of(i))
+            used = _unpacked(self._layout.bits(in_use, i), shard.size, sums.device)
+            before = _unpacked(self._layout.bits(previous, i), shard.size, sums.device)
+            residual = torch.where(used, 0.0, self.passes.states[i])
             sums += torch.stack(
                 [
                     torch.tensor(float(shard.size), dtype=torch.float64, device=sums.device),
@@ -313,14 +270,8 @@ class Scape(Optimizer):
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
         replicas = self.collectives.replicas
-        payload = 2.0 * (replicas - 1) / replicas * 4 * self._payload_entries()
-        return payload + (replicas - 1) * self.masks.wire_bytes(self.density)
-
-    def _payload_entries(self) -> int:
-        """Entries of the payload at the target density."""
-        selection = self.masks.selection
-        sparse = sum(self._layout.nnz(i, self.density, selection) for i in range(len(self._sparse)))
-        return sparse + sum(s.size for s in self._dense)
+        payload = 2.0 * (replicas - 1) / replicas * 4 * self.passes.payload_entries(self.density)
+        return payload + (replicas - 1) * self._layout.wire_bytes(self.density, self.passes.selection)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs, this replica's residual included; waits for masks in flight.
@@ -333,7 +284,7 @@ class Scape(Optimizer):
         state["state"] = {}
         state["scape"] = {
             "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
-            "moment_residual": self._state,
+            "moment_residual": self.passes.state,
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
             "previous": masks.previous.bits,
@@ -363,9 +314,9 @@ class Scape(Optimizer):
                 )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.settle()
-        for shard, state in zip(self._ordered, self._states, strict=True):
-            self.state[shard.parameter]["moment_residual"] = state[: shard.size]
-        self._state.copy_(saved["moment_residual"])
+        for shard, state in zip(self._ordered, self.passes.states, strict=True):
+            self.state[shard.parameter]["moment_residual"] = state
+        self.passes.state.copy_(saved["moment_residual"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

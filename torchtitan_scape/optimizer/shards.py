@@ -66,7 +66,7 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
 
 
 def flat_gradient(shard: Shard) -> Tensor:
-    """The local gradient, FP32 (n,): the gradient's own storage where it is FP32 and contiguous.
+    """The local gradient, flat and contiguous (n,), of its own dtype: its own storage wherever that can be viewed so.
 
     Zeros where there is none: a replica that did not use a parameter still takes part in every collective.
     """
@@ -78,7 +78,7 @@ def flat_gradient(shard: Shard) -> Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
         # A gradient may still be partial where tensor parallelism replicates its parameter.
         gradient = gradient.redistribute(placements=cast(DTensor, shard.parameter).placements)
-    return local(gradient).detach().float().contiguous().view(-1)
+    return local(gradient).detach().contiguous().view(-1)
 
 
 def store_gradient(shard: Shard, flat: Tensor) -> None:
@@ -101,21 +101,6 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
             stride=parameter.stride(),
         )
     parameter.grad = values
-
-
-class FlatParameter:
-    """A parameter's local shard as FP32 (n,) to write to; `store()` takes back what is no view of it.
-
-    No master copy is kept: a BF16 parameter loses updates that are smaller than its rounding.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._local = local(parameter).detach()
-        self.flat = self._local.float().contiguous().view(-1)
-
-    def store(self) -> None:
-        if self.flat.data_ptr() != self._local.data_ptr():
-            self._local.copy_(self.flat.view(self._local.shape))
 
 
 def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from torch import Tensor
+
 
 def density_at(step: int, density: float, warmup_steps: int) -> float:
     """d(step) = max(d, d^min(1, step / warmup_steps)): exponential from 1 to d (SCAPE paper, Section V-B1).
@@ -18,6 +20,31 @@ def density_at(step: int, density: float, warmup_steps: int) -> float:
 def entries_per_block(density: float, block_size: int) -> int:
     """k = max(1, round(density * block_size)), rounded half to even in float64."""
     return max(1, round(density * block_size))
+
+
+def offset_bits(block_size: int) -> int:
+    """Bits that tell one entry of a block from the others."""
+    return max(1, (block_size - 1).bit_length())
+
+
+def offset_bytes(blocks: int, k: int, block_size: int) -> int:
+    """Bytes of the packed in-block offsets of `blocks` blocks with k entries each."""
+    return (blocks * k * offset_bits(block_size) + 7) // 8
+
+
+@dataclass
+class Mask:
+    """Packed bits over all blocks, uint8 (replicas * run_blocks * block_size / 8,).
+
+    density: what it was selected at, so that its count is known; at 1.0 it is all ones and `bits` not read.
+    """
+
+    bits: Tensor
+    density: float = 1.0
+
+    @property
+    def dense(self) -> bool:
+        return self.density >= 1.0
 
 
 @dataclass(frozen=True)
@@ -75,3 +102,32 @@ class BlockLayout:
             if end > start:
                 total += max(1, round(density * (end - start)))
         return total
+
+    def bits(self, mask: Mask, tensor: int) -> Tensor | None:
+        """The packed bits of one tensor's blocks; None for all ones."""
+        if mask.dense:
+            return None
+        block_bytes = self.block_size // 8
+        first = self.first_block[tensor] * block_bytes
+        return mask.bits[first : first + self.blocks[tensor] * block_bytes]
+
+    def mask_bytes(self) -> int:
+        """Bytes of a packed mask, the padding behind the last run included."""
+        return self.replicas * self.run_blocks * self.block_size // 8
+
+    def sends_offsets(self, density: float, selection: str) -> bool:
+        """Whether in-block offsets take fewer bytes on the wire than the bitmap; "tensor" knows the bitmap only."""
+        if selection != "block" or density >= 1.0:
+            return False
+        return self._offset_bytes(density) < self.run_blocks * self.block_size // 8
+
+    def wire_bytes(self, density: float, selection: str) -> int:
+        """Bytes of one replica's selection on the wire."""
+        if density >= 1.0:
+            return 0
+        if self.sends_offsets(density, selection):
+            return self._offset_bytes(density)
+        return self.run_blocks * self.block_size // 8
+
+    def _offset_bytes(self, density: float) -> int:
+        return offset_bytes(self.run_blocks, entries_per_block(density, self.block_size), self.block_size)
