@@ -104,7 +104,7 @@ class TritonScape(ScapePasses):
         self._choose = Tiles(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self._fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self._starts = torch.zeros(1, dtype=torch.int64, device=device)
-        self._payload_tiles: Tensor | None = None
+        self._payload_tiles: tuple[Tensor, Tensor] | None = None
         self._segments: _Segments | None = None
         self._static = selection == "block"
         self._own_block = self.first_run * layout.run_blocks
@@ -227,23 +227,26 @@ class TritonScape(ScapePasses):
         return self.gradients if self.in_use.dense else _InPlace(self)
 
     def squares(self) -> Tensor:
+        sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
         if self.compact:
             if self._payload_tiles is None:
                 self._payload_tiles = self._tile_payload()
-            partial = torch.empty(len(self._payload_tiles), dtype=torch.float32, device=self.device)
-            launch(
-                triton_scape.squares_kernel,
-                (len(partial),),
-                self._payload_tiles,
-                self._rates.values,
-                self.payload,
-                self.last,
-                partial,
-                warps=4,
-                TILE=_FLAT,
-            )
-            return partial.sum(dtype=torch.float64).float()
-        sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
+            for easy, listed in zip((True, False), self._payload_tiles, strict=True):
+                partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
+                launch(
+                    triton_scape.squares_kernel,
+                    (len(listed),),
+                    listed,
+                    self._rates.values,
+                    self.payload,
+                    self.last,
+                    partial,
+                    warps=4,
+                    TILE=_FLAT,
+                    EASY=easy,
+                )
+                sums.append(partial.sum(dtype=torch.float64))
+            return torch.stack(sums).sum().float()
         for listed, easy, _ in self._stream.lists(self._all, self._gradient_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launch(
@@ -365,15 +368,18 @@ class TritonScape(ScapePasses):
         )
         return counts.cumsum(0) - counts
 
-    def _tile_payload(self) -> Tensor:
-        parts, position = [], 0
+    def _tile_payload(self) -> tuple[Tensor, Tensor]:
+        """Stretches of the payload within one tensor: those of _FLAT entries from a multiple of 4 on, and the rest."""
+        whole, rest, end = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)], 0
         for i, count in enumerate(self.counts):
-            first = torch.arange(0, count, _FLAT, dtype=torch.int64)
-            parts.append(
-                torch.stack([torch.full_like(first, i), position + first, (count - first).clamp(max=_FLAT)], 1)
-            )
-            position += count
-        return to_device(torch.cat(parts), self.device)
+            start, end = end, end + count
+            first = min(-(-start // 4) * 4, end)
+            last = first + (end - first) // _FLAT * _FLAT
+            positions = torch.arange(first, last, _FLAT, dtype=torch.int64)
+            columns = [torch.full_like(positions, i), positions, torch.full_like(positions, _FLAT)]
+            whole.append(torch.stack(columns, dim=1))
+            rest.append(torch.tensor([(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]).view(-1, 3))
+        return to_device(torch.cat(whole), self.device), to_device(torch.cat(rest).long(), self.device)
 
     def _select_by_radix(self, applied: Tensor, density: float) -> Tensor:
         """The paper's form: the k largest of each tensor's part of the own run, as a bitmap."""

@@ -1,13 +1,14 @@
 """Shared fixtures: pools of gloo processes, one of 2 and one of 4 ranks a session.
 
-The suite runs on the CPU with gloo, on machines with GPUs too: they are hidden before torch is imported.
+The suite runs on the CPU with gloo, on machines with GPUs too: they are hidden before torch is imported, unless
+SCAPE_GPU_TESTS=1 asks for tests/gpu.
 """
 
-# ruff: noqa: E402
 import os
 
-for _name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-    os.environ[_name] = ""
+if os.environ.get("SCAPE_GPU_TESTS") != "1":
+    for _name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        os.environ[_name] = ""
 
 from collections.abc import Iterator
 

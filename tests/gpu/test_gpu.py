@@ -1,0 +1,188 @@
+"""What only a GPU can show: `SCAPE_GPU_TESTS=1 ./run_tests.sh tests/gpu`.
+
+The rest of the suite hides GPUs, so that it is the same everywhere.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if os.environ.get("SCAPE_GPU_TESTS") != "1" or not torch.cuda.is_available():
+    pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
+
+from kernels.blocks import BlockLayout
+from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
+from tests.replicas import ThreadCollectives, run_replicas
+from torchtitan_scape import AdamS, Scape
+
+BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda")
+SHAPES = [(700, 513), (33, 1024), (1, 1), (2048, 96), (1000,), (7,)]
+
+
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+@pytest.mark.parametrize("density", [0.5, 0.1, 0.01])
+@pytest.mark.parametrize("in_use", [1.0, 0.5, None], ids=["dense", "warm-up", "target"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
+def test_a_step_follows_the_twin(
+    selection: str, density: float, in_use: float | None, dtype: torch.dtype, offset: int
+) -> None:
+    used = density if in_use is None else in_use
+    case = replace(BASE, selection=selection, density=density, in_use=used, previous=density, next=density)
+    for replica in (None, 1):
+        check_step(replace(case, replica=replica, gradient_dtype=dtype, parameter_dtype=dtype, offset=offset))
+
+
+@pytest.mark.parametrize("block_size", [8, 24, 64, 256, 4096, 32768])
+def test_blocks_of_other_sizes(block_size: int) -> None:
+    check_step(replace(BASE, block_size=block_size))
+
+
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+def test_selection_of_ties(selection: str) -> None:
+    """beta1 = 0 makes mt the gradient; a few values make ties the rule."""
+    values = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5)
+    check_step(replace(BASE, selection=selection, values=values, beta1=0.0, in_use=1.0, density=1.0, next=0.1))
+
+
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+@pytest.mark.parametrize("density", [0.3, 0.1, 0.01])
+def test_masks_arrive(selection: str, density: float) -> None:
+    check_rotate(replace(BASE, selection=selection, next=density))
+
+
+def test_a_skipped_step_writes_nothing() -> None:
+    check_skipped(BASE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_dense_adams_and_the_finite_check(dtype: torch.dtype, offset: int) -> None:
+    check_adams([100_000, 0, 5, 8192], offset, dtype, 0, "cuda")
+    check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, "cuda")
+
+
+def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(100 * step + replica)
+    for p in parameters:
+        gradient = torch.randn(p.shape, generator=generator, device="cuda")
+        p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
+
+
+def start(collectives: ThreadCollectives | None = None, **options: Any) -> tuple[list[nn.Parameter], Scape]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    return parameters, Scape(named, replicas=collectives, **{"lr": 1e-2, **options})
+
+
+@pytest.mark.parametrize("options", [dict(density=0.1), dict(density=0.05, density_warmup_steps=4, selection="tensor")])
+def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> None:
+    def work(collectives: ThreadCollectives, kernels: str) -> list[Tensor]:
+        parameters, optimizer = start(collectives, kernels=kernels, **options)
+        for step in range(10):
+            draw(step, collectives.replica, parameters)
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    kernel = run_replicas(2, lambda c: work(c, "triton"))
+    twin = run_replicas(2, lambda c: work(c, "torch"))
+    for ours, other, theirs in zip(kernel[0], kernel[1], twin[0], strict=True):
+        assert torch.equal(ours, other)
+        assert float((ours - theirs).norm()) <= 1e-5 * float(ours.norm())
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+def test_no_step_waits_for_the_device(selection: str, kernels: str) -> None:
+    """From the first step on, through the density's warm-up and at the target."""
+    parameters, optimizer = start(density=0.1, density_warmup_steps=3, selection=selection, kernels=kernels)
+    for step in range(7):
+        draw(step, 0, parameters)
+        with no_synchronisation():
+            optimizer.step()
+
+
+def test_dense_adams_does_not_wait() -> None:
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    optimizer = AdamS(parameters, lr=1e-2)
+    for step in range(3):
+        draw(step, 0, parameters)
+        with no_synchronisation():
+            optimizer.step()
+
+
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+def test_a_step_can_be_captured(selection: str) -> None:
+    """At a fixed density a captured step, replayed, equals the steps that were not captured; skipped ones too."""
+    results = []
+    for capture in (False, True):
+        parameters, optimizer = start(density=0.1, selection=selection, max_skipped_steps=100)
+        graph = torch.cuda.CUDAGraph()
+        for step in range(12):
+            draw(step, 0, parameters)
+            if step == 9:
+                parameters[0].grad[3, 3] = float("nan")
+            if not capture or step < 5:
+                optimizer.step()
+                continue
+            if step == 5:
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            graph.replay()
+        optimizer.settle()
+        results.append([p.detach() for p in parameters] + [optimizer.passes.state, optimizer.masks.in_use.bits])
+    for eager, replayed in zip(*results, strict=True):
+        assert torch.equal(eager, replayed)
+
+
+def test_a_density_that_changes_cannot_be_captured() -> None:
+    parameters, optimizer = start(density=0.1, density_warmup_steps=100)
+    for step in range(2):
+        draw(step, 0, parameters)
+        optimizer.step()
+    draw(2, 0, parameters)
+    with pytest.raises(RuntimeError, match="needs a density that stays"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_memory_over_dense_adams(density: float, warmup: int) -> None:
+    """Two packed masks and the payload buffers of the target density; nothing of the model's size, ever."""
+    shapes, peaks = [(4096, 2048)] * 8 + [(2048,)] * 8, []
+    for name in ("adams", "scape"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+        named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+        options: dict[str, Any] = {} if name == "adams" else dict(density=density, density_warmup_steps=warmup)
+        optimizer = (AdamS if name == "adams" else Scape)(named, lr=1e-3, **options)
+        for step in range(8):
+            draw(step, 0, parameters)
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated() - base)
+        del parameters, named, optimizer
+    entries = sum(torch.Size(s).numel() for s in shapes)
+    layout = BlockLayout(tuple(torch.Size(s).numel() for s in shapes if len(s) > 1), 1024, 1)
+    payload = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + 8 * 2048
+    # One replica's own selection is the whole mask, before it is exchanged and after; small tables on top.
+    allowed = 2 * layout.mask_bytes() + 8 * payload + 2 * layout.mask_bytes() // 2 + 0.01 * 4 * entries
+    assert peaks[1] - peaks[0] <= allowed

@@ -1,0 +1,288 @@
+"""The Triton passes against the torch twin, on any device: run in the interpreter on a CPU, and on a GPU.
+
+What only moves or compares values is held to be equal bit for bit, with the one multiplication and addition that make
+mt. The update is held to the exact value within a bound on the rounding of its operations.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.blocks import BlockLayout, Mask, entries_per_block
+from kernels.passes import Rates, ScapePasses
+from kernels.torch_passes import TorchScape
+from kernels.triton_passes import TritonScape
+
+ULP = 2.0**-23  # two roundings to nearest, of the twin and of the kernel, or one of a reciprocal
+
+
+@dataclass(frozen=True)
+class Case:
+    sparse: tuple[int, ...]
+    whole: tuple[int, ...] = ()
+    block_size: int = 16
+    replicas: int = 1
+    replica: int | None = None
+    selection: str = "block"
+    density: float = 0.1  # the target
+    in_use: float = 0.1
+    previous: float = 0.1
+    next: float = 0.1
+    beta1: float = 0.9
+    scale: float = 1.0
+    max_wait: float | None = 1000.0
+    clip_moment: bool = True
+    gradient_dtype: torch.dtype = torch.float32
+    parameter_dtype: torch.dtype = torch.float32
+    offset: int = 0  # entries by which storage is shifted off its alignment
+    seed: int = 0
+    values: tuple[float, ...] = ()  # gradients are drawn from these, if given
+    device: str = "cpu"
+    rates: Rates = field(init=False)
+
+    def __post_init__(self) -> None:
+        rates = Rates(1e-2, self.beta1, 0.95, 1e-8, 0.1, self.scale)
+        object.__setattr__(self, "rates", rates)
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.sparse, self.block_size, self.replicas)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.sparse + self.whole
+
+    def passes(self, kind: type[ScapePasses]) -> ScapePasses:
+        device = torch.device(self.device)
+        passes = kind(self.layout, self.whole, self.selection, self.density, self.replica, device)
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        for state in passes.states:
+            state.copy_(torch.randn(state.numel(), generator=generator))
+        return passes
+
+    def mask(self, density: float, seed: int) -> Mask:
+        """A mask of this density, as selection makes them."""
+        bits = torch.zeros(-(-self.layout.mask_bytes() // 4) * 4, dtype=torch.uint8)[: self.layout.mask_bytes()]
+        if density < 1.0 and bits.numel():
+            twin = TorchScape(self.layout, (), self.selection, 1.0, None, torch.device("cpu"))
+            generator = torch.Generator().manual_seed(seed)
+            twin.gradients = [torch.randn(n, generator=generator) for n in self.sparse]
+            twin.rotate(twin._select(density), density, bits, bits.clone(), torch.tensor(True))
+        padded = torch.zeros(-(-bits.numel() // 4) * 4, dtype=torch.uint8, device=self.device)
+        return Mask(padded[: bits.numel()].copy_(bits), density)
+
+    def draw(self, dtype: torch.dtype, seed: int, values: tuple[float, ...] = ()) -> list[Tensor]:
+        """Flat tensors of the case's sizes, shifted off their alignment by `offset`."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors = []
+        for n in self.sizes:
+            if values:
+                drawn = torch.tensor(values)[torch.randint(len(values), (n,), generator=generator)]
+            else:
+                drawn = torch.randn(n, generator=generator)
+            home = torch.zeros(n + self.offset, dtype=dtype, device=self.device)
+            tensors.append(home[self.offset :].copy_(drawn))
+        return tensors
+
+
+def used(case: Case, mask: Mask, tensor: int) -> Tensor:
+    """bool (n,): a tensor's entries in a mask."""
+    n = case.sizes[tensor]
+    bits = case.layout.bits(mask, tensor) if tensor < len(case.sparse) else None
+    return torch.ones(n, dtype=torch.bool, device=case.device) if bits is None else reference.unpack_bits(bits, n)
+
+
+def selection_bits(case: Case, wire: Tensor, run: int) -> Tensor:
+    """Packed bits of one run's blocks from what goes on the wire, the padding behind the last block left out."""
+    layout = case.layout
+    blocks = max(0, min(layout.run_blocks, layout.total_blocks - run * layout.run_blocks))
+    if layout.sends_offsets(case.next, case.selection):
+        k = entries_per_block(case.next, case.block_size)
+        offsets = reference.unpack_offsets(wire, layout.run_blocks, k, case.block_size)
+        return reference.offsets_to_mask(offsets[:blocks], case.block_size)
+    return wire[: blocks * case.block_size // 8]
+
+
+def check_step(case: Case) -> None:
+    """One step of both: pack, selection, squares, update."""
+    masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
+    twin, kernel = case.passes(TorchScape), case.passes(TritonScape)
+    gradients = [case.draw(case.gradient_dtype, case.seed + 4, case.values) for _ in range(2)]
+    parameters = [case.draw(case.parameter_dtype, case.seed + 5) for _ in range(2)]
+    before = [p.clone() for p in parameters[0]]
+    applied = torch.tensor(True, device=case.device)
+    wires = []
+    for passes, own_gradients, own_parameters in zip((twin, kernel), gradients, parameters, strict=True):
+        passes.bind(own_parameters, own_gradients, [case.rates] * len(case.sizes), *masks)
+        wires.append(passes.pack(applied, case.next))
+    assert twin.compact == kernel.compact
+
+    # Pack: payload, last moment, residual.
+    payloads, lasts, start = [], [], 0
+    for i, count in enumerate(twin.counts):
+        on = used(case, masks[0], i)
+        assert torch.equal(kernel.states[i], twin.states[i]), "state"
+        if twin.compact:
+            payload, last = kernel.payload[start : start + count], kernel.last[start : start + count]
+            assert torch.equal(last, twin.last[start : start + count]), "last moment"
+        else:
+            payload, last = kernel.gradients[i][on], kernel.states[i][on]
+        assert torch.equal(payload, twin._payloads[i]), "payload"
+        payloads.append(payload.clone())
+        lasts.append(last.clone())
+        start += count
+
+    # Selection: the same sets.
+    assert (wires[0] is None) == (wires[1] is None)
+    if wires[0] is not None:
+        runs = range(case.replicas) if case.replica is None else [case.replica]
+        assert wires[0].numel() == wires[1].numel()
+        for run, ours, theirs in zip(runs, *(w.view(len(runs), -1) for w in wires), strict=True):
+            assert torch.equal(selection_bits(case, ours, run), selection_bits(case, theirs, run)), "selection"
+
+    # The payload in chunks of its own, where it has no buffer.
+    if not kernel.compact and not masks[0].dense:
+        total = torch.cat(payloads)
+        for factor, length in ((1, max(1, total.numel())), (2, 7)):
+            for first in range(0, total.numel(), length):
+                chunk = torch.full((min(length, total.numel() - first),), float("nan"), device=case.device)
+                kernel.pieces().fill(chunk, first)
+                assert torch.equal(chunk, total[first : first + length])
+                kernel.pieces().land(chunk * factor, first)
+        landed = [kernel.gradients[i][used(case, masks[0], i)] for i in range(len(case.sizes))]
+        assert torch.equal(torch.cat(landed), total * 2)
+        for i, payload in enumerate(payloads):
+            kernel.gradients[i][used(case, masks[0], i)] = payload
+
+    check_update(case, kernel, masks, payloads, lasts, before, parameters[1])
+
+
+def check_update(
+    case: Case,
+    kernel: ScapePasses,
+    masks: tuple[Mask, Mask],
+    payloads: list[Tensor],
+    lasts: list[Tensor],
+    before: list[Tensor],
+    parameters: list[Tensor],
+) -> None:
+    """Norm and update against the exact values, within the rounding of each operation."""
+    r, clip = case.rates, 0.7
+    b1, b2 = r.beta1, r.beta2
+    steps = torch.tensor(3.0, dtype=torch.float64, device=case.device)
+    residuals = [s.clone() for s in kernel.states]
+    squares = kernel.squares()
+    factor, applied = torch.tensor(clip, device=case.device), torch.tensor(True, device=case.device)
+    kernel.update(factor, case.clip_moment, steps, case.max_wait, applied)
+    exact_squares, error_squares = 0.0, 0.0
+    for i, (b, q) in enumerate(zip(payloads, lasts, strict=True)):
+        on, held = used(case, masks[0], i), used(case, masks[1], i)
+        n, fresh = case.sizes[i], on & ~held
+        b, q, theta = b.double(), q.double(), before[i].double()
+        gh = (b - b1 * q) / (1 - b1)
+        gh_error = 3 * ULP * (b.abs() + b1 * q.abs()) / (1 - b1)
+        exact_squares += float(gh.square().sum())
+        error_squares += float((2 * gh.abs() * gh_error + gh_error.square() + 16 * ULP * gh.square()).sum())
+        clipped, clipped_error = gh * clip, gh_error * clip + 2 * ULP * gh.abs()
+        first, first_error = (clipped, clipped_error) if case.clip_moment else (gh, gh_error)
+        m = b1 * q + (1 - b1) * first
+        m_error = (1 - b1) * first_error + 3 * ULP * (b1 * q.abs() + (1 - b1) * first.abs())
+        v = b2 * q.square() + (1 - b2) * clipped.square()
+        v_error = (1 - b2) * (2 * clipped.abs() * clipped_error + clipped_error.square()) + 5 * ULP * v
+        root = (v / (1 - b2**3)).sqrt()
+        # sqrt(v + e) is within sqrt(e) of sqrt(v), and within e / (2 sqrt(v)) to first order.
+        root_error = torch.minimum((v_error / (1 - b2**3)).sqrt(), v_error / (1 - b2**3) / root.clamp(min=1e-30))
+        normaliser, error = root + r.eps, root_error + 4 * ULP * (root + r.eps)
+        u = m / (1 - b1**3) / normaliser
+        u_error = m_error / (1 - b1**3) / (normaliser - error).clamp(min=1e-30) + u.abs() * (
+            error / normaliser + 6 * ULP
+        )
+        if case.max_wait is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
+            wait = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), case.max_wait)
+            u, u_error = (
+                torch.where(fresh[on], u * wait, u),
+                torch.where(fresh[on], (u_error + 3 * ULP * u.abs()) * wait, u_error),
+            )
+        expected = theta - r.lr * r.weight_decay * theta
+        bound = 3 * ULP * theta.abs()
+        expected[on] -= r.lr * u
+        bound[on] += r.lr * u_error + 2 * ULP * (r.lr * u.abs())
+        # A BF16 parameter is rounded when it has decayed and once more on A; the interpreter truncates.
+        if case.parameter_dtype == torch.bfloat16:
+            bound += 2 * 2.0**-7 * (expected.abs() + r.lr)
+        assert bool(((parameters[i].double() - expected).abs() <= bound + 1e-30).all()), "parameter"
+        state = kernel.states[i]
+        assert torch.equal(state[~on], residuals[i][~on]), "residual"
+        assert bool(((state[on].double() - m).abs() <= m_error + 1e-30).all()), "moment"
+    assert abs(float(squares) - exact_squares) <= error_squares + 1e-30
+
+
+def check_skipped(case: Case) -> None:
+    """A step that is not applied writes nothing that lasts."""
+    masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
+    kernel = case.passes(TritonScape)
+    parameters = case.draw(case.parameter_dtype, case.seed + 5)
+    kept = [t.clone() for t in (kernel.state, *parameters, masks[0].bits, masks[1].bits)]
+    applied = torch.tensor(False, device=case.device)
+    gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
+    kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks)
+    wire = kernel.pack(applied, case.next)
+    kernel.squares()
+    nan = torch.tensor(float("nan"), device=case.device)
+    steps = torch.zeros((), dtype=torch.float64, device=case.device)
+    kernel.update(nan, True, steps, 1000.0, applied)
+    if wire is not None and case.replica is None:
+        kernel.rotate(wire, case.next, masks[0].bits, masks[1].bits, applied)
+    for old, new in zip(kept, (kernel.state, *parameters, masks[0].bits, masks[1].bits), strict=True):
+        assert torch.equal(old, new)
+
+
+def check_rotate(case: Case) -> None:
+    """What the runs selected becomes the mask in use, by either form on the wire, of either backend."""
+    twin = case.passes(TorchScape)
+    twin.gradients = [g.float() for g in case.draw(torch.float32, case.seed, case.values)]
+    wire = twin._select(case.next)
+    results = []
+    for passes in (twin, case.passes(TritonScape)):
+        in_use, previous = case.mask(case.in_use, 1), case.mask(case.previous, 2)
+        passes.rotate(wire, case.next, in_use.bits, previous.bits, torch.tensor(True, device=case.device))
+        results.append((in_use.bits, previous.bits))
+    # Behind the last block lies padding that nobody reads.
+    real = case.layout.total_blocks * case.block_size // 8
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours[:real], theirs[:real])
+
+
+def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
+    """Dense AdamS against its twin, to the rounding of some ten operations."""
+    from kernels.torch_passes import TorchAdams
+    from kernels.triton_passes import TritonAdams
+
+    results = []
+    for backend in (TorchAdams(), TritonAdams()):
+        case = Case(tuple(sizes), offset=offset, device=device)
+        parameters, gradients = case.draw(dtype, seed), case.draw(dtype, seed + 1)
+        moments = case.draw(torch.float32, seed + 2)
+        steps = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64, device=device)
+        for applied in (True, False):
+            flag = torch.tensor(applied, device=device)
+            backend.step(parameters, gradients, moments, [case.rates] * len(sizes), steps, flag)
+        results.append((parameters, moments))
+    ulp = ULP if dtype == torch.float32 else 2.0**-7
+    for ours, theirs in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
+        unit = ulp if ours.dtype == dtype else ULP
+        assert bool(((ours.double() - theirs.double()).abs() <= 16 * unit * (ours.double().abs() + 0.2)).all())
+
+
+def check_finite(
+    sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
+) -> None:
+    from kernels.triton_passes import Finite
+
+    gradients = Case(tuple(sizes), offset=offset, device=device).draw(dtype, 0)
+    for tensor, (entry, value) in bad.items():
+        gradients[tensor][entry] = value
+    assert Finite()(gradients).tolist() == [i not in bad for i in range(len(sizes))]
+    assert reference.finite(gradients).tolist() == [i not in bad for i in range(len(sizes))]

@@ -1,0 +1,192 @@
+"""The Triton kernels in Triton's interpreter, on the CPU; tests/kernels/test_triton.py gives it a process."""
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
+
+import kernels.triton_passes as triton_passes
+from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
+from tests.optimizer.toy import flat, train
+from tests.replicas import run_replicas
+
+# Ties are the rule; signed zeros, denormals, infinities and the largest number included.
+VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))
+
+densities = st.sampled_from([1.0, 0.5, 0.3, 0.1, 0.01])
+sizes = st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def cases(draw: Any, **fixed: Any) -> Case:
+    replicas = draw(st.integers(1, 3))
+    options = dict(
+        sparse=draw(sizes),
+        whole=draw(st.lists(st.integers(0, 40), max_size=2).map(tuple)),
+        block_size=draw(st.sampled_from([8, 16, 24, 64])),
+        replicas=replicas,
+        replica=draw(st.none() | st.integers(0, replicas - 1)),
+        selection=draw(st.sampled_from(["block", "tensor"])),
+        density=draw(densities),
+        in_use=draw(densities),
+        previous=draw(densities),
+        next=draw(densities),
+        scale=draw(st.sampled_from([1.0, 3.0])),
+        max_wait=draw(st.sampled_from([None, 2.0, 1000.0])),
+        clip_moment=draw(st.booleans()),
+        gradient_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        parameter_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        offset=draw(st.sampled_from([0, 0, 1])),
+        seed=draw(st.integers(0, 2**20)),
+    )
+    return Case(**{**options, **fixed})
+
+
+@settings(max_examples=60)
+@given(cases())
+@example(Case((1,), block_size=8, density=0.01, in_use=0.01, previous=0.01, next=0.01))
+@example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
+def test_a_step_follows_the_twin(case: Case) -> None:
+    check_step(case)
+
+
+@settings(max_examples=30)
+@given(cases(in_use=0.1, density=0.1, parameter_dtype=torch.float32))
+def test_a_step_at_the_target_density_follows_the_twin(case: Case) -> None:
+    check_step(case)
+
+
+@settings(max_examples=60)
+@given(cases(values=VALUES, beta1=0.0, in_use=1.0, density=1.0, scale=1.0), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
+def test_selection_is_exact(case: Case, density: float) -> None:
+    """beta1 = 0 makes mt the gradient, whatever it is. Only the selection and what is moved are compared."""
+    check_selection(case, density)
+
+
+def check_selection(case: Case, density: float) -> None:
+    from dataclasses import replace
+
+    from kernels.torch_passes import TorchScape
+    from tests.kernels.checks import selection_bits
+
+    case = replace(case, next=density, gradient_dtype=torch.float32)
+    wires = []
+    for kind in (TorchScape, triton_passes.TritonScape):
+        passes = case.passes(kind)
+        passes.state.zero_()
+        parameters = case.draw(torch.float32, 5)
+        mask = case.mask(1.0, 0)
+        passes.bind(parameters, case.draw(torch.float32, 4, case.values), [case.rates] * len(case.sizes), mask, mask)
+        wires.append(passes.pack(torch.tensor(True), density))
+    if wires[0] is None:
+        assert wires[1] is None
+        return
+    runs = range(case.replicas) if case.replica is None else [case.replica]
+    for run, ours, theirs in zip(runs, *(w.view(len(runs), -1) for w in wires), strict=True):
+        assert torch.equal(selection_bits(case, ours, run), selection_bits(case, theirs, run))
+
+
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+@pytest.mark.parametrize("values", [(0.0,), (1.0,), (0.0, -0.0, 1e-45)], ids=["zeros", "equal", "denormals"])
+def test_all_equal_values(selection: str, values: tuple[float, ...]) -> None:
+    check_selection(Case((100, 7), selection=selection, values=values, beta1=0.0, in_use=1.0, density=1.0), 0.1)
+
+
+@pytest.mark.parametrize("block_size", [1024, 2048, 40])
+@pytest.mark.parametrize("density", [0.1, 0.01])
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+def test_blocks_of_real_sizes(block_size: int, density: float, selection: str) -> None:
+    """More tiles than one, whole and not, owned and not."""
+    check_step(
+        Case(
+            (5 * block_size + 8, 3 * block_size),
+            (1030,),
+            block_size,
+            replicas=2,
+            replica=0,
+            selection=selection,
+            density=density,
+            in_use=density,
+            previous=density,
+            next=density,
+        )
+    )
+
+
+def test_a_large_payload() -> None:
+    """More than one whole stretch of it for the sum of squares."""
+    check_step(Case((7, 20_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
+
+
+@settings(max_examples=30)
+@given(cases(), st.sampled_from([0.01, 0.1, 0.5]))
+def test_masks_arrive(case: Case, density: float) -> None:
+    from dataclasses import replace
+
+    case = replace(case, replica=None, next=density)
+    if case.layout.total_blocks:
+        check_rotate(case)
+
+
+@settings(max_examples=10)
+@given(cases())
+def test_a_skipped_step_writes_nothing(case: Case) -> None:
+    check_skipped(case)
+
+
+@settings(max_examples=10)
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=4),
+    st.sampled_from([0, 1]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 99),
+)
+def test_adams_follows_its_twin(sizes: list[int], offset: int, dtype: torch.dtype, seed: int) -> None:
+    check_adams(sizes, offset, dtype, seed, "cpu")
+
+
+@settings(max_examples=10)
+@given(
+    st.data(), st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16])
+)
+def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: torch.dtype) -> None:
+    bad = {}
+    for i, n in enumerate(sizes):
+        if data.draw(st.booleans()):
+            value = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
+            bad[i] = (data.draw(st.integers(0, n - 1)), value)
+    check_finite(sizes, bad, dtype, data.draw(st.sampled_from([0, 1])), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (1, dict(density=0.1)),
+        (2, dict(density=0.3, density_warmup_steps=3)),
+        (2, dict(density=0.1, selection="tensor")),
+        (2, dict(density=0.1, wait_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
+    ],
+)
+def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole optimizer, six steps of it: mt and masks are equal bit for bit, so only the update rounds apart."""
+    lock, launch = threading.Lock(), triton_passes.launch
+
+    def one_at_a_time(*arguments: Any, **constants: Any) -> None:
+        with lock:  # the interpreter is not made for threads
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(triton_passes, "launch", one_at_a_time)
+    twin, kernel = (
+        run_replicas(replicas, lambda c, k=k: train(c, 6, kernels=k, **options)) for k in ("torch", "triton")
+    )
+    for ours, theirs in zip(twin[0], kernel[0], strict=True):
+        assert (flat(ours) - flat(theirs)).norm() <= 1e-6 * flat(ours).norm()
+    for other in kernel[1:]:
+        assert torch.equal(flat(other[-1]), flat(kernel[0][-1]))
