@@ -66,7 +66,7 @@ def scape_passes(
 def finite_check(backend: str, device: torch.device) -> Callable[[list[Tensor]], Tensor]:
     """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
     if choose(backend, device) == "triton":
-        from kernels.triton_passes import Finite
+        from kernels.triton_dense_passes import Finite
 
         return Finite()
     from kernels.torch_passes import finite
@@ -77,7 +77,7 @@ def finite_check(backend: str, device: torch.device) -> Callable[[list[Tensor]],
 def adams_step(backend: str, device: torch.device) -> Any:
     """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
     if choose(backend, device) == "triton":
-        from kernels.triton_passes import TritonAdams
+        from kernels.triton_dense_passes import TritonAdams
 
         return TritonAdams()
     from kernels.torch_passes import TorchAdams

@@ -116,8 +116,11 @@ class BlockLayout:
         return self.replicas * self.run_blocks * self.block_size // 8
 
     def sends_offsets(self, density: float, selection: str) -> bool:
-        """Whether in-block offsets take fewer bytes on the wire than the bitmap; "tensor" knows the bitmap only."""
-        if selection != "block" or density >= 1.0:
+        """Whether in-block offsets take fewer bytes on the wire than the bitmap; "tensor" knows the bitmap only.
+
+        A single replica sends nothing, and keeps to the bitmap.
+        """
+        if selection != "block" or density >= 1.0 or self.replicas == 1:
             return False
         return self._offset_bytes(density) < self.run_blocks * self.block_size // 8
 

@@ -39,17 +39,17 @@ __all__ = [
 
 def pack_bits(bits: Tensor) -> Tensor:
     """Packs bool (8*b,) into uint8 (b,)."""
-    columns = bits.view(torch.uint8).view(-1, 8)
-    packed = columns[:, 0].clone()
-    for i in range(1, 8):
-        packed |= columns[:, i] << i
-    return packed
+    # The product moves bit 0 of byte i of a word, for every i, to bit 56 + i, with no carries.
+    words = bits.view(torch.uint8).view(torch.int64)
+    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """Unpacks the first `count` bits of uint8 (b,) into bool (count,)."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].bool()
+    # Eight copies of a byte, of which the i-th keeps its bit i.
+    words = packed.to(torch.int64) * 0x0101010101010101
+    words &= 0x8040201008040201 - (1 << 64)  # as a signed number
+    return (words.view(torch.uint8) != 0)[:count]
 
 
 def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
@@ -64,19 +64,33 @@ def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
 
 
 def pack_offsets(offsets: Tensor, block_size: int) -> Tensor:
-    """Packs in-block offsets, int64 (blocks, k), to ceil(log2(block_size)) bits each; returns uint8."""
+    """Packs in-block offsets, int64 (blocks, k), to ceil(log2(block_size)) bits each; returns uint8.
+
+    The first offset takes the lowest bits of the first byte: eight of them fill as many bytes as each has bits.
+    """
     width = offset_bits(block_size)
-    shifts = torch.arange(width, device=offsets.device)
-    bits = ((offsets.reshape(-1, 1) >> shifts) & 1).bool().view(-1)
-    return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
+    flat = offsets.reshape(-1)
+    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8).to(torch.int32)
+    packed = torch.zeros(groups.shape[0], width, dtype=torch.int32, device=offsets.device)
+    for i in range(8):
+        for byte in range(i * width // 8, (i * width + width - 1) // 8 + 1):
+            shift = i * width - 8 * byte
+            packed[:, byte] |= groups[:, i] << shift if shift >= 0 else groups[:, i] >> -shift
+    return (packed & 255).to(torch.uint8).view(-1)[: (flat.numel() * width + 7) // 8]
 
 
 def unpack_offsets(packed: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
     """The inverse of `pack_offsets`: int64 (blocks, k)."""
     width = offset_bits(block_size)
-    bits = unpack_bits(packed, blocks * k * width).view(-1, width)
-    weights = 1 << torch.arange(width, device=packed.device)
-    return (bits * weights).sum(1).view(blocks, k)
+    groups = torch.nn.functional.pad(packed, (0, -packed.numel() % width)).view(-1, width).to(torch.int32)
+    offsets = torch.empty(groups.shape[0], 8, dtype=torch.int64, device=packed.device)
+    for i in range(8):
+        first, last = i * width // 8, (i * width + width - 1) // 8
+        value = groups[:, first].clone()
+        for byte in range(first + 1, last + 1):
+            value |= groups[:, byte] << (8 * (byte - first))
+        offsets[:, i] = (value >> (i * width % 8)) & ((1 << width) - 1)
+    return offsets.view(-1)[: blocks * k].view(blocks, k)
 
 
 def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
@@ -176,11 +190,11 @@ def pack_(
     """
     if _known_false(applied):
         return
-    old = state if indices is None else state[indices]
+    old = state if indices is None else state.index_select(0, indices)
     kept = old
     if previous is not None:
         held = unpack_bits(previous, state.numel())
-        kept = torch.where(held if indices is None else held[indices], old, 0.0)
+        kept = torch.where(held if indices is None else held.index_select(0, indices), old, 0.0)
     if last is not None:
         last.copy_(kept)
     if indices is None:
@@ -188,8 +202,8 @@ def pack_(
         values = moment
     else:
         state.copy_(_gated(applied, moment, state))
-        state[indices] = _gated(applied, kept, old)
-        values = moment[indices]
+        state.scatter_(0, indices, _gated(applied, kept, old))
+        values = moment.index_select(0, indices)
     if payload.data_ptr() != values.data_ptr():
         payload.copy_(values)
 
@@ -245,13 +259,13 @@ def update_(
     if _known_false(applied):
         return
     if last is None:
-        last = state if indices is None else state[indices]
+        last = state if indices is None else state.index_select(0, indices)
     clipped = gradient * clip
     second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
     moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
     step = (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
     if max_wait is not None and indices is not None and previous is not None:
-        fresh = ~unpack_bits(previous, n)[indices]
+        fresh = ~unpack_bits(previous, n).index_select(0, indices)
         # Little's law: entries outside the mask over entries entering per step.
         wait = ((n - nnz) / fresh.sum().float()).clamp(1.0, max_wait)
         step = torch.where(fresh, step * wait, step)
@@ -262,8 +276,8 @@ def update_(
         parameter.sub_(step)
         state.copy_(moment)
     else:
-        parameter[indices] -= step
-        state[indices] = moment
+        parameter.scatter_(0, indices, parameter.index_select(0, indices).sub_(step))
+        state.scatter_(0, indices, moment)
 
 
 def _decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:

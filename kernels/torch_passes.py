@@ -112,7 +112,7 @@ class TorchScape(ScapePasses):
         if self.compact:
             return self._last[tensor]
         state, indices = self.states[tensor], self._indices(tensor)
-        return state if indices is None else state[indices]
+        return state if indices is None else state.index_select(0, indices)
 
     def _select(self, density: float) -> Tensor | None:
         if density >= 1.0 or self.layout.total_blocks == 0:

@@ -1,86 +1,20 @@
-"""The passes as Triton kernels, a few launches for all tensors of a model. Nothing here waits for the device."""
+"""SCAPE's passes as Triton kernels, a few launches for all tensors of a model. Nothing here waits for the device."""
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from kernels import triton_dense, triton_masks, triton_scape, triton_select
+from kernels import launching, triton_masks, triton_scape
 from kernels.blocks import BlockLayout, Mask, entries_per_block, offset_bits
-from kernels.launch import Range, Table, Tiles, aligned, launch, to_device
+from kernels.launching import Range, Table, Tiles, Writable, aligned, as_flag, to_device
 from kernels.passes import Rates, ScapePasses
 from kernels.triton_common import RATES, WIDTH
+from kernels.triton_dense_passes import DTYPES, rates_row
+from kernels.triton_radix import RadixSelection
 
 # Entries of a tile and for each of its warps. Selection wants a block in few warps, which agree fastest.
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096
-
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_ROUNDS = ((20, 11), (10, 10), (0, 10))  # shift and width of the digits of a 31-bit key
-_BINS = 2048
-
-
-def _flag(applied: Tensor) -> Tensor:
-    return applied.view(torch.uint8)
-
-
-def _rates_row(r: Rates) -> tuple[float, ...]:
-    row = (
-        r.beta1,
-        (1.0 - r.beta1) * r.scale,
-        1.0 - r.beta1,
-        r.beta2,
-        1.0 - r.beta2,
-        r.eps,
-        r.lr,
-        r.lr * r.weight_decay,
-        float(r.counted),
-    )
-    assert len(row) == RATES.value
-    return row
-
-
-class _Writable:
-    """Flat contiguous views of tensors to write to; `store` takes back what had to be copied."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self.flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-
-    def store(self) -> None:
-        for tensor, flat in zip(self._tensors, self.flat, strict=True):
-            if flat is not tensor:
-                tensor.copy_(flat)
-
-
-class Finite:
-    """Which of a list of gradients are free of NaN and Inf: bool (len(gradients),), in one read of them."""
-
-    def __init__(self) -> None:
-        self._tiles: Tiles | None = None
-
-    def __call__(self, gradients: list[Tensor]) -> Tensor:
-        sizes, device = tuple(g.numel() for g in gradients), gradients[0].device
-        if self._tiles is None or self._tiles.sizes != sizes:
-            self._tiles = Tiles(sizes, 1024, _FLAT, 512, device)
-            self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
-        tiles = self._tiles
-        table = self._table.set([(g.data_ptr(), 0, 0, g.numel(), -1, 0, 0, 0) for g in gradients])
-        kinds = tuple((aligned(g), g.dtype) for g in gradients)
-        bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
-        for listed, easy, dtype in tiles.lists(tuple(tiles.whole()), kinds):
-            launch(
-                triton_dense.finite_kernel,
-                (len(listed),),
-                listed,
-                table,
-                bad,
-                warps=tiles.warps,
-                **tiles.shape,
-                EASY=easy,
-                DTYPE=_DTYPES[dtype],
-            )
-        return bad == 0
 
 
 class TritonScape(ScapePasses):
@@ -105,7 +39,7 @@ class TritonScape(ScapePasses):
         self._fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self._starts = torch.zeros(1, dtype=torch.int64, device=device)
         self._payload_tiles: tuple[Tensor, Tensor] | None = None
-        self._segments: _Segments | None = None
+        self._radix: RadixSelection | None = None
         self._static = selection == "block"
         self._own_block = self.first_run * layout.run_blocks
         self._all = tuple(self._stream.whole())
@@ -136,7 +70,7 @@ class TritonScape(ScapePasses):
         if not self.compact or self.selection == "tensor":
             # mt is kept in FP32 where the gradient was: one of another dtype is copied.
             self.gradients = [g.float() for g in gradients]
-        self._writable = _Writable(parameters)
+        self._writable = Writable(parameters)
         layout, flat = self.layout, self._writable.flat
         k = entries_per_block(in_use.density, layout.block_size) if not in_use.dense else layout.block_size
         rows, position = [], 0
@@ -156,7 +90,7 @@ class TritonScape(ScapePasses):
             )
             position += count
         self._table.set(rows)
-        self._rates.set([_rates_row(r) for r in rates])
+        self._rates.set([rates_row(r) for r in rates])
         self._betas.set([(r.beta1, r.beta2) for r in rates])
         self._gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
         self._parameter_kinds = tuple((aligned(p, s), p.dtype) for p, s in zip(flat, self.states, strict=True))
@@ -172,7 +106,9 @@ class TritonScape(ScapePasses):
         if self.selection == "tensor":
             self._pack(self._stream, self._own, applied, keep=True)
             self._pack(self._stream, self._others, applied)
-            return self._select_by_radix(applied, next_density)
+            if self._radix is None:
+                self._radix = RadixSelection(layout, self._stream, range(self.first_run, self.first_run + self.runs))
+            return self._radix(self._table.values, next_density, applied)
         blocks, k = self.runs * layout.run_blocks, entries_per_block(next_density, size)
         if not layout.sends_offsets(next_density, self.selection):
             wire = torch.zeros(blocks * size // 8, dtype=torch.uint8, device=self.device)
@@ -195,7 +131,7 @@ class TritonScape(ScapePasses):
         keep: bool = False,
     ) -> None:
         for listed, easy, dtype in tiles.lists(ranges, self._gradient_kinds):
-            launch(
+            launching.launch(
                 triton_scape.pack_kernel,
                 (len(listed),),
                 listed,
@@ -212,11 +148,11 @@ class TritonScape(ScapePasses):
                 self._fresh if chosen is None else chosen,
                 k,
                 self._own_block,
-                _flag(applied),
+                as_flag(applied),
                 warps=tiles.warps,
                 **tiles.shape,
                 EASY=easy,
-                DTYPE=_DTYPES[dtype],
+                DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
                 STATIC=self._static,
                 KEEP_MOMENT=keep,
@@ -233,7 +169,7 @@ class TritonScape(ScapePasses):
                 self._payload_tiles = self._tile_payload()
             for easy, listed in zip((True, False), self._payload_tiles, strict=True):
                 partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
-                launch(
+                launching.launch(
                     triton_scape.squares_kernel,
                     (len(listed),),
                     listed,
@@ -249,7 +185,7 @@ class TritonScape(ScapePasses):
             return torch.stack(sums).sum().float()
         for listed, easy, _ in self._stream.lists(self._all, self._gradient_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
-            launch(
+            launching.launch(
                 triton_scape.squares_in_place_kernel,
                 (len(listed),),
                 listed,
@@ -268,7 +204,7 @@ class TritonScape(ScapePasses):
     def update(self, clip: Tensor, clip_moment: bool, steps: Tensor, max_wait: float | None, applied: Tensor) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
         for listed, easy, dtype in self._stream.lists(self._all, self._parameter_kinds):
-            launch(
+            launching.launch(
                 triton_scape.update_kernel,
                 (len(listed),),
                 listed,
@@ -285,11 +221,11 @@ class TritonScape(ScapePasses):
                 self._fresh,
                 0.0 if max_wait is None else max_wait,
                 clip,
-                _flag(applied),
+                as_flag(applied),
                 warps=self._stream.warps,
                 **self._stream.shape,
                 EASY=easy,
-                DTYPE=_DTYPES[dtype],
+                DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
                 STATIC=self._static,
                 WAIT=max_wait is not None and not self.in_use.dense and not self.previous.dense,
@@ -303,13 +239,13 @@ class TritonScape(ScapePasses):
         layout = self.layout
         offsets = received is not None and layout.sends_offsets(density, self.selection)
         bits = received if received is not None and not offsets else in_use
-        launch(
+        launching.launch(
             triton_masks.rotate_kernel,
             (-(-in_use.numel() // _FLAT),),
             bits,
             in_use,
             previous,
-            _flag(applied),
+            as_flag(applied),
             in_use.numel(),
             warps=4,
             HAS_BITS=bits is received,
@@ -318,12 +254,12 @@ class TritonScape(ScapePasses):
         if offsets:
             assert received is not None
             k = entries_per_block(density, layout.block_size)
-            launch(
+            launching.launch(
                 triton_masks.decode_offsets_kernel,
                 (-(-layout.run_blocks * k // 1024), layout.replicas),
                 received,
                 in_use,
-                _flag(applied),
+                as_flag(applied),
                 k,
                 layout.run_blocks,
                 layout.total_blocks,
@@ -340,7 +276,7 @@ class TritonScape(ScapePasses):
         """The offsets of one run, int16 (run_blocks, k), packed for the wire."""
         bits = offset_bits(self.layout.block_size)
         wire = torch.empty((offsets.numel() * bits + 7) // 8, dtype=torch.uint8, device=self.device)
-        launch(
+        launching.launch(
             triton_masks.encode_offsets_kernel,
             (-(-wire.numel() // 1024),),
             offsets,
@@ -357,7 +293,7 @@ class TritonScape(ScapePasses):
         """Position in the payload of each block's first entry, int64 (blocks,), where blocks differ in count."""
         blocks, tiles = self.layout.total_blocks, self._stream
         counts = torch.empty(blocks, dtype=torch.int32, device=self.device)
-        launch(
+        launching.launch(
             triton_masks.count_blocks_kernel,
             (-(-blocks // tiles.rows),),
             self.in_use.bits,
@@ -380,90 +316,6 @@ class TritonScape(ScapePasses):
             whole.append(torch.stack(columns, dim=1))
             rest.append(torch.tensor([(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]).view(-1, 3))
         return to_device(torch.cat(whole), self.device), to_device(torch.cat(rest).long(), self.device)
-
-    def _select_by_radix(self, applied: Tensor, density: float) -> Tensor:
-        """The paper's form: the k largest of each tensor's part of the own run, as a bitmap."""
-        layout, tiles = self.layout, self._stream
-        wire = torch.zeros(
-            self.runs * layout.run_blocks * layout.block_size // 8, dtype=torch.uint8, device=self.device
-        )
-        if self._segments is None:
-            self._segments = _Segments(self)
-        parts = self._segments
-        if not parts.sizes:
-            return wire
-        wanted = parts.wanted.set([[entries_per_block(density, n)] for n in parts.sizes]).clone()
-        prefixes, ties = torch.zeros_like(wanted), torch.zeros_like(wanted)
-        histograms = torch.zeros(len(parts.sizes), _BINS, dtype=torch.int32, device=self.device)
-        grid, table = (len(parts.tiles),), self._table.values
-        for shift, bits in _ROUNDS:
-            launch(
-                triton_select.histogram_kernel,
-                grid,
-                parts.tiles,
-                table,
-                parts.segment,
-                prefixes,
-                histograms,
-                warps=tiles.warps,
-                **tiles.shape,
-                SHIFT=shift,
-                BITS=bits,
-                BINS=_BINS,
-            )
-            launch(
-                triton_select.pick_kernel,
-                (len(parts.sizes),),
-                histograms,
-                prefixes,
-                wanted,
-                ties,
-                warps=4,
-                BITS=bits,
-                BINS=_BINS,
-            )
-        counts = torch.empty(len(parts.tiles), dtype=torch.int32, device=self.device)
-        found = (table, parts.segment, prefixes, wanted, ties)
-        launch(triton_select.count_ties_kernel, grid, parts.tiles, *found, counts, warps=tiles.warps, **tiles.shape)
-        before = counts.cumsum(0) - counts
-        before -= before[parts.first_tile]
-        launch(
-            triton_select.mark_kernel,
-            grid,
-            parts.tiles,
-            *found,
-            before,
-            wire,
-            self._own_block,
-            _flag(applied),
-            warps=tiles.warps,
-            **tiles.shape,
-        )
-        return wire
-
-
-class _Segments:
-    """The parts of tensors that a replica selects in by radix, and the tiles that cover them."""
-
-    def __init__(self, passes: TritonScape) -> None:
-        layout, tiles, device = passes.layout, passes._stream, passes.device
-        ranges: list[Range] = []
-        self.sizes: list[int] = []
-        for run in range(passes.first_run, passes.first_run + passes.runs):
-            for tensor in range(passes.sparsified):
-                start, end = layout.owned(tensor, run)
-                if end > start:
-                    ranges.append((tensor, start // layout.block_size, -(-end // layout.block_size)))
-                    self.sizes.append(end - start)
-        if not ranges:
-            return
-        lists = [tiles.lists((r,), ((False, None),) * len(passes.sizes))[0][0] for r in ranges]
-        lengths = torch.tensor([len(one) for one in lists])
-        begins = lengths.cumsum(0) - lengths
-        self.tiles = torch.cat(lists)
-        self.segment = to_device(torch.arange(len(ranges), dtype=torch.int32).repeat_interleave(lengths), device)
-        self.first_tile = to_device(begins.repeat_interleave(lengths), device)
-        self.wanted = Table(len(ranges), 1, torch.int32, device)
 
 
 class _InPlace:
@@ -488,7 +340,7 @@ class _InPlace:
                 ranges.append(r)
             position += count
         for listed, _, _ in p._stream.lists(tuple(ranges), ((False, None),) * len(p.sizes)):
-            launch(
+            launching.launch(
                 triton_masks.move_kernel,
                 (len(listed),),
                 listed,
@@ -504,56 +356,3 @@ class _InPlace:
                 STATIC=p._static,
                 TO_CHUNK=to_chunk,
             )
-
-
-class TritonAdams:
-    """Dense AdamS in one launch."""
-
-    def __init__(self) -> None:
-        self._tiles: Tiles | None = None
-
-    def step(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        moments: list[Tensor],
-        rates: list[Rates],
-        steps: Tensor,
-        applied: Tensor,
-    ) -> None:
-        """As `TorchAdams.step`."""
-        if not parameters:
-            return
-        sizes, device = tuple(p.numel() for p in parameters), parameters[0].device
-        if self._tiles is None or self._tiles.sizes != sizes:
-            self._tiles = Tiles(sizes, 1024, _FLAT, 512, device)
-            self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
-            self._rates = Table(len(sizes), RATES.value, torch.float32, device)
-            self._betas = Table(len(sizes), 2, torch.float64, device)
-        writable = _Writable(parameters)
-        flat_moments = _Writable(moments)
-        columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
-        table = self._table.set(
-            [(g.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), -1, 0, 0, 0) for g, p, m in columns]
-        )
-        rows = self._rates.set([_rates_row(r) for r in rates])
-        betas = self._betas.set([(r.beta1, r.beta2) for r in rates])
-        corrections = (1.0 - betas ** steps.unsqueeze(1)).float()
-        kinds = tuple((aligned(g, p, m), (p.dtype, g.dtype)) for g, p, m in columns)
-        for listed, easy, (dtype, gradient_dtype) in self._tiles.lists(tuple(self._tiles.whole()), kinds):
-            launch(
-                triton_dense.adams_kernel,
-                (len(listed),),
-                listed,
-                table,
-                rows,
-                corrections,
-                _flag(applied),
-                warps=self._tiles.warps,
-                **self._tiles.shape,
-                EASY=easy,
-                DTYPE=_DTYPES[dtype],
-                GRADIENT_DTYPE=_DTYPES[gradient_dtype],
-            )
-        writable.store()
-        flat_moments.store()

@@ -24,7 +24,8 @@ from kernels import triton_passes
 from kernels.blocks import BlockLayout, Mask, entries_per_block
 from kernels.passes import Rates
 from kernels.torch_passes import TorchScape
-from kernels.triton_passes import Finite, TritonAdams, TritonScape
+from kernels.triton_dense_passes import Finite, TritonAdams
+from kernels.triton_passes import TritonScape
 
 ROOT = Path(__file__).resolve().parents[1]
 REPLICAS = 8

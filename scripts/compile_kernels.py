@@ -25,9 +25,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels import triton_passes
+from kernels import launching
 from kernels.blocks import BlockLayout, Mask
 from kernels.passes import Rates
+from kernels.triton_dense_passes import Finite, TritonAdams
+from kernels.triton_passes import TritonScape
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
@@ -60,12 +62,12 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
         key = (kernel.fn.__name__, str(signature), str(constants), str(attributes), warps)
         found.setdefault(key, (kernel, signature, constants, attributes, warps))
 
-    original, triton_passes.launch = triton_passes.launch, note
+    original, launching.launch = launching.launch, note
     try:
         for step in _steps(quick):
             step()
     finally:
-        triton_passes.launch = original
+        launching.launch = original
     return list(found.values())
 
 
@@ -100,7 +102,7 @@ def _scape_step(
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
-    passes = triton_passes.TritonScape(layout, whole, selection, density, 0, cpu)
+    passes = TritonScape(layout, whole, selection, density, 0, cpu)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
     passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks)
@@ -120,9 +122,9 @@ def _scape_step(
 def _dense_step(dtype: torch.dtype) -> None:
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (8192, 100)] for _ in range(2))
     moments, steps = [torch.zeros(8192), torch.zeros(100)], torch.ones(2, dtype=torch.float64)
-    triton_passes.Finite()(gradients)
+    Finite()(gradients)
     rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 2
-    triton_passes.TritonAdams().step(parameters, gradients, moments, rates, steps, torch.tensor(True))
+    TritonAdams().step(parameters, gradients, moments, rates, steps, torch.tensor(True))
 
 
 def compile_one(

@@ -258,7 +258,7 @@ def check_rotate(case: Case) -> None:
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
     """Dense AdamS against its twin, to the rounding of some ten operations."""
     from kernels.torch_passes import TorchAdams
-    from kernels.triton_passes import TritonAdams
+    from kernels.triton_dense_passes import TritonAdams
 
     results = []
     for backend in (TorchAdams(), TritonAdams()):
@@ -279,7 +279,7 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
 def check_finite(
     sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
 ) -> None:
-    from kernels.triton_passes import Finite
+    from kernels.triton_dense_passes import Finite
 
     gradients = Case(tuple(sizes), offset=offset, device=device).draw(dtype, 0)
     for tensor, (entry, value) in bad.items():

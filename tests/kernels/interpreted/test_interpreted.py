@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-import kernels.triton_passes as triton_passes
+from kernels import launching
+from kernels.triton_passes import TritonScape
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
 from tests.optimizer.toy import flat, train
 from tests.replicas import run_replicas
@@ -78,7 +79,7 @@ def check_selection(case: Case, density: float) -> None:
 
     case = replace(case, next=density, gradient_dtype=torch.float32)
     wires = []
-    for kind in (TorchScape, triton_passes.TritonScape):
+    for kind in (TorchScape, TritonScape):
         passes = case.passes(kind)
         passes.state.zero_()
         parameters = case.draw(torch.float32, 5)
@@ -176,13 +177,13 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
 )
 def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole optimizer, six steps of it: mt and masks are equal bit for bit, so only the update rounds apart."""
-    lock, launch = threading.Lock(), triton_passes.launch
+    lock, launch = threading.Lock(), launching.launch
 
     def one_at_a_time(*arguments: Any, **constants: Any) -> None:
         with lock:  # the interpreter is not made for threads
             launch(*arguments, **constants)
 
-    monkeypatch.setattr(triton_passes, "launch", one_at_a_time)
+    monkeypatch.setattr(launching, "launch", one_at_a_time)
     twin, kernel = (
         run_replicas(replicas, lambda c, k=k: train(c, 6, kernels=k, **options)) for k in ("torch", "triton")
     )

@@ -103,3 +103,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **co
             kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
         return
     kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+
+
+class Writable:
+    """Contiguous forms of tensors to write to; `store` takes back what had to be copied."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self.flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+
+    def store(self) -> None:
+        for tensor, flat in zip(self._tensors, self.flat, strict=True):
+            if flat is not tensor:
+                tensor.copy_(flat)
+
+
+def as_flag(applied: Tensor) -> Tensor:
+    """A bool as the byte that kernels load."""
+    return applied.view(torch.uint8)
