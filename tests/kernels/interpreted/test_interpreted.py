@@ -136,6 +136,15 @@ def test_masks_arrive(case: Case, density: float) -> None:
         check_rotate(case)
 
 
+@pytest.mark.parametrize("block_size", [8, 24, 64, 1024])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_offsets_arrive(block_size: int, replicas: int) -> None:
+    """Offsets of 3 to 10 bits, which straddle bytes; runs that end in the middle of a byte, and a short last one."""
+    case = Case((10 * block_size + 3, 3), block_size=block_size, replicas=replicas, next=0.05)
+    assert case.layout.sends_offsets(case.next, case.selection)
+    check_rotate(case)
+
+
 @settings(max_examples=10)
 @given(cases())
 def test_a_skipped_step_writes_nothing(case: Case) -> None:
