@@ -243,7 +243,7 @@ def test_tensorboard_has_the_figures(pool2: Pool, tmp_path: Path) -> None:
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
     tags = set(accumulator.Tags()["scalars"])
-    expected = {"loss_metrics/global_avg_loss", "grad_norm", "validation_metrics/loss", "step_time/select(s)"}
+    expected = {"loss_metrics/global_avg_loss", "grad_norm", "validation_metrics/loss", "step_time/pack(s)"}
     names = ("density", "nnz", "mask_overlap", "residual_norm", "skipped_steps", "clip_factor")
     expected |= {f"sync/{name}" for name in names}
     expected |= {"sync/bytes_sent/node", "sync/bytes_sent/dense_equivalent"}

@@ -103,7 +103,7 @@ class DenseOptimizers(ReplicaOptimizers):
             counted = [g for shard, g in zip(self._shards, gradients, strict=True) if shard.counted]
             squares = torch.zeros_like(self.grad_norm)
             if counted:
-                squares += torch.stack(torch._foreach_norm(counted)).square().sum()
+                squares += torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum().float()
             self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
             self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
             torch._foreach_mul_(gradients, self.clip_factor)
