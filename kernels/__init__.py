@@ -6,7 +6,7 @@ knows of process groups or of the trainer.
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,17 @@ from torch import Tensor
 from kernels.blocks import BlockLayout
 from kernels.passes import ScapePasses
 
-__all__ = ["BACKENDS", "adams_step", "choose", "finite_check", "scape_passes"]
+__all__ = ["BACKENDS", "TRITON_DTYPES", "adams_step", "choose", "finite_check", "scape_passes"]
 
 BACKENDS = ("auto", "triton", "torch")
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose(backend: str, device: torch.device) -> str:
+def choose(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
     """ "triton" or "torch": what `backend` asks for, "auto" taking Triton on a GPU and PyTorch on a CPU.
 
-    A dry run under fake tensors takes PyTorch. Raises ValueError where Triton is asked for and cannot run.
+    PyTorch also runs what Triton does not: tensors of dtypes other than `TRITON_DTYPES`, and a dry run under fake
+    tensors. Raises ValueError where Triton is asked for and cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"kernels is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
@@ -32,14 +34,20 @@ def choose(backend: str, device: torch.device) -> str:
     installed = importlib.util.find_spec("triton") is not None
     # Triton reads the variable when it is first imported.
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    others = sorted(str(dtype) for dtype in set(dtypes) - set(TRITON_DTYPES))
     if backend == "auto":
-        return "triton" if device.type == "cuda" and installed else "torch"
+        return "triton" if device.type == "cuda" and installed and not others else "torch"
     if backend == "triton" and not installed:
         raise ValueError("kernels is 'triton', which is not installed; install triton, or choose 'auto' or 'torch'")
     if backend == "triton" and device.type != "cuda" and not interpreted:
         raise ValueError(
             f"kernels is 'triton', and the parameters are on {device.type!r}; Triton needs a GPU (or the slow "
             "TRITON_INTERPRET=1): choose 'auto' or 'torch'"
+        )
+    if backend == "triton" and others:
+        raise ValueError(
+            f"kernels is 'triton', and there are parameters of {others[0]}; the kernels take "
+            f"{', '.join(map(str, TRITON_DTYPES))}: choose 'auto' or 'torch'"
         )
     return backend
 
@@ -53,8 +61,8 @@ def scape_passes(
     replica: int | None,
     device: torch.device,
 ) -> ScapePasses:
-    """The passes of a SCAPE step; see `ScapePasses`."""
-    if choose(backend, device) == "triton":
+    """The passes of a SCAPE step by "triton" or "torch"; see `ScapePasses`."""
+    if backend == "triton":
         from kernels.triton_passes import TritonScape
 
         return TritonScape(layout, tuple(whole_sizes), selection, density, replica, device)
@@ -63,20 +71,20 @@ def scape_passes(
     return TorchScape(layout, tuple(whole_sizes), selection, density, replica, device)
 
 
-def finite_check(backend: str, device: torch.device) -> Callable[[list[Tensor]], Tensor]:
+def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
     """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
-    if choose(backend, device) == "triton":
+    if backend == "triton":
         from kernels.triton_dense_passes import Finite
 
         return Finite()
-    from kernels.torch_passes import finite
+    from kernels.reference import finite
 
     return finite
 
 
-def adams_step(backend: str, device: torch.device) -> Any:
+def adams_step(backend: str) -> Any:
     """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
-    if choose(backend, device) == "triton":
+    if backend == "triton":
         from kernels.triton_dense_passes import TritonAdams
 
         return TritonAdams()

@@ -63,6 +63,12 @@ class ScapePasses:
         entries = self.payload_entries(density) if density < 1.0 else 0
         self.payload, self.last = (torch.zeros(entries, dtype=torch.float32, device=device) for _ in range(2))
         self.compact = False
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of the step's tensors: a gradient that was kept would be there twice in the next backward pass."""
+        self.parameters: list[Tensor] = []
+        self.gradients: list[Tensor] = []
 
     def payload_counts(self, density: float) -> list[int]:
         """Entries of each tensor in the payload at this density."""
@@ -80,7 +86,7 @@ class ScapePasses:
         in_use: Mask,
         previous: Mask,
     ) -> None:
-        """The tensors of the step that follows, in the order of `sizes`.
+        """The tensors of the step that follows, in the order of `sizes`; `update` lets go of them.
 
         parameters: local shards, any floating-point dtype; written by `update`.
         gradients: flat and contiguous; their storage is scratch space from here on.

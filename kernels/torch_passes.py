@@ -14,11 +14,6 @@ from kernels.passes import Rates, ScapePasses
 _ROWS = 4096
 
 
-def finite(gradients: list[Tensor]) -> Tensor:
-    """bool (len(gradients),): whether each is free of NaN and Inf."""
-    return reference.finite(gradients)
-
-
 class _Flat:
     """A tensor as FP32 (n,) to write to; `store` takes back what is no view of it.
 
@@ -91,6 +86,12 @@ class TorchScape(ScapePasses):
                 applied=applied,
             )
             parameter.store()
+        self.release()
+
+    def release(self) -> None:
+        super().release()
+        self._payloads = ()
+        self._indices = self._find
 
     def rotate(
         self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor

@@ -80,7 +80,7 @@ def adams_kernel(
     )
     unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
-    step = moment * unbias1 / (tl.sqrt(second * unbias2) + rate(rates, tensor, EPS))
+    step = moment * unbias1 / (tl.sqrt_rn(second * unbias2) + rate(rates, tensor, EPS))
     parameter = parameter - parameter * rate(rates, tensor, DECAY) - step * rate(rates, tensor, LR)
     tl.store(parameters + local, parameter.to(DTYPE), mask=inside)
     tl.store(states + local, moment, mask=inside)

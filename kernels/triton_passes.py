@@ -1,5 +1,8 @@
 """SCAPE's passes as Triton kernels, a few launches for all tensors of a model. Nothing here waits for the device."""
 
+from bisect import bisect_right
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -40,6 +43,8 @@ class TritonScape(ScapePasses):
         self._starts = torch.zeros(1, dtype=torch.int64, device=device)
         self._payload_tiles: tuple[Tensor, Tensor] | None = None
         self._radix: RadixSelection | None = None
+        self._any_kinds = ((False, None),) * count
+        self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
         self._static = selection == "block"
         self._own_block = self.first_run * layout.run_blocks
         self._all = tuple(self._stream.whole())
@@ -55,10 +60,8 @@ class TritonScape(ScapePasses):
                 continue
             first = self.layout.first_block[tensor]
             a, b = (min(max(edge - first, 0), blocks) for edge in (start, end))
-            own += [(tensor, a, b)] if a < b else []
-            others += (
-                [r for r in ((tensor, 0, a), (tensor, b, blocks)) if r[1] < r[2]] if a < b else [(tensor, 0, blocks)]
-            )
+            own.append((tensor, a, b))
+            others += [(tensor, 0, a), (tensor, b, blocks)]
         return tuple(r for r in own if r[1] < r[2]), tuple(r for r in others if r[1] < r[2])
 
     # -------------------------------------------------------------------------------------- the passes
@@ -93,7 +96,11 @@ class TritonScape(ScapePasses):
         self._rates.set([rates_row(r) for r in rates])
         self._betas.set([(r.beta1, r.beta2) for r in rates])
         self._gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
-        self._parameter_kinds = tuple((aligned(p, s), p.dtype) for p, s in zip(flat, self.states, strict=True))
+        # While the payload is not compact `update` reads it where the gradients are.
+        read = self.states if self.compact else self.gradients
+        self._parameter_kinds = tuple(
+            (aligned(p, s, r), p.dtype) for p, s, r in zip(flat, self.states, read, strict=True)
+        )
 
     def pack(self, applied: Tensor, next_density: float) -> Tensor | None:
         self._fresh.zero_()
@@ -108,10 +115,10 @@ class TritonScape(ScapePasses):
             self._pack(self._stream, self._others, applied)
             if self._radix is None:
                 self._radix = RadixSelection(layout, self._stream, range(self.first_run, self.first_run + self.runs))
-            return self._radix(self._table.values, next_density, applied)
+            return self._radix(self._table.values, next_density, applied, self._bitmap())
         blocks, k = self.runs * layout.run_blocks, entries_per_block(next_density, size)
         if not layout.sends_offsets(next_density, self.selection):
-            wire = torch.zeros(blocks * size // 8, dtype=torch.uint8, device=self.device)
+            wire = self._bitmap()
             self._pack(self._choose, self._own, applied, "bitmap", wire, k)
             self._pack(self._stream, self._others, applied)
             return wire
@@ -183,7 +190,8 @@ class TritonScape(ScapePasses):
                 )
                 sums.append(partial.sum(dtype=torch.float64))
             return torch.stack(sums).sum().float()
-        for listed, easy, _ in self._stream.lists(self._all, self._gradient_kinds):
+        # One order of summation on all replicas, whatever the alignment of their gradients is.
+        for listed, easy, _ in self._stream.lists(self._all, self._any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launching.launch(
                 triton_scape.squares_in_place_kernel,
@@ -232,6 +240,11 @@ class TritonScape(ScapePasses):
                 CLIP_MOMENT=clip_moment,
             )
         self._writable.store()
+        self.release()
+
+    def release(self) -> None:
+        super().release()
+        self._writable = Writable([])
 
     def rotate(
         self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor
@@ -271,6 +284,13 @@ class TritonScape(ScapePasses):
             )
 
     # -------------------------------------------------------------------------------------- internals
+
+    def _bitmap(self) -> Tensor:
+        """Where this rank's own selection goes, the same at every step: a single replica's next mask lies there."""
+        size = self.runs * self.layout.run_blocks * self.layout.block_size // 8
+        if self._wire.numel() != size:
+            self._wire = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._wire
 
     def _encode(self, offsets: Tensor) -> Tensor:
         """The offsets of one run, int16 (run_blocks, k), packed for the wire."""
@@ -314,8 +334,9 @@ class TritonScape(ScapePasses):
             positions = torch.arange(first, last, _FLAT, dtype=torch.int64)
             columns = [torch.full_like(positions, i), positions, torch.full_like(positions, _FLAT)]
             whole.append(torch.stack(columns, dim=1))
-            rest.append(torch.tensor([(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]).view(-1, 3))
-        return to_device(torch.cat(whole), self.device), to_device(torch.cat(rest).long(), self.device)
+            edges = [(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]
+            rest.append(torch.tensor(edges, dtype=torch.int64).view(-1, 3))
+        return to_device(torch.cat(whole), self.device), to_device(torch.cat(rest), self.device)
 
 
 class _InPlace:
@@ -324,6 +345,10 @@ class _InPlace:
     def __init__(self, passes: TritonScape) -> None:
         self._passes = passes
         self.entries, self.device = sum(passes.counts), passes.device
+        self._ends = list(accumulate(passes.counts))
+        tiles = [-(-end // passes._stream.rows) for _, _, end in passes._all]
+        self._first_tile = [0, *accumulate(tiles)]
+        self._per_block = entries_per_block(passes.in_use.density, passes.layout.block_size)
 
     def fill(self, chunk: Tensor, first: int) -> None:
         """chunk = payload[first : first + len(chunk)]."""
@@ -334,25 +359,35 @@ class _InPlace:
         self._move(chunk, first, False)
 
     def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
-        p, position, ranges = self._passes, 0, []
-        for r, count in zip(p._all, p.counts, strict=True):
-            if position < first + chunk.numel() and position + count > first:
-                ranges.append(r)
-            position += count
-        for listed, _, _ in p._stream.lists(tuple(ranges), ((False, None),) * len(p.sizes)):
-            launching.launch(
-                triton_masks.move_kernel,
-                (len(listed),),
-                listed,
-                p._table.values,
-                p.in_use.bits,
-                int(not p.in_use.dense),
-                p._starts,
-                chunk,
-                first,
-                chunk.numel(),
-                warps=p._stream.warps,
-                **p._stream.shape,
-                STATIC=p._static,
-                TO_CHUNK=to_chunk,
-            )
+        p = self._passes
+        tiles = p._stream
+        ((listed, _, _),) = tiles.lists(p._all, p._any_kinds)  # all of them, tensor by tensor
+        begin, end = self._tiles_of(first), self._tiles_of(first + chunk.numel() - 1)
+        listed = listed[begin.start : end.stop]
+        launching.launch(
+            triton_masks.move_kernel,
+            (len(listed),),
+            listed,
+            p._table.values,
+            p.in_use.bits,
+            int(not p.in_use.dense),
+            p._starts,
+            chunk,
+            first,
+            chunk.numel(),
+            warps=tiles.warps,
+            **tiles.shape,
+            STATIC=p._static,
+            TO_CHUNK=to_chunk,
+        )
+
+    def _tiles_of(self, position: int) -> range:
+        """Tiles among which the one lies that has this entry of the payload."""
+        p = self._passes
+        tensor = bisect_right(self._ends, position)
+        tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])
+        if not p._static and tensor < p.sparsified:
+            return tiles  # blocks differ in their number of entries
+        per_tile = p._stream.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
+        start = self._ends[tensor] - p.counts[tensor]
+        return tiles[(position - start) // per_tile :][:1]

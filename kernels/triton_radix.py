@@ -38,11 +38,9 @@ class RadixSelection:
         self._first_tile = to_device(begins.repeat_interleave(lengths), device)
         self._wanted = Table(len(ranges), 1, torch.int32, device)
 
-    def __call__(self, table: Tensor, density: float, applied: Tensor) -> Tensor:
-        """The bitmap of the runs, uint8 (runs * run_blocks * block_size / 8,)."""
+    def __call__(self, table: Tensor, density: float, applied: Tensor, bitmap: Tensor) -> Tensor:
+        """Fills the bitmap of the runs, uint8 (runs * run_blocks * block_size / 8,), zeros at first; returns it."""
         layout, tiles, device = self._layout, self._tiles, self._tiles.device
-        size = len(self._runs) * layout.run_blocks * layout.block_size // 8
-        bitmap = torch.zeros(size, dtype=torch.uint8, device=device)
         if not self._sizes:
             return bitmap
         wanted = self._wanted.set([[entries_per_block(density, n)] for n in self._sizes]).clone()

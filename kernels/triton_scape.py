@@ -249,7 +249,7 @@ def update_kernel(
             before = tl.load(last + at_payload, mask=some, other=0.0)
             gh = (mean - before * beta1) * to_gradient
             moment, second = moments(before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, CLIP_MOMENT)
-            step = moment * unbias1 / (tl.sqrt(second * unbias2) + eps)
+            step = moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
             step = tl.where((held & (bits & -bits)) != 0, step, step * wait)
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
@@ -262,7 +262,7 @@ def update_kernel(
         state = tl.load(states + local, mask=inside, other=0.0)
         gh = (mean - state * beta1) * to_gradient
         moment, second = moments(state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, CLIP_MOMENT)
-        step = moment * unbias1 / (tl.sqrt(second * unbias2) + eps)
+        step = moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
         step = tl.where(spread(held), step, step * wait)
         changed = spread(used)
         value = decayed - tl.where(changed, step * lr, 0.0)

@@ -2,11 +2,13 @@
 
     python scripts/bench_kernels.py                                # both Llamas at 0.1 and 0.01, all in one run
     python scripts/bench_kernels.py --model llama-1.8b --sweep     # also other tiles, for tuning
+    python scripts/bench_kernels.py --bytes                        # what must move, without a GPU
     TRITON_INTERPRET=1 python scripts/bench_kernels.py --smoke     # whether the script itself runs, anywhere
 
 Per kernel: milliseconds (median of --repeat, after warm-up), the bytes it cannot do without, and GB/s on them over what
-a copy reaches on this machine. Writes results/bench_kernels/table.md and bench.json. The step is that of one of 8
-replicas, without its exchange. Memory is the peak over dense AdamS's, in training steps from the first on.
+a copy reaches on this machine; select is what packing takes longer with it. Writes results/bench_kernels/table.md and
+bench.json. The step is that of one of 8 replicas, without its exchange. Memory is the peak over dense AdamS's, in
+training steps from the first on.
 """
 
 import argparse
@@ -79,12 +81,48 @@ def copy_bandwidth(clock: Clock, device: torch.device, gigabytes: float) -> floa
     return 2 * source.nbytes / (clock(lambda: target.copy_(source)) / 1e3)
 
 
+def minimal_bytes(shapes: list[tuple[int, ...]], density: float) -> dict[str, float]:
+    """What each kernel cannot do without: each input read once, each output written once."""
+    sparse, whole = sizes_of(shapes)
+    layout = BlockLayout(sparse, 1024, REPLICAS)
+    n, masks = sum(sparse) + sum(whole), 2 * layout.mask_bytes()
+    k = sum(layout.nnz(i, density, "block") for i in range(len(sparse))) + sum(whole)
+    return {
+        "finite": 4 * n,
+        "pack": 12 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
+        "squares": 8 * k,
+        "update": 8 * n + masks + 8 * k + 4 * k,  # parameter twice; payload and last moment, new moment
+    }
+
+
+def sizes_of(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Entries of the sparsified tensors, and of those that are sent whole."""
+    sparse = tuple(torch.Size(s).numel() for s in shapes if len(s) > 1)
+    return sparse, tuple(torch.Size(s).numel() for s in shapes if len(s) == 1)
+
+
+def bytes_table(models: list[str], densities: list[float]) -> str:
+    lines = [
+        "`python scripts/bench_kernels.py --bytes`: bytes a parameter that must move (FP32, blocks of 1024).",
+        "Fused AdamW moves 28, dense AdamS 20, both without a finite check.",
+        "",
+        "| model | parameters | density | finite | pack | squares | update | pack + update | all |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in models:
+        for density in densities:
+            least, n = minimal_bytes(MODELS[name], density), sum(map(sum, sizes_of(MODELS[name])))
+            figures = [*least.values(), least["pack"] + least["update"], sum(least.values())]
+            cells = [name, f"{n:,}", str(density), *(f"{f / n:.2f}" for f in figures)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 class Bench:
     """One model at one density: state, masks, gradients, and the passes over them."""
 
     def __init__(self, shapes: list[tuple[int, ...]], density: float, selection: str, device: torch.device) -> None:
-        sparse = tuple(torch.Size(s).numel() for s in shapes if len(s) > 1)
-        whole = tuple(torch.Size(s).numel() for s in shapes if len(s) == 1)
+        sparse, whole = sizes_of(shapes)
         self.density, self.device = density, device
         self.layout = BlockLayout(sparse, 1024, REPLICAS)
         self.passes = TritonScape(self.layout, whole, selection, density, REPLICAS // 2, device)
@@ -94,7 +132,8 @@ class Bench:
         self.steps = torch.full((), 100.0, dtype=torch.float64, device=device)
         self.clip = torch.full((), 0.5, device=device)
         self.in_use, self.previous = (self._mask(seed) for seed in (1, 2))
-        self.wire = torch.empty(0, dtype=torch.uint8)
+        self._finite = Finite()
+        self._spare = [self.in_use.bits.clone(), self.previous.bits.clone()]
         self.bind()
 
     def bind(self) -> None:
@@ -116,21 +155,10 @@ class Bench:
         every.rotate(received, self.density, bits[0], bits[1], self.applied)
         return Mask(bits[0], self.density)
 
-    # What the kernels cannot do without, in bytes: each input read once, each output written once.
-    def minimal_bytes(self) -> dict[str, float]:
-        n = sum(p.numel() for p in self.parameters)
-        k, masks = self.passes.payload.numel(), 2 * self.layout.mask_bytes()
-        return {
-            "finite": 4 * n,
-            "pack": 12 * n + masks + 8 * k,
-            "squares": 8 * k,
-            "update": 8 * n + masks + 8 * k + 4 * k,
-        }
-
     def times(self, clock: Clock) -> dict[str, float]:
-        p, finite = self.passes, Finite()
+        p = self.passes
         found = {
-            "finite": clock(lambda: finite(self.gradients)),
+            "finite": clock(lambda: self._finite(self.gradients)),
             "pack": clock(lambda: p.pack(self.applied, 1.0)),
             "pack + select": clock(lambda: p.pack(self.applied, self.density)),
             "squares": clock(p.squares),
@@ -142,8 +170,7 @@ class Bench:
         wire = p.pack(self.applied, self.density)
         assert wire is not None
         received = wire.repeat(REPLICAS)
-        bits = [self.in_use.bits.clone(), self.previous.bits.clone()]
-        found["rotate"] = clock(lambda: p.rotate(received, self.density, *bits, self.applied))
+        found["rotate"] = clock(lambda: p.rotate(received, self.density, *self._spare, self.applied))
         return found
 
     def pack_and_update(self) -> None:
@@ -153,42 +180,26 @@ class Bench:
     def step(self) -> None:
         """All that a rank does in a step, its exchange left out; the received masks are its own, repeated."""
         p = self.passes
-        Finite.__call__(self._finite, self.gradients)
+        self._finite(self.gradients)
         self.bind()
         wire = p.pack(self.applied, self.density)
         p.squares()
         p.update(self.clip, True, self.steps, 1000.0, self.applied)
         assert wire is not None
-        p.rotate(wire.repeat(REPLICAS), self.density, self._spare[0], self._spare[1], self.applied)
-
-    @property
-    def _spare(self) -> list[Tensor]:
-        if not hasattr(self, "_spare_bits"):
-            self._spare_bits = [self.in_use.bits.clone(), self.previous.bits.clone()]
-        return self._spare_bits
-
-    @property
-    def _finite(self) -> Finite:
-        if not hasattr(self, "_finite_check"):
-            self._finite_check = Finite()
-        return self._finite_check
+        p.rotate(wire.repeat(REPLICAS), self.density, *self._spare, self.applied)
 
     def topk_time(self, clock: Clock) -> float:
         """torch.topk on the moments of the own run, in the form of this selection."""
-        total = 0.0
+        work: list[tuple[Tensor, int]] = []
         for i in range(self.passes.sparsified):
             start, end = self.layout.owned(i, self.passes.first_run)
-            if end == start:
-                continue
             values = self.gradients[i][start:end].abs()
-            if self.passes.selection == "block" and len(values) >= 1024:
+            if self.passes.selection == "tensor" and end > start:
+                work.append((values, entries_per_block(self.density, end - start)))
+            elif end - start >= 1024:
                 blocks = values[: len(values) // 1024 * 1024].view(-1, 1024)
-                k = entries_per_block(self.density, 1024)
-                total += clock(lambda b=blocks, k=k: torch.topk(b, k, dim=1))
-            elif self.passes.selection == "tensor":
-                k = entries_per_block(self.density, len(values))
-                total += clock(lambda v=values, k=k: torch.topk(v, k))
-        return total
+                work.append((blocks, entries_per_block(self.density, 1024)))
+        return clock(lambda: [torch.topk(values, k, dim=-1) for values, k in work])
 
 
 def plain_step(bench: Bench) -> Callable[[], None]:
@@ -257,9 +268,9 @@ def memory(shapes: list[tuple[int, ...]], density: float, device: torch.device) 
             optimizer.zero_grad()
         peaks[name] = torch.cuda.max_memory_allocated() - base
         del parameters, named, optimizer, p
-    layout = BlockLayout(tuple(torch.Size(s).numel() for s in shapes if len(s) > 1), 1024, 1)
-    whole = sum(torch.Size(s).numel() for s in shapes if len(s) == 1)
-    payload = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + whole
+    sparse, whole = sizes_of(shapes)
+    layout = BlockLayout(sparse, 1024, 1)
+    payload = sum(layout.nnz(i, density, "block") for i in range(len(sparse))) + sum(whole)
     return {
         "adams": peaks["adams"],
         "extra": peaks["scape"] - peaks["adams"],
@@ -273,7 +284,7 @@ def memory(shapes: list[tuple[int, ...]], density: float, device: torch.device) 
 def measure(name: str, density: float, clock: Clock, device: torch.device, bandwidth: float) -> dict[str, Any]:
     bench = Bench(MODELS[name], density, "block", device)
     entries = sum(p.numel() for p in bench.parameters)
-    times, least = bench.times(clock), bench.minimal_bytes()
+    times, least = bench.times(clock), minimal_bytes(MODELS[name], density)
     result: dict[str, Any] = {
         "model": name,
         "density": density,
@@ -397,7 +408,14 @@ def main() -> None:
         "--smoke", action="store_true", help="a tiny model on whatever device there is; nothing is stored"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "results/bench_kernels")
+    parser.add_argument("--bytes", action="store_true", help="the bytes that must move, no GPU needed")
     arguments = parser.parse_args()
+    if arguments.bytes:
+        text = bytes_table(arguments.model or ["llama-500m", "llama-1.8b"], arguments.density or [0.1, 0.01])
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "bytes.md").write_text(text)
+        print(text)
+        return
     if not torch.cuda.is_available() and not arguments.smoke:
         sys.exit("bench_kernels.py needs a GPU, and torch sees none; --smoke checks the script without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

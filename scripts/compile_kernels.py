@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels import launching
+from kernels import TRITON_DTYPES, launching
 from kernels.blocks import BlockLayout, Mask
 from kernels.passes import Rates
 from kernels.triton_dense_passes import Finite, TritonAdams
@@ -36,6 +36,7 @@ TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", 
 _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int16: "*i16",
@@ -83,6 +84,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(selection="tensor"),
         dict(selection="tensor", in_use=0.5),
         dict(dtype=torch.bfloat16),
+        dict(dtype=torch.float16),
         dict(clip=False),
         dict(wait=None),
         dict(block=8, density=0.3, in_use=0.3),
@@ -93,7 +95,7 @@ def _steps(quick: bool) -> Iterator[Any]:
     ]
     for options in [{}, *([] if quick else others)]:
         yield lambda o=options: _scape_step(**{**defaults, **o})
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in TRITON_DTYPES:
         yield lambda d=dtype: _dense_step(d)
 
 

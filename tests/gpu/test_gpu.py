@@ -16,6 +16,7 @@ from torch import Tensor, nn
 if os.environ.get("SCAPE_GPU_TESTS") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
 
+from kernels import reference
 from kernels.blocks import BlockLayout
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
 from tests.replicas import ThreadCollectives, run_replicas
@@ -29,14 +30,15 @@ SHAPES = [(700, 513), (33, 1024), (1, 1), (2048, 96), (1000,), (7,)]
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01])
 @pytest.mark.parametrize("in_use", [1.0, 0.5, None], ids=["dense", "warm-up", "target"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 1)], ids=["aligned", "gradients off", "parameters off"])
 def test_a_step_follows_the_twin(
-    selection: str, density: float, in_use: float | None, dtype: torch.dtype, offset: int
+    selection: str, density: float, in_use: float | None, dtype: torch.dtype, offsets: tuple[int, int]
 ) -> None:
     used = density if in_use is None else in_use
     case = replace(BASE, selection=selection, density=density, in_use=used, previous=density, next=density)
+    case = replace(case, gradient_dtype=dtype, parameter_dtype=dtype, offset=offsets[0], parameter_offset=offsets[1])
     for replica in (None, 1):
-        check_step(replace(case, replica=replica, gradient_dtype=dtype, parameter_dtype=dtype, offset=offset))
+        check_step(replace(case, replica=replica))
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 64, 256, 4096, 32768])
@@ -82,20 +84,29 @@ def start(collectives: ThreadCollectives | None = None, **options: Any) -> tuple
     return parameters, Scape(named, replicas=collectives, **{"lr": 1e-2, **options})
 
 
+def unpacked(optimizer: Scape) -> Tensor:
+    bits = optimizer.masks.in_use.bits
+    return reference.unpack_bits(bits, 8 * bits.numel())
+
+
 @pytest.mark.parametrize("options", [dict(density=0.1), dict(density=0.05, density_warmup_steps=4, selection="tensor")])
 def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> None:
-    def work(collectives: ThreadCollectives, kernels: str) -> list[Tensor]:
+    """Rounding may swap two entries that nearly tie, which moves single entries by a whole step."""
+
+    def work(collectives: ThreadCollectives, kernels: str) -> tuple[list[Tensor], Tensor]:
         parameters, optimizer = start(collectives, kernels=kernels, **options)
         for step in range(10):
             draw(step, collectives.replica, parameters)
             optimizer.step()
-        return [p.detach() for p in parameters]
+        return [p.detach() for p in parameters], unpacked(optimizer)
 
     kernel = run_replicas(2, lambda c: work(c, "triton"))
     twin = run_replicas(2, lambda c: work(c, "torch"))
-    for ours, other, theirs in zip(kernel[0], kernel[1], twin[0], strict=True):
+    assert torch.equal(kernel[0][1], kernel[1][1])
+    assert float((kernel[0][1] != twin[0][1]).float().mean()) <= 1e-3
+    for ours, other, theirs in zip(kernel[0][0], kernel[1][0], twin[0][0], strict=True):
         assert torch.equal(ours, other)
-        assert float((ours - theirs).norm()) <= 1e-5 * float(ours.norm())
+        assert float((ours - theirs).norm()) <= 1e-2 * float(ours.norm())
 
 
 @contextmanager
@@ -142,9 +153,12 @@ def test_a_step_can_be_captured(selection: str) -> None:
                 optimizer.step()
                 continue
             if step == 5:
+                optimizer.state_dict()  # settles: the graph has to rotate nothing at its first replay
                 with torch.cuda.graph(graph):
                     optimizer.step()
             graph.replay()
+            if step == 7:
+                optimizer.state_dict()
         optimizer.settle()
         results.append([p.detach() for p in parameters] + [optimizer.passes.state, optimizer.masks.in_use.bits])
     for eager, replayed in zip(*results, strict=True):
@@ -183,6 +197,6 @@ def test_memory_over_dense_adams(density: float, warmup: int) -> None:
     entries = sum(torch.Size(s).numel() for s in shapes)
     layout = BlockLayout(tuple(torch.Size(s).numel() for s in shapes if len(s) > 1), 1024, 1)
     payload = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + 8 * 2048
-    # One replica's own selection is the whole mask, before it is exchanged and after; small tables on top.
-    allowed = 2 * layout.mask_bytes() + 8 * payload + 2 * layout.mask_bytes() // 2 + 0.01 * 4 * entries
+    # A single replica's own selection is a whole mask; of N replicas it is an N-th. Tables come on top.
+    allowed = 3 * layout.mask_bytes() + 8 * payload + 0.01 * 4 * entries
     assert peaks[1] - peaks[0] <= allowed

@@ -5,11 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernels import choose, triton_dense, triton_masks, triton_scape, triton_select
+from kernels import choose, launching, triton_dense, triton_masks, triton_scape, triton_select
+from kernels.blocks import BlockLayout, Mask
+from kernels.passes import Rates
+from kernels.triton_passes import TritonScape
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +60,11 @@ def test_the_benchmark_runs() -> None:
 def test_a_backend_can_be_forced_or_is_refused() -> None:
     cpu = torch.device("cpu")
     assert choose("auto", cpu) == choose("torch", cpu) == "torch"
-    assert choose("auto", torch.device("cuda")) == choose("triton", torch.device("cuda")) == "triton"
+    gpu = torch.device("cuda")
+    assert choose("auto", gpu) == choose("triton", gpu, [torch.bfloat16, torch.float32]) == "triton"
+    assert choose("auto", gpu, [torch.float32, torch.float64]) == "torch"
+    with pytest.raises(ValueError, match=r"parameters of torch\.float64; the kernels take torch\.float32"):
+        choose("triton", gpu, [torch.float64])
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     for kind in (Scape, AdamS):
         with pytest.raises(
@@ -64,3 +73,43 @@ def test_a_backend_can_be_forced_or_is_refused() -> None:
             kind([("p", parameter)], lr=1e-3, kernels="triton")
         with pytest.raises(ValueError, match="kernels is 'cuda'; it must be one of 'auto', 'triton', 'torch'"):
             kind([("p", parameter)], lr=1e-3, kernels="cuda")
+
+
+def shifted(entries: int, offset: int) -> Tensor:
+    return torch.zeros(entries + offset)[offset:]
+
+
+@pytest.mark.parametrize("in_use", [1.0, 0.1], ids=["dense", "target"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's gradients are views into one buffer, at any offset. The update reads them while the mask is dense."""
+    calls: list[tuple[str, bool]] = []
+
+    def note(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        calls.append((kernel.fn.__name__, constants.get("EASY", False)))
+
+    monkeypatch.setattr(launching, "launch", note)
+    layout = BlockLayout((8192,), 1024, 1)
+    passes = TritonScape(layout, (), "block", 0.1, 0, torch.device("cpu"))
+    masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
+    passes.bind([torch.zeros(8192)], [shifted(8192, offset)], [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], *masks)
+    passes.pack(torch.tensor(True), 1.0)
+    passes.update(torch.ones(()), True, torch.ones((), dtype=torch.float64), None, torch.tensor(True))
+    aligned = offset == 0
+    assert calls == [("pack_kernel", aligned), ("update_kernel", aligned or in_use < 1.0)]
+
+
+def test_large_payloads_are_covered_once() -> None:
+    """Positions behind 2^24, which FP32 cannot count, and tensors without a remainder."""
+    sizes = (0, 36_000_003, 4096, 1029)
+    passes = TritonScape(BlockLayout(sizes, 1024, 1), (7, 0, 3), "block", 0.6, 0, torch.device("cpu"))
+    passes.counts = passes.payload_counts(0.6)
+    whole, rest = passes._tile_payload()
+    assert bool((whole[:, 1] % 4 == 0).all()) and bool((whole[:, 2] == 4096).all())
+    stretches = sorted((first, first + length, tensor) for tensor, first, length in torch.cat([whole, rest]).tolist())
+    position, entries = 0, [0] * len(passes.counts)
+    for first, end, tensor in stretches:
+        assert first == position
+        entries[tensor] += end - first
+        position = end
+    assert entries == passes.counts and position == sum(passes.counts) > 2**24

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.torch_passes import TorchScape
 from tests.literal import Literal
@@ -78,15 +79,21 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
 def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 and warm-up allocate no buffer of the model's size; at the target density there is one, of its size."""
     places: list[tuple[bool, bool]] = []
-    bind = TorchScape.bind
+    current: list[Any] = []
+    step, bind = Scape.step, TorchScape.bind
 
-    def spy(self: TorchScape, parameters: list[Tensor], gradients: list[Tensor], *arguments: Any) -> None:
-        bind(self, parameters, gradients, *arguments)
-        homes = [self.payload] * len(gradients) if self.compact else gradients
+    def remember(self: Scape) -> Any:
+        current[:] = [s.parameter.grad for s in self._ordered]
+        return step(self)
+
+    def spy(self: TorchScape, *arguments: Any) -> None:
+        bind(self, *arguments)
+        homes = [self.payload] * len(current) if self.compact else current
         pieces = zip(self._payloads, homes, strict=True)
         inside = all(p.untyped_storage().data_ptr() == h.untyped_storage().data_ptr() for p, h in pieces)
         places.append((self.compact, inside))
 
+    monkeypatch.setattr(Scape, "step", remember)
     monkeypatch.setattr(TorchScape, "bind", spy)
     train(None, 6, density=0.1, density_warmup_steps=4)
     # d(4) is the target: the mask in use at step 4 is the first of that density.
@@ -344,3 +351,37 @@ def test_sparse_gradients_are_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
+
+
+def test_a_step_lets_go_of_the_gradients() -> None:
+    """Kept over the next backward pass they would be in memory twice."""
+    parameter = nn.Parameter(torch.randn(64, 64))
+    optimizer = Scape([("p", parameter)], lr=1e-3, density=0.1)
+    for _ in range(3):
+        parameter.grad = torch.randn(64, 64)
+        storage = StorageWeakRef(parameter.grad.untyped_storage())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert storage.expired()
+
+
+def test_the_state_can_be_taken_after_too_many_skipped_steps() -> None:
+    """The mask on its way is dropped before the error, so that nobody waits for it a second time."""
+    parameter = nn.Parameter(torch.randn(64, 64))
+    optimizer = Scape([("p", parameter)], lr=1e-3, density=0.1, density_warmup_steps=9, max_skipped_steps=1)
+    for value in (1.0, float("nan")):
+        parameter.grad = torch.full((64, 64), value)
+        optimizer.step()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.settle()
+    optimizer.load_state_dict(optimizer.state_dict())
+    parameter.grad = torch.ones(64, 64)
+    optimizer.step()
+    optimizer.settle()
+    assert optimizer.guard.skipped == 1
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    parameters = [("a", nn.Parameter(torch.ones(4))), ("b", nn.Parameter(torch.ones(4, device="meta")))]
+    with pytest.raises(ValueError, match="parameter 'b' is on meta, 'a' on cpu"):
+        Scape(parameters, lr=1e-3)

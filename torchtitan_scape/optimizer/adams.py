@@ -3,6 +3,7 @@
 Zhang, Wang, Chen, "AdamS: Momentum Itself Can Be A Normalizer for LLM Pretraining and Post-training" (EMNLP 2025).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kernels import adams_step
+from kernels import adams_step, choose
 from kernels.passes import Rates
 from torchtitan_scape.optimizer.options import check_hyperparameters
 from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local
@@ -37,9 +38,10 @@ class AdamS(Optimizer):
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
-        # One kernel launch works on tensors of one device.
-        devices = {local(shard.parameter).device for shard in self._shards}
-        self._passes = {device: adams_step(kernels, device) for device in devices}
+        self._kernels = kernels
+        self._passes: dict[torch.device, Any] = {}  # one launch works on tensors of one device
+        for shard in self._shards:
+            choose(kernels, local(shard.parameter).device, [shard.parameter.dtype])  # refuses here, not in a step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. All state exists at once: checkpoint helpers would otherwise make it by taking a step."""
@@ -70,16 +72,19 @@ class AdamS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for device, passes in self._passes.items():
-            shards = [s for s in self._shards if s.parameter.grad is not None and local(s.parameter).device == device]
-            if not shards:
-                continue
+        by_device: dict[torch.device, list[Shard]] = defaultdict(list)
+        for shard in self._shards:
+            if shard.parameter.grad is not None:
+                by_device[local(shard.parameter).device].append(shard)
+        for device, shards in by_device.items():
+            if device not in self._passes:
+                self._passes[device] = adams_step(choose(self._kernels, device, {s.parameter.dtype for s in shards}))
             applied = torch.ones((), dtype=torch.bool, device=device)
             if self.found_inf is not None:
                 applied = self.found_inf.to(device) == 0
             states = [self.state[shard.parameter] for shard in shards]
             torch._foreach_add_([state["step"] for state in states], applied.double())
-            passes.step(
+            self._passes[device].step(
                 [local(shard.parameter).detach() for shard in shards],
                 [flat_gradient(shard) for shard in shards],
                 [local(state["exp_avg"]) for state in states],

@@ -15,7 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
-from kernels import finite_check
+from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.optimizer.adams import AdamS
@@ -80,7 +80,7 @@ class DenseOptimizers(ReplicaOptimizers):
         self.timer = PhaseTimer(device.type)
         self.guard = FiniteGuard(
             [s.name for s in self._shards],
-            finite_check(kernels, device),
+            finite_check(choose(kernels, device)),
             collectives.all_true,
             collectives.gather_objects,
             dist.get_rank(),

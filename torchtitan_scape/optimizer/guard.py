@@ -64,7 +64,7 @@ class FiniteGuard:
 
     def last_applied(self) -> bool:
         """Whether the last step was applied. Waits for the device: for log lines."""
-        return self._pending is None or bool(self.applied)
+        return self.applied is None or bool(self.applied)
 
     def settle(self) -> bool | None:
         """Whether the last checked step was applied; None where it was asked before.

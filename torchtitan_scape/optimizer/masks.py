@@ -1,7 +1,7 @@
 """Delayed masks: each replica selects in its own run, and the mask is used one step later.
 
-SCAPE paper, Section IV-A and Figure 7. The exchange is asynchronous: it starts behind the payload's and is
-waited for where the next step first needs the mask.
+SCAPE paper, Section IV-A and Figure 7. The exchange is asynchronous: it starts at the end of a step, when the payload's
+buffer is free to receive it, and is waited for where the next step first needs the mask.
 """
 
 import torch
@@ -19,12 +19,11 @@ class DelayedMasks:
         self._passes, self.layout, self.collectives = passes, passes.layout, collectives
         self.in_use, self.previous = (Mask(_new_bits(self.layout.mask_bytes(), device)) for _ in range(2))
         self._arriving: tuple[Handle, Tensor | None, float] | None = None
+        # A captured graph rotates and exchanges without the host, which therefore cannot tell whether there is a mask
+        # to be taken into use; this flag can. It makes `rotate` do nothing the second time.
+        self._waiting = torch.zeros((), dtype=torch.bool, device=device)
+        self._captured: tuple[Handle, Tensor | None, float] | None = None
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no mask is on its way."""
-        return self._arriving is None
 
     def of_moment(self, applied: bool) -> tuple[Mask, Mask]:
         """The mask on which m lives, and its neighbour in time. `applied` tells of the last step.
@@ -32,22 +31,23 @@ class DelayedMasks:
         Before `rotate` an applied step's m lives on the mask in use; after it, or after a skipped step, on the
         one before.
         """
-        if self._arriving is not None and applied:
+        on_its_way = self._arriving is not None or (self._captured is not None and bool(self._waiting))
+        if on_its_way and applied:
             return self.in_use, self.previous
         return self.previous, self.in_use
 
-    def exchange(self, own: Tensor | None, density: float) -> None:
+    def exchange(self, own: Tensor | None, density: float, applied: Tensor) -> None:
         """Starts the all-gather of what each replica selected, uint8; None for a mask of all ones.
 
         What arrives lies in the payload buffer, which nobody needs before the next step, wherever it fits.
+        applied: bool (), on the device; false for a mask that shall not come into use.
         """
-        if own is None:
-            self._arriving = (Handle(None), None, density)
-        elif self.collectives.is_fake:
-            self._arriving = (Handle(None), own, density)
-        else:
+        handle, received = Handle(None), own
+        if own is not None and not self.collectives.is_fake and self.collectives.replicas > 1:
             received = self._room(self.collectives.replicas * own.numel())
-            self._arriving = (self.collectives.all_gather(received, own), received, density)
+            handle = self.collectives.all_gather(received, own)
+        self._arriving = (handle, received, density)
+        self._waiting.copy_(applied)
 
     def _room(self, size: int) -> Tensor:
         spare = self._passes.payload.view(torch.uint8)
@@ -58,24 +58,43 @@ class DelayedMasks:
             self._received = torch.empty(size, dtype=torch.uint8, device=spare.device)
         return self._received
 
-    def rotate(self, applied: Tensor, was_applied: bool | None) -> None:
-        """Waits for the exchange; if the step was applied its mask comes into use, else it is dropped.
+    def rotate(self, was_applied: bool | None) -> None:
+        """Waits for the exchange; if its step was applied its mask comes into use, else it is dropped.
 
-        applied: bool (), on the device. was_applied: the same where the host knows it; None while a CUDA graph is
-        captured, which takes a density that no longer changes.
+        was_applied: as the device's flag, for the densities; None where the host does not know, as after replays.
         """
-        assert self._arriving is not None
-        handle, received, density = self._arriving
+        arriving = self._arriving or self._captured
+        if arriving is None:
+            return
         self._arriving = None
-        handle.wait()
-        self._passes.rotate(received, density, self.in_use.bits, self.previous.bits, applied)
-        if was_applied is None and not self.in_use.density == self.previous.density == density:
-            raise RuntimeError(
-                f"a CUDA graph needs a density that stays: the masks have {self.previous.density}, "
-                f"{self.in_use.density} and {density}; take more steps before the capture"
-            )
+        self._take(arriving)
         if was_applied:
-            self.previous.density, self.in_use.density = self.in_use.density, density
+            self.previous.density, self.in_use.density = self.in_use.density, arriving[2]
+
+    def rotate_captured(self) -> None:
+        """`rotate` while a CUDA graph is captured. Raises RuntimeError where the density still changes."""
+        arriving = self._arriving or self._captured
+        densities = (self.previous.density, self.in_use.density, arriving[2] if arriving else None)
+        if arriving is None or len(set(densities)) > 1:
+            raise RuntimeError(
+                f"a CUDA graph needs a density that stays, and the masks have {densities[0]}, {densities[1]} and "
+                f"{densities[2]}; take more steps before the capture"
+            )
+        self._captured = arriving
+        self._take(arriving)
+
+    def drop(self) -> None:
+        """Forgets the mask on its way, after a step that was not applied."""
+        if self._arriving is not None:
+            self._arriving[0].wait()
+        self._arriving = None
+        self._waiting.zero_()
+
+    def _take(self, arriving: tuple[Handle, Tensor | None, float]) -> None:
+        handle, received, density = arriving
+        handle.wait()
+        self._passes.rotate(received, density, self.in_use.bits, self.previous.bits, self._waiting)
+        self._waiting.zero_()
 
 
 def _new_bits(size: int, device: torch.device) -> Tensor:

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from kernels import finite_check, reference, scape_passes
+from kernels import choose, finite_check, reference, scape_passes
 from kernels.blocks import BlockLayout, density_at
 from kernels.passes import Rates
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
-from torchtitan_scape.optimizer.guard import FiniteGuard
+from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
 from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of
@@ -52,9 +52,10 @@ class Scape(Optimizer):
             `NonFiniteGradientError`. Single ones are skipped by all ranks, with nothing changed.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
 
-    On a GPU no step waits for the device. At a fixed density, with gradients that keep their storage, a step of a
-    single replica can be captured in a CUDA graph, once two steps were applied at that density; replayed steps are
-    skipped on the device as others are, but not counted or reported.
+    On a GPU the host never waits for the step it is in, only for the finite check of the one before. At a fixed
+    density, with FP32 gradients that keep their storage, a step of a single replica can be captured in a CUDA graph
+    after three steps. Replays keep the learning rates of the capture, leave `attempted_steps` as it is, and skip steps
+    on the device without counting or reporting them.
 
     Raises ValueError for arguments out of range, integer parameters, and replicas that disagree on any of this.
     """
@@ -89,6 +90,7 @@ class Scape(Optimizer):
         self.max_wait = float(max_wait) if wait_scaling else None
         self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
         self._shards = collect_shards(self.param_groups)
+        _check_one_device(self._shards)
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = ReplicaCollectives(replicas, model)
@@ -103,9 +105,10 @@ class Scape(Optimizer):
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
 
         device = local(self._shards[0].parameter).device
+        backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
         self.passes = scape_passes(
-            kernels,
+            backend,
             self._layout,
             [s.size for s in self._dense],
             selection,
@@ -119,7 +122,7 @@ class Scape(Optimizer):
 
         self.guard = FiniteGuard(
             [s.name for s in self._ordered],
-            finite_check(kernels, device),
+            finite_check(backend),
             replicas.all_true,
             replicas.gather_objects,
             dist.get_rank() if dist.is_initialized() else 0,
@@ -169,16 +172,20 @@ class Scape(Optimizer):
             passes.update(self.clip_factor, self.clip_moment, self._applied_steps, self.max_wait, applied)
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
-            masks.exchange(selected, next_density)
+            masks.exchange(selected, next_density, applied)
         return loss
 
     def settle(self) -> None:
         """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
-        if self.masks.idle:
+        if self.grad_norm.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.masks.rotate_captured()
             return
-        assert self.guard.applied is not None
-        capturing = self.guard.applied.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.masks.rotate(self.guard.applied, None if capturing else self.guard.settle())
+        try:
+            was_applied = self.guard.settle()
+        except NonFiniteGradientError:
+            self.masks.drop()
+            raise
+        self.masks.rotate(was_applied)
 
     def _clip(self, squares: Tensor, applied: Tensor) -> None:
         norm = self.collectives.sum_over_model(squares).sqrt()
@@ -323,6 +330,16 @@ class Scape(Optimizer):
         self._applied_steps.copy_(saved["applied_steps"])
         self.attempted_steps = saved["attempted_steps"]
         self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
+
+
+def _check_one_device(shards: list[Shard]) -> None:
+    first = local(shards[0].parameter).device
+    for shard in shards:
+        if (device := local(shard.parameter).device) != first:
+            raise ValueError(
+                f"parameter {shard.name!r} is on {device}, {shards[0].name!r} on {first}; Scape keeps all its state on "
+                "one device: move the model there, or give each device an optimizer of its own"
+            )
 
 
 def _split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:

@@ -45,6 +45,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
         gradient_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         parameter_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         offset=draw(st.sampled_from([0, 0, 1])),
+        parameter_offset=draw(st.sampled_from([0, 0, 1])),
         seed=draw(st.integers(0, 2**20)),
     )
     return Case(**{**options, **fixed})
@@ -185,7 +186,7 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
     ],
 )
 def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole optimizer, six steps of it: mt and masks are equal bit for bit, so only the update rounds apart."""
+    """The whole optimizer, six steps of it; only the update rounds apart."""
     lock, launch = threading.Lock(), launching.launch
 
     def one_at_a_time(*arguments: Any, **constants: Any) -> None:
