@@ -186,8 +186,9 @@ def main() -> None:
                 print(f"{row['kernel']} for {name} {shown}: {row['error']}", file=sys.stderr)
             rows.append(row)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    content = {"triton": triton.__version__, "kernels": rows}
-    (arguments.output / "compiled.json").write_text(json.dumps(content, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    content = f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n'
+    (arguments.output / "compiled.json").write_text(content)
     (arguments.output / "table.md").write_text(_table(rows))
     print(_table(rows))
     sys.exit(1 if failed else 0)
