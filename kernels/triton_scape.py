@@ -97,8 +97,9 @@ def pack_kernel(
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
-        bits = used
-        for _ in range(tl.max(count_bits(used))):
+        bits, left_over = used, tl.max(count_bits(used))
+        while left_over > 0:
+            left_over -= 1
             some = bits != 0
             at = at_byte + lowest(bits)
             before = tl.load(states + at, mask=some, other=0.0)
@@ -241,8 +242,9 @@ def update_kernel(
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
-        bits = used
-        for _ in range(tl.max(count_bits(used))):
+        bits, left_over = used, tl.max(count_bits(used))
+        while left_over > 0:
+            left_over -= 1
             some = bits != 0
             at = at_byte + lowest(bits)
             mean = tl.load(payload + at_payload, mask=some, other=0.0)

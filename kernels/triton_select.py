@@ -62,11 +62,15 @@ def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.co
     at = offsets + (line + rows).to(tl.int64) * k
     place = tl.cumsum(counts, 1) - counts
     least = tl.min(tl.where(bits != 0, byte * 8 + lowest(bits), BLOCK), 1)[:, None]
-    for first in range(0, k, BYTES):
+    first = 0
+    while first < k:
         later = first + byte + tl.zeros_like(bits)
         unused = (later >= tl.sum(counts, 1)[:, None]) & (later < k) & (rows * BLOCK < left)
         tl.store(at + later, (least + tl.zeros_like(bits)).to(tl.int16), mask=unused)
-    for _ in range(tl.max(counts)):
+        first += BYTES
+    left_over = tl.max(counts)
+    while left_over > 0:
+        left_over -= 1
         tl.store(at + place, (byte * 8 + lowest(bits)).to(tl.int16), mask=bits != 0)
         bits = bits & (bits - 1)
         place += 1
