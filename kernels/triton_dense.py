@@ -19,7 +19,7 @@ from kernels.triton_common import (
     rate,
     tile_of,
 )
-from kernels.triton_scape import moments
+from kernels.triton_scape import adams
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def adams_kernel(
     gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(states + local, mask=inside, other=0.0)
     parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    moment, second = moments(
+    moment, step = adams(
         before,
         gradient,
         gradient,
@@ -76,11 +76,11 @@ def adams_kernel(
         rate(rates, tensor, ONE_MINUS_BETA1),
         rate(rates, tensor, BETA2),
         rate(rates, tensor, ONE_MINUS_BETA2),
+        rate(rates, tensor, EPS),
+        1.0 / tl.load(corrections + 2 * tensor),
+        1.0 / tl.load(corrections + 2 * tensor + 1),
         True,
     )
-    unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
-    unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
-    step = moment * unbias1 / (tl.sqrt_rn(second * unbias2) + rate(rates, tensor, EPS))
     parameter = parameter - parameter * rate(rates, tensor, DECAY) - step * rate(rates, tensor, LR)
     tl.store(parameters + local, parameter.to(DTYPE), mask=inside)
     tl.store(states + local, moment, mask=inside)

@@ -190,8 +190,7 @@ class TritonScape(ScapePasses):
                 )
                 sums.append(partial.sum(dtype=torch.float64))
             return torch.stack(sums).sum().float()
-        # One order of summation on all replicas, whatever the alignment of their gradients is.
-        for listed, easy, _ in self._stream.lists(self._all, self._any_kinds):
+        for listed, _, _ in self._stream.lists(self._all, self._any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launching.launch(
                 triton_scape.squares_in_place_kernel,
@@ -204,7 +203,6 @@ class TritonScape(ScapePasses):
                 partial,
                 warps=self._stream.warps,
                 **self._stream.shape,
-                EASY=easy,
             )
             sums.append(partial.sum(dtype=torch.float64))
         return torch.stack(sums).sum().float()

@@ -159,26 +159,44 @@ def squares_in_place_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
 ):
-    """The same where the mean of mt lies in the gradients' storage and last step's m in the state."""
+    """The same where the mean of mt lies in the gradients' storage and last step's m in the state.
+
+    All tiles are taken alike: the order of summation must not depend on how a replica's gradients are aligned.
+    """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, False)
     block, sparse = _masks_of_tile(table, tensor, row)
     used = spread(mask_bytes(in_use, block, left, sparse & (in_use_masked != 0), ROWS, BYTES, BLOCK))
-    mean = tl.load(pointer(table, tensor, GRADIENT, tl.float32, EASY) + first + local, mask=inside, other=0.0)
-    before = tl.load(pointer(table, tensor, STATE, tl.float32, EASY) + first + local, mask=inside, other=0.0)
+    mean = tl.load(pointer(table, tensor, GRADIENT, tl.float32, False) + first + local, mask=inside, other=0.0)
+    before = tl.load(pointer(table, tensor, STATE, tl.float32, False) + first + local, mask=inside, other=0.0)
     gh = (mean - before * rate(rates, tensor, BETA1)) / rate(rates, tensor, ONE_MINUS_BETA1)
     tl.store(partial + tl.program_id(0), tl.sum(tl.where(used, gh * gh, 0.0)) * rate(rates, tensor, COUNTED))
 
 
 @triton.jit
-def moments(before, gradient, clipped, beta1, gradient_rate, beta2, square_rate, CLIP_MOMENT: tl.constexpr):
-    """AdamS: the new first moment, and the second from the one before and the clipped gradient."""
+def adams(
+    before,
+    gradient,
+    clipped,
+    beta1,
+    gradient_rate,
+    beta2,
+    square_rate,
+    eps,
+    unbias1,
+    unbias2,
+    CLIP_MOMENT: tl.constexpr,
+):
+    """AdamS: the new moment, and the step without the learning rate, from last step's moment and the gradient.
+
+    unbias1, unbias2: 1 / (1 - beta^t) of both moments. `clipped` is what the second moment sees.
+    """
     second = before * before * beta2 + clipped * clipped * square_rate
     if CLIP_MOMENT:
         gradient = clipped
-    return before * beta1 + gradient * gradient_rate, second
+    moment = before * beta1 + gradient * gradient_rate
+    return moment, moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
 
 
 @triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_wait"])
@@ -250,8 +268,9 @@ def update_kernel(
             mean = tl.load(payload + at_payload, mask=some, other=0.0)
             before = tl.load(last + at_payload, mask=some, other=0.0)
             gh = (mean - before * beta1) * to_gradient
-            moment, second = moments(before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, CLIP_MOMENT)
-            step = moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
+            moment, step = adams(
+                before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
+            )
             step = tl.where((held & (bits & -bits)) != 0, step, step * wait)
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
@@ -263,8 +282,9 @@ def update_kernel(
         mean = tl.load(means + local, mask=inside, other=0.0)
         state = tl.load(states + local, mask=inside, other=0.0)
         gh = (mean - state * beta1) * to_gradient
-        moment, second = moments(state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, CLIP_MOMENT)
-        step = moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
+        moment, step = adams(
+            state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
+        )
         step = tl.where(spread(held), step, step * wait)
         changed = spread(used)
         value = decayed - tl.where(changed, step * lr, 0.0)
