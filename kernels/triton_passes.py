@@ -14,7 +14,10 @@ from kernels.triton_common import RATES, WIDTH
 from kernels.triton_dense_passes import DTYPES, rates_row
 from kernels.triton_radix import RadixSelection
 
-# Entries of a tile and for each of its warps. Selection wants a block in few warps, which agree fastest.
+# Entries of a tile and for each of its warps. Many entries a thread spread a program's fixed cost, which pays where
+# only the mask's entries are worked on, and spills where all are. Selection wants a block in few warps: they agree
+# fastest.
+COMPACT_TILE, COMPACT_WARP = 4096, 1024
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096
@@ -38,6 +41,7 @@ class TritonScape(ScapePasses):
         self._rates = Table(count, RATES.value, torch.float32, device)
         self._betas = Table(count, 2, torch.float64, device)
         self._stream = Tiles(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
+        self._wide = Tiles(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
         self._choose = Tiles(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self._fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self._starts = torch.zeros(1, dtype=torch.int64, device=device)
@@ -104,15 +108,16 @@ class TritonScape(ScapePasses):
 
     def pack(self, applied: Tensor, next_density: float) -> Tensor | None:
         self._fresh.zero_()
+        tiles = self._wide if self.compact else self._stream
         if not self._static and not self.in_use.dense:
             self._starts = self._find_starts()
         layout, size = self.layout, self.layout.block_size
         if next_density >= 1.0 or layout.total_blocks == 0:
-            self._pack(self._stream, self._all, applied)
+            self._pack(tiles, self._all, applied)
             return None
         if self.selection == "tensor":
-            self._pack(self._stream, self._own, applied, keep=True)
-            self._pack(self._stream, self._others, applied)
+            self._pack(tiles, self._own, applied, keep=True)
+            self._pack(tiles, self._others, applied)
             if self._radix is None:
                 self._radix = RadixSelection(layout, self._stream, range(self.first_run, self.first_run + self.runs))
             return self._radix(self._table.values, next_density, applied, self._bitmap())
@@ -120,11 +125,11 @@ class TritonScape(ScapePasses):
         if not layout.sends_offsets(next_density, self.selection):
             wire = self._bitmap()
             self._pack(self._choose, self._own, applied, "bitmap", wire, k)
-            self._pack(self._stream, self._others, applied)
+            self._pack(tiles, self._others, applied)
             return wire
         offsets = torch.zeros(blocks, k, dtype=torch.int16, device=self.device)
         self._pack(self._choose, self._own, applied, "offsets", offsets, k)
-        self._pack(self._stream, self._others, applied)
+        self._pack(tiles, self._others, applied)
         return torch.cat([self._encode(run) for run in offsets.split(layout.run_blocks)])
 
     def _pack(
@@ -209,7 +214,8 @@ class TritonScape(ScapePasses):
 
     def update(self, clip: Tensor, clip_moment: bool, steps: Tensor, max_wait: float | None, applied: Tensor) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        for listed, easy, dtype in self._stream.lists(self._all, self._parameter_kinds):
+        tiles = self._wide if self.compact else self._stream
+        for listed, easy, dtype in tiles.lists(self._all, self._parameter_kinds):
             launching.launch(
                 triton_scape.update_kernel,
                 (len(listed),),
@@ -228,8 +234,8 @@ class TritonScape(ScapePasses):
                 0.0 if max_wait is None else max_wait,
                 clip,
                 as_flag(applied),
-                warps=self._stream.warps,
-                **self._stream.shape,
+                warps=tiles.warps,
+                **tiles.shape,
                 EASY=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,

@@ -340,10 +340,10 @@ def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list
     rows = []
     for tile in (1024, 2048, 4096, 8192):
         for per_warp in (256, 512, 1024):
-            triton_passes.STREAM_TILE, triton_passes.STREAM_WARP = tile, per_warp
+            triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = tile, per_warp
             bench = Bench(MODELS[name], density, "block", device)
             rows.append({"tile": tile, "entries per warp": per_warp, "pack + update": clock(bench.pack_and_update)})
-    triton_passes.STREAM_TILE, triton_passes.STREAM_WARP = 2048, 512
+    triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = 4096, 1024
     for tile in (1024, 2048):
         for per_warp in (256, 512, 1024):
             triton_passes.SELECT_TILE, triton_passes.SELECT_WARP = tile, per_warp

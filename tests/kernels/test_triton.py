@@ -40,7 +40,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     """Ahead of time, without a GPU, in every configuration that is launched. At the default block size on NVIDIA
-    registers suffice; Triton 3.6 spills 8 bytes in one configuration."""
+    registers suffice."""
     run("scripts/compile_kernels.py", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
     device_code = [triton_dense, triton_masks, triton_scape, triton_select]
@@ -50,7 +50,7 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     assert all(row["registers"] > 0 and "spilled_bytes" in row for row in rows)
     for row in rows:
         if row["target"] == "cuda:90" and row["constants"].get("BLOCK", 1024) == 1024:
-            assert row["spilled_bytes"] <= 8, row
+            assert row["spilled_bytes"] == 0, row
 
 
 def test_the_benchmark_runs() -> None:
