@@ -6,10 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from topology.machines import Machine
+from topology.machines import Level, Machine
 
 # TorchTitan's order of mesh axes, outermost first; a rank is the row-major index.
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One level at which members of a group meet.
+
+    level: name of the link.
+    rings: the ranks that meet, all rings of the same size, in the order of the group.
+    """
+
+    level: str
+    rings: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.rings[0])
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,34 @@ class Layout:
     def ring_level(self, rank: int, group: tuple[int, ...]) -> str:
         """The level of the link from `rank` to its successor in the ring of `group`."""
         return self.level(rank, group[(group.index(rank) + 1) % len(group)])
+
+    def hierarchy(self, group: tuple[int, ...]) -> tuple[Tier, ...]:
+        """The levels that `group` spans, from the inside out; the product of their sizes is that of the group.
+
+        A level at which the group's units differ in size is passed over: its members meet at the next one.
+        A rank is in one ring of every tier, with those that have its place in their units.
+        """
+        tiers: list[Tier] = []
+        units = [(rank,) for rank in group]
+        for level in self.machine.levels:
+            together: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+            for unit in units:
+                together.setdefault(self._unit(level, unit[0]), []).append(unit)
+            sizes = {len(members) for members in together.values()}
+            if len(sizes) > 1 or sizes == {1}:
+                continue
+            rings = tuple(ring for members in together.values() for ring in zip(*members, strict=True))
+            tiers.append(Tier(level.name, rings))
+            units = [tuple(rank for unit in members for rank in unit) for members in together.values()]
+        return tuple(tiers)
+
+    def _unit(self, level: Level, rank: int) -> tuple[int, ...]:
+        """Which unit of a level the rank is in."""
+        if level.name == "network":
+            return ()
+        if level.name == "node":
+            return (self.node(rank),)
+        return self.node(rank), rank % self.ranks_per_node // level.ranks
 
     @property
     def nodes(self) -> int:
