@@ -60,15 +60,15 @@ def scape_passes(
     density: float,
     replica: int | None,
     device: torch.device,
+    **options: Any,
 ) -> ScapePasses:
-    """The passes of a SCAPE step by "triton" or "torch"; see `ScapePasses`."""
+    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`."""
+    passes: type[ScapePasses]
     if backend == "triton":
-        from kernels.triton_passes import TritonScape
-
-        return TritonScape(layout, tuple(whole_sizes), selection, density, replica, device)
-    from kernels.torch_passes import TorchScape
-
-    return TorchScape(layout, tuple(whole_sizes), selection, density, replica, device)
+        from kernels.triton_passes import TritonScape as passes
+    else:
+        from kernels.torch_passes import TorchScape as passes
+    return passes(layout, tuple(whole_sizes), selection, density, replica, device, **options)
 
 
 def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:

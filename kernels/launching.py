@@ -68,7 +68,7 @@ class Tiles:
         """
         key = (ranges, kinds)
         if key not in self._lists:
-            if len(self._lists) > 16:  # gradients that keep changing their alignment
+            if len(self._lists) > 128:  # gradients that keep changing their alignment
                 self._lists.clear()
             self._lists[key] = self._build(ranges, kinds)
         return self._lists[key]
@@ -112,10 +112,11 @@ class Writable:
         self._tensors = tensors
         self.flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
-    def store(self) -> None:
-        for tensor, flat in zip(self._tensors, self.flat, strict=True):
-            if flat is not tensor:
-                tensor.copy_(flat)
+    def store(self, numbers: range | None = None) -> None:
+        """Takes back the tensors of these numbers, all by default."""
+        for i in numbers if numbers is not None else range(len(self.flat)):
+            if self.flat[i] is not self._tensors[i]:
+                self._tensors[i].copy_(self.flat[i])
 
 
 def as_flag(applied: Tensor) -> Tensor:

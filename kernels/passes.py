@@ -2,11 +2,13 @@
 
 A step binds its tensors, then calls `pack`, has the payload averaged, asks for `squares`, and calls `update`. The
 payload lies in a buffer of its own at the target density; while the mask is denser it lies in the gradients' own
-storage (`compact` tells), so that nothing of the model's size is ever allocated.
+storage (`compact` tells), so that nothing of the model's size is ever allocated. At the target density all this goes
+part by part, each part some tensors, so that one can be exchanged while the next is packed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +34,19 @@ class Rates:
     counted: bool = True
 
 
+@dataclass(frozen=True)
+class Part:
+    """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs."""
+
+    first: int
+    end: int
+    start: int
+    stop: int
+
+    def __contains__(self, tensor: int) -> bool:
+        return self.first <= tensor < self.end
+
+
 class ScapePasses:
     """State, payload and passes of SCAPE on this rank's shards; sparsified tensors first, then those sent whole.
 
@@ -41,6 +56,9 @@ class ScapePasses:
         selection: "block" or "tensor".
         density: the target density, for which there is a payload buffer.
         replica: whose run to select in; None selects in all of them (a dry run, where nobody else does).
+        chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
+        granularity: each part's stretch is padded to a multiple of so many entries, with zeros.
+        carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
     """
 
     def __init__(
@@ -51,8 +69,11 @@ class ScapePasses:
         density: float,
         replica: int | None,
         device: torch.device,
+        chunk_entries: int = 0,
+        granularity: int = 1,
+        carries: bool = False,
     ) -> None:
-        self.layout, self.selection, self.device = layout, selection, device
+        self.layout, self.selection, self.device, self.density = layout, selection, device, density
         self.sparsified = len(layout.sizes)
         self.sizes = (*layout.sizes, *whole_sizes)
         self.first_run, self.runs = (0, layout.replicas) if replica is None else (replica, 1)
@@ -60,10 +81,57 @@ class ScapePasses:
         padded = [blocks * layout.block_size for blocks in layout.blocks] + [-(-n // 4) * 4 for n in whole_sizes]
         self.state = torch.zeros(sum(padded), dtype=torch.float32, device=device)
         self.states = [s[:n] for s, n in zip(self.state.split(padded), self.sizes, strict=True)]
-        entries = self.payload_entries(density) if density < 1.0 else 0
+        self._counts_at: tuple[float, list[int]] = (0.0, [])
+        self._whole = (Part(0, len(self.sizes), 0, 0),)
+        self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
+        entries = self._parts[-1].stop if self._parts else 0
         self.payload, self.last = (torch.zeros(entries, dtype=torch.float32, device=device) for _ in range(2))
+        self.errors = torch.zeros(entries if carries else 0, dtype=torch.float32, device=device)
         self.compact = False
         self.release()
+
+    def _cut(self, chunk_entries: int, granularity: int) -> tuple[tuple[Part, ...], list[int]]:
+        """The parts of the payload at the target density, and where each tensor's entries start in the buffer."""
+        counts = self.payload_counts(self.density)
+        chunks = max(1, round(sum(counts) / chunk_entries)) if chunk_entries else 1
+        parts: list[Part] = []
+        places: list[int] = []
+        first = start = stop = taken = 0
+        for i, count in enumerate(counts):
+            places.append(stop)
+            stop += count
+            taken += count
+            # A part ends where its share of the whole is reached; a tensor is never cut.
+            if i + 1 == len(counts) or taken * chunks >= sum(counts) * (len(parts) + 1):
+                stop = -(-stop // granularity) * granularity
+                parts.append(Part(first, i + 1, start, stop))
+                first, start = i + 1, stop
+        return tuple(parts), places
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the step goes by: parts of the payload buffer where `compact`, else one of all tensors."""
+        return self._parts if self.compact else self._whole
+
+    def positions(self) -> list[int]:
+        """Where each tensor's entries start in the payload of this step."""
+        return self._places if self.compact else [0, *accumulate(self.counts)][:-1]
+
+    @property
+    def carrying(self) -> bool:
+        """Whether the step before this one left rounding errors, on its mask P."""
+        return self.errors.numel() > 0 and self._at_target(self.previous)
+
+    def _at_target(self, mask: Mask) -> bool:
+        """Whether a payload on this mask has the buffer's shape."""
+        return bool(self._parts) and (
+            mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
+        )
+
+    def keep_errors(self, part: Part, errors: Tensor, applied: Tensor) -> None:
+        """Takes `errors`, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
+        own = self.errors[part.start : part.stop]
+        own.copy_(torch.where(applied, errors, own))
 
     def release(self) -> None:
         """Lets go of the step's tensors: a gradient that was kept would be there twice in the next backward pass."""
@@ -72,8 +140,10 @@ class ScapePasses:
 
     def payload_counts(self, density: float) -> list[int]:
         """Entries of each tensor in the payload at this density."""
-        sparse = [self.layout.nnz(i, density, self.selection) for i in range(self.sparsified)]
-        return [*sparse, *self.sizes[self.sparsified :]]
+        if self._counts_at[0] != density:
+            sparse = [self.layout.nnz(i, density, self.selection) for i in range(self.sparsified)]
+            self._counts_at = density, [*sparse, *self.sizes[self.sparsified :]]
+        return self._counts_at[1]
 
     def payload_entries(self, density: float) -> int:
         return sum(self.payload_counts(density))
@@ -85,38 +155,61 @@ class ScapePasses:
         rates: list[Rates],
         in_use: Mask,
         previous: Mask,
+        next_density: float,
     ) -> None:
-        """The tensors of the step that follows, in the order of `sizes`; `update` lets go of them.
+        """The tensors of the step that follows, in the order of `sizes`; `release` lets go of them.
 
         parameters: local shards, any floating-point dtype; written by `update`.
         gradients: flat and contiguous; their storage is scratch space from here on.
         in_use, previous: A and P.
+        next_density: of the mask to select.
         """
         self.parameters, self.gradients, self.rates = parameters, gradients, rates
-        self.in_use, self.previous = in_use, previous
+        self.in_use, self.previous, self.next_density = in_use, previous, next_density
         self.counts = self.payload_counts(in_use.density)
-        self.compact = 0 < self.payload.numel() == sum(self.counts)
+        self.compact = self._at_target(in_use)
 
-    def pack(self, applied: Tensor, next_density: float) -> Tensor | None:
-        """mt into payload and residual; and this rank's part of the next mask.
+    def pack(self, part: Part, applied: Tensor) -> None:
+        """mt into payload and residual, and the selection of this rank's part of the next mask; parts in their order.
 
-        Args:
-            applied: bool (); false leaves the state as it is, and payload and selection undefined.
-            next_density: of the mask to select.
-
-        Returns uint8 for the wire, one stretch of `layout.wire_bytes` a run; None where there is nothing to tell.
+        applied: bool (); false leaves the state as it is, and payload and selection undefined.
         """
         raise NotImplementedError
+
+    def selected(self, applied: Tensor) -> Tensor | None:
+        """After all parts are packed: what was selected, for the wire.
+
+        Returns uint8, one stretch of `layout.wire_bytes` a run; None where there is nothing to tell.
+        """
+        raise NotImplementedError
+
+    def pack_all(self, applied: Tensor) -> Tensor | None:
+        """All parts, and what was selected."""
+        for part in self.parts:
+            self.pack(part, applied)
+        return self.selected(applied)
 
     def pieces(self) -> Any:
         """The payload where it is not compact, for an all-reduce in chunks."""
         raise NotImplementedError
 
-    def squares(self) -> Tensor:
-        """FP32 (): sum of squares of the synchronised gradient, from the averaged payload. Call it once a step."""
+    def squares(self, part: Part) -> Tensor:
+        """FP64 (): sum of squares of the synchronised gradient, from the averaged payload. Call it once a part."""
         raise NotImplementedError
 
-    def update(self, clip: Tensor, clip_moment: bool, steps: Tensor, max_wait: float | None, applied: Tensor) -> None:
+    def squares_all(self) -> Tensor:
+        """FP64 (): the sum over all parts."""
+        return torch.stack([self.squares(part) for part in self.parts]).sum()
+
+    def update(
+        self,
+        part: Part,
+        clip: Tensor,
+        clip_moment: bool,
+        steps: Tensor,
+        max_wait: float | None,
+        applied: Tensor,
+    ) -> None:
         """The AdamS step on A and weight decay everywhere, after `squares`.
 
         Args:
@@ -125,6 +218,12 @@ class ScapePasses:
             max_wait: upper clamp of the waiting time; None for no scaling.
         """
         raise NotImplementedError
+
+    def update_all(self, *arguments: Any) -> None:
+        """All parts, with the arguments of `update` behind the part; then lets go of the step's tensors."""
+        for part in self.parts:
+            self.update(part, *arguments)
+        self.release()
 
     def rotate(
         self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor

@@ -18,6 +18,7 @@ from kernels.blocks import offset_bits
 
 __all__ = [
     "adams_update_",
+    "carry_",
     "finite",
     "mask_indices",
     "new_moment_",
@@ -157,6 +158,21 @@ def finite(gradients: list[Tensor]) -> Tensor:
         low, high = gradient.aminmax()  # NaN propagates through both
         verdicts.append(low.isfinite() & high.isfinite())
     return torch.stack(verdicts)
+
+
+def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: float, scale: float) -> None:
+    """g += errors / ((1 - beta1) * scale) on P: what rounding the last payload lost enters the new moment as it is.
+
+    Args:
+        gradient: FP32 (n,), written.
+        indices: positions of P, int64 (nnz(P),); None for all.
+        errors: FP32 (nnz(P),), in units of mt.
+    """
+    added = errors / ((1.0 - beta1) * scale)
+    if indices is None:
+        gradient.add_(added)
+    else:
+        gradient.index_add_(0, indices, added)
 
 
 def new_moment_(gradient: Tensor, state: Tensor, previous: Tensor | None, beta1: float, scale: float) -> None:

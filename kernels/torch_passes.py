@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.blocks import Mask, entries_per_block, offset_bytes
-from kernels.passes import Rates, ScapePasses
+from kernels.passes import Part, Rates, ScapePasses
 
 # Blocks that are selected or decoded at a time; bounds the temporaries. A multiple of 8, so that packed
 # offsets of that many blocks end on a byte.
@@ -33,44 +33,76 @@ class TorchScape(ScapePasses):
     """`ScapePasses` on `kernels.reference`."""
 
     def bind(
-        self, parameters: list[Tensor], gradients: list[Tensor], rates: list[Rates], in_use: Mask, previous: Mask
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rates: list[Rates],
+        in_use: Mask,
+        previous: Mask,
+        next_density: float,
     ) -> None:
-        super().bind(parameters, [g.float() for g in gradients], rates, in_use, previous)
+        super().bind(parameters, [g.float() for g in gradients], rates, in_use, previous, next_density)
         # Positions are kept where they are few; while the mask is nearly dense they are made again.
         self._indices = cache(self._find) if self.compact else self._find
         if self.compact:
-            self._payloads, self._last = self.payload.split(self.counts), self.last.split(self.counts)
+            self._payloads: list[Tensor] = self._split(self.payload)
+            self._last = self._split(self.last)
         else:
-            self._payloads = tuple(g[:n] for g, n in zip(self.gradients, self.counts, strict=True))
+            self._payloads = [g[:n] for g, n in zip(self.gradients, self.counts, strict=True)]
+        self._chosen = self._room_for_selection(next_density)
 
-    def pack(self, applied: Tensor, next_density: float) -> Tensor | None:
-        for i, gradient in enumerate(self.gradients):
-            rates = self.rates[i]
-            reference.new_moment_(gradient, self.states[i], self._bits(self.previous, i), rates.beta1, rates.scale)
-        own = self._select(next_density)
-        for i, payload in enumerate(self._payloads):
-            last = self._last[i] if self.compact else None
-            indices, previous = self._indices(i), self._bits(self.previous, i)
-            reference.pack_(self.gradients[i], self.states[i], indices, previous, payload, last, applied)
-        return own
+    def _split(self, buffer: Tensor) -> list[Tensor]:
+        """The stretch of each tensor."""
+        return [buffer[start : start + n] for start, n in zip(self.positions(), self.counts, strict=True)]
+
+    def pack(self, part: Part, applied: Tensor) -> None:
+        errors = self._split(self.errors) if self.compact and self.carrying else None
+        for i in range(part.first, part.end):
+            gradient, rates, held = self.gradients[i], self.rates[i], self._bits(self.previous, i)
+            if errors is not None:
+                where = None if held is None else reference.mask_indices(held, self.sizes[i], self.counts[i])
+                reference.carry_(gradient, where, errors[i], rates.beta1, rates.scale)
+            reference.new_moment_(gradient, self.states[i], held, rates.beta1, rates.scale)
+            self._select(i)
+            last, indices = self._last[i] if self.compact else None, self._indices(i)
+            reference.pack_(gradient, self.states[i], indices, held, self._payloads[i], last, applied)
+
+    def selected(self, applied: Tensor) -> Tensor | None:
+        if not self._chosen:
+            return None
+        if not self.layout.sends_offsets(self.next_density, self.selection):
+            return torch.cat(self._chosen)
+        size = self.layout.block_size
+        return torch.cat(
+            [reference.pack_offsets(rows.long(), size) for run in self._chosen for rows in run.split(_ROWS)]
+        )
 
     def pieces(self) -> list[Tensor]:
         return list(self._payloads)
 
-    def squares(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for i, payload in enumerate(self._payloads):
+    def squares(self, part: Part) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i in range(part.first, part.end):
+            payload = self._payloads[i]
             reference.synchronised_gradient_(payload, self._last_moment(i), self.rates[i].beta1)
             if self.rates[i].counted:
                 total += payload.square().sum()
         return total
 
-    def update(self, clip: Tensor, clip_moment: bool, steps: Tensor, max_wait: float | None, applied: Tensor) -> None:
-        for i, payload in enumerate(self._payloads):
+    def update(
+        self,
+        part: Part,
+        clip: Tensor,
+        clip_moment: bool,
+        steps: Tensor,
+        max_wait: float | None,
+        applied: Tensor,
+    ) -> None:
+        for i in range(part.first, part.end):
             rates, parameter = self.rates[i], _Flat(self.parameters[i])
             reference.update_(
                 parameter.flat,
-                payload,
+                self._payloads[i],
                 self.states[i],
                 self._last[i] if self.compact else None,
                 self._indices(i),
@@ -86,11 +118,10 @@ class TorchScape(ScapePasses):
                 applied=applied,
             )
             parameter.store()
-        self.release()
 
     def release(self) -> None:
         super().release()
-        self._payloads = ()
+        self._payloads = []
         self._indices = self._find
 
     def rotate(
@@ -115,48 +146,43 @@ class TorchScape(ScapePasses):
         state, indices = self.states[tensor], self._indices(tensor)
         return state if indices is None else state.index_select(0, indices)
 
-    def _select(self, density: float) -> Tensor | None:
-        if density >= 1.0 or self.layout.total_blocks == 0:
-            return None
-        select = self._select_blocks if self.selection == "block" else self._select_tensors
-        return torch.cat([select(density, run) for run in range(self.first_run, self.first_run + self.runs)])
-
-    def _owned_parts(self, replica: int) -> list[tuple[int, Tensor]]:
-        """(first row in the replica's run, the owned part of mt) of every tensor that the run meets."""
+    def _room_for_selection(self, density: float) -> list[Tensor]:
+        """Zeros for what is selected, one tensor a run: int16 offsets (run_blocks, k), or uint8 bits."""
         layout = self.layout
-        parts = []
-        for i in range(self.sparsified):
-            start, end = layout.owned(i, replica)
-            if end > start:
-                row = layout.first_block[i] + start // layout.block_size - replica * layout.run_blocks
-                parts.append((row, self.gradients[i][start:end]))
-        return parts
+        if density >= 1.0 or layout.total_blocks == 0:
+            return []
+        if layout.sends_offsets(density, self.selection):
+            k = entries_per_block(density, layout.block_size)
+            return [torch.zeros(layout.run_blocks, k, dtype=torch.int16, device=self.device) for _ in range(self.runs)]
+        size = layout.run_blocks * layout.block_size // 8
+        return [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(self.runs)]
 
-    def _select_blocks(self, density: float, replica: int) -> Tensor:
-        size, run_blocks = self.layout.block_size, self.layout.run_blocks
-        k = entries_per_block(density, size)
-        as_offsets = self.layout.sends_offsets(density, self.selection)
-        offsets = torch.zeros(run_blocks if as_offsets else 0, k, dtype=torch.int16, device=self.device)
-        bitmap = torch.zeros(0 if as_offsets else run_blocks * size // 8, dtype=torch.uint8, device=self.device)
-        for first, part in self._owned_parts(replica):
-            for i, values in enumerate(part.split(_ROWS * size)):
-                row = first + i * _ROWS
-                chosen = reference.select_blocks(values, k, size)
-                if as_offsets:
-                    offsets[row : row + chosen.shape[0]] = chosen
+    def _select(self, tensor: int) -> None:
+        """Selects in the parts of a tensor's mt that lie in this rank's run."""
+        if tensor >= self.sparsified:
+            return
+        layout, size = self.layout, self.layout.block_size
+        for run, chosen in enumerate(self._chosen):
+            replica = self.first_run + run
+            start, end = layout.owned(tensor, replica)
+            if start == end:
+                continue
+            own = self.gradients[tensor][start:end]
+            first = layout.first_block[tensor] + start // size - replica * layout.run_blocks
+            if self.selection == "tensor":
+                bits = torch.zeros(-(-own.numel() // size) * size, dtype=torch.bool, device=self.device)
+                bits[reference.select_largest(own, entries_per_block(self.next_density, own.numel()))] = True
+                packed = reference.pack_bits(bits)
+                chosen[first * size // 8 :][: packed.numel()] = packed
+                continue
+            k = entries_per_block(self.next_density, size)
+            for i, values in enumerate(own.split(_ROWS * size)):
+                row, offsets = first + i * _ROWS, reference.select_blocks(values, k, size)
+                if chosen.dtype == torch.int16:
+                    chosen[row : row + offsets.shape[0]] = offsets
                 else:
-                    packed = reference.offsets_to_mask(chosen, size)
-                    bitmap[row * size // 8 :][: packed.numel()] = packed
-        if not as_offsets:
-            return bitmap
-        return torch.cat([reference.pack_offsets(rows.long(), size) for rows in offsets.split(_ROWS)])
-
-    def _select_tensors(self, density: float, replica: int) -> Tensor:
-        bits = torch.zeros(self.layout.run_blocks * self.layout.block_size, dtype=torch.bool, device=self.device)
-        for row, part in self._owned_parts(replica):
-            chosen = reference.select_largest(part, entries_per_block(density, part.numel()))
-            bits.index_fill_(0, row * self.layout.block_size + chosen, True)
-        return reference.pack_bits(bits)
+                    packed = reference.offsets_to_mask(offsets, size)
+                    chosen[row * size // 8 :][: packed.numel()] = packed
 
     def _decode(self, received: Tensor, density: float) -> Tensor:
         layout = self.layout

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import launching, triton_masks, triton_scape
 from kernels.blocks import BlockLayout, Mask, entries_per_block, offset_bits
 from kernels.launching import Range, Table, Tiles, Writable, aligned, as_flag, to_device
-from kernels.passes import Rates, ScapePasses
+from kernels.passes import Part, Rates, ScapePasses
 from kernels.triton_common import RATES, WIDTH
 from kernels.triton_dense_passes import DTYPES, rates_row
 from kernels.triton_radix import RadixSelection
@@ -34,8 +34,11 @@ class TritonScape(ScapePasses):
         density: float,
         replica: int | None,
         device: torch.device,
+        chunk_entries: int = 0,
+        granularity: int = 1,
+        carries: bool = False,
     ) -> None:
-        super().__init__(layout, whole_sizes, selection, density, replica, device)
+        super().__init__(layout, whole_sizes, selection, density, replica, device, chunk_entries, granularity, carries)
         count, size = len(self.sizes), layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
         self._rates = Table(count, RATES.value, torch.float32, device)
@@ -44,8 +47,10 @@ class TritonScape(ScapePasses):
         self._wide = Tiles(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
         self._choose = Tiles(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self._fresh = torch.zeros(count, dtype=torch.int32, device=device)
-        self._starts = torch.zeros(1, dtype=torch.int64, device=device)
-        self._payload_tiles: tuple[Tensor, Tensor] | None = None
+        self._starts = self._carried_starts = torch.zeros(1, dtype=torch.int64, device=device)
+        self._payload_tiles: dict[Part, tuple[Tensor, Tensor]] = {}
+        self._ranges: dict[tuple[Part, str], tuple[Range, ...]] = {}
+        self._padding: Tensor | None = None
         self._radix: RadixSelection | None = None
         self._any_kinds = ((False, None),) * count
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
@@ -68,19 +73,32 @@ class TritonScape(ScapePasses):
             others += [(tensor, 0, a), (tensor, b, blocks)]
         return tuple(r for r in own if r[1] < r[2]), tuple(r for r in others if r[1] < r[2])
 
+    def _of(self, part: Part, which: str) -> tuple[Range, ...]:
+        """The part's ranges among "all", the "own" run's, or the "others"."""
+        if (part, which) not in self._ranges:
+            ranges = {"all": self._all, "own": self._own, "others": self._others}[which]
+            self._ranges[part, which] = tuple(r for r in ranges if r[0] in part)
+        return self._ranges[part, which]
+
     # -------------------------------------------------------------------------------------- the passes
 
     def bind(
-        self, parameters: list[Tensor], gradients: list[Tensor], rates: list[Rates], in_use: Mask, previous: Mask
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rates: list[Rates],
+        in_use: Mask,
+        previous: Mask,
+        next_density: float,
     ) -> None:
-        super().bind(parameters, gradients, rates, in_use, previous)
-        if not self.compact or self.selection == "tensor":
-            # mt is kept in FP32 where the gradient was: one of another dtype is copied.
+        super().bind(parameters, gradients, rates, in_use, previous, next_density)
+        if not self.compact or self.selection == "tensor" or self.carrying:
+            # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
             self.gradients = [g.float() for g in gradients]
         self._writable = Writable(parameters)
-        layout, flat = self.layout, self._writable.flat
+        layout, flat, positions = self.layout, self._writable.flat, self.positions()
         k = entries_per_block(in_use.density, layout.block_size) if not in_use.dense else layout.block_size
-        rows, position = [], 0
+        rows = []
         for i, count in enumerate(self.counts):
             sparse = i < self.sparsified
             rows.append(
@@ -90,12 +108,11 @@ class TritonScape(ScapePasses):
                     self.states[i].data_ptr(),
                     self.sizes[i],
                     layout.first_block[i] if sparse else -1,
-                    position,
+                    positions[i],
                     k if sparse else layout.block_size,
                     self.sizes[i] - count,
                 )
             )
-            position += count
         self._table.set(rows)
         self._rates.set([rates_row(r) for r in rates])
         self._betas.set([(r.beta1, r.beta2) for r in rates])
@@ -105,32 +122,64 @@ class TritonScape(ScapePasses):
         self._parameter_kinds = tuple(
             (aligned(p, s, r), p.dtype) for p, s, r in zip(flat, self.states, read, strict=True)
         )
-
-    def pack(self, applied: Tensor, next_density: float) -> Tensor | None:
         self._fresh.zero_()
-        tiles = self._wide if self.compact else self._stream
-        if not self._static and not self.in_use.dense:
-            self._starts = self._find_starts()
-        layout, size = self.layout, self.layout.block_size
-        if next_density >= 1.0 or layout.total_blocks == 0:
-            self._pack(tiles, self._all, applied)
+        self._tiles = self._wide if self.compact else self._stream
+        if not self._static:
+            if not in_use.dense:
+                self._starts = self._find_starts(in_use)
+            if self.carrying:
+                self._carried_starts = self._find_starts(previous)
+        self._chosen: Tensor | None = None
+        if next_density < 1.0 and layout.total_blocks > 0:
+            if layout.sends_offsets(next_density, self.selection):
+                shape = self.runs * layout.run_blocks, entries_per_block(next_density, layout.block_size)
+                self._chosen = torch.zeros(shape, dtype=torch.int16, device=self.device)
+            else:
+                self._chosen = self._bitmap()
+
+    def pack(self, part: Part, applied: Tensor) -> None:
+        tiles, own, others = self._tiles, self._of(part, "own"), self._of(part, "others")
+        if self.compact and self.carrying:
+            self._carry(part)
+        if self._chosen is None:
+            self._pack(tiles, self._of(part, "all"), applied)
+            return
+        if self.selection == "tensor":
+            self._pack(tiles, own, applied, keep=True)
+        else:
+            k = entries_per_block(self.next_density, self.layout.block_size)
+            form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
+            self._pack(self._choose, own, applied, form, self._chosen, k)
+        self._pack(tiles, others, applied)
+
+    def selected(self, applied: Tensor) -> Tensor | None:
+        if self._chosen is None:
             return None
         if self.selection == "tensor":
-            self._pack(tiles, self._own, applied, keep=True)
-            self._pack(tiles, self._others, applied)
             if self._radix is None:
-                self._radix = RadixSelection(layout, self._stream, range(self.first_run, self.first_run + self.runs))
-            return self._radix(self._table.values, next_density, applied, self._bitmap())
-        blocks, k = self.runs * layout.run_blocks, entries_per_block(next_density, size)
-        if not layout.sends_offsets(next_density, self.selection):
-            wire = self._bitmap()
-            self._pack(self._choose, self._own, applied, "bitmap", wire, k)
-            self._pack(tiles, self._others, applied)
-            return wire
-        offsets = torch.zeros(blocks, k, dtype=torch.int16, device=self.device)
-        self._pack(self._choose, self._own, applied, "offsets", offsets, k)
-        self._pack(tiles, self._others, applied)
-        return torch.cat([self._encode(run) for run in offsets.split(layout.run_blocks)])
+                runs = range(self.first_run, self.first_run + self.runs)
+                self._radix = RadixSelection(self.layout, self._stream, runs)
+            return self._radix(self._table.values, self.next_density, applied, self._chosen)
+        if self._chosen.dtype != torch.int16:
+            return self._chosen
+        return torch.cat([self._encode(run) for run in self._chosen.split(self.layout.run_blocks)])
+
+    def _carry(self, part: Part) -> None:
+        for listed, _, _ in self._wide.lists(self._of(part, "all"), self._any_kinds):
+            launching.launch(
+                triton_scape.carry_kernel,
+                (len(listed),),
+                listed,
+                self._table.values,
+                self._rates.values,
+                self.previous.bits,
+                int(not self.previous.dense),
+                self._carried_starts,
+                self.errors,
+                warps=self._wide.warps,
+                **self._wide.shape,
+                STATIC=self._static,
+            )
 
     def _pack(
         self,
@@ -174,12 +223,12 @@ class TritonScape(ScapePasses):
     def pieces(self) -> "list[Tensor] | _InPlace":
         return self.gradients if self.in_use.dense else _InPlace(self)
 
-    def squares(self) -> Tensor:
+    def squares(self, part: Part) -> Tensor:
         sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
         if self.compact:
-            if self._payload_tiles is None:
-                self._payload_tiles = self._tile_payload()
-            for easy, listed in zip((True, False), self._payload_tiles, strict=True):
+            if part not in self._payload_tiles:
+                self._payload_tiles[part] = self._tile_payload(part)
+            for easy, listed in zip((True, False), self._payload_tiles[part], strict=True):
                 partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
                 launching.launch(
                     triton_scape.squares_kernel,
@@ -194,8 +243,8 @@ class TritonScape(ScapePasses):
                     EASY=easy,
                 )
                 sums.append(partial.sum(dtype=torch.float64))
-            return torch.stack(sums).sum().float()
-        for listed, _, _ in self._stream.lists(self._all, self._any_kinds):
+            return torch.stack(sums).sum()
+        for listed, _, _ in self._stream.lists(self._of(part, "all"), self._any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launching.launch(
                 triton_scape.squares_in_place_kernel,
@@ -210,12 +259,20 @@ class TritonScape(ScapePasses):
                 **self._stream.shape,
             )
             sums.append(partial.sum(dtype=torch.float64))
-        return torch.stack(sums).sum().float()
+        return torch.stack(sums).sum()
 
-    def update(self, clip: Tensor, clip_moment: bool, steps: Tensor, max_wait: float | None, applied: Tensor) -> None:
+    def update(
+        self,
+        part: Part,
+        clip: Tensor,
+        clip_moment: bool,
+        steps: Tensor,
+        max_wait: float | None,
+        applied: Tensor,
+    ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        tiles = self._wide if self.compact else self._stream
-        for listed, easy, dtype in tiles.lists(self._all, self._parameter_kinds):
+        tiles = self._tiles
+        for listed, easy, dtype in tiles.lists(self._of(part, "all"), self._parameter_kinds):
             launching.launch(
                 triton_scape.update_kernel,
                 (len(listed),),
@@ -243,8 +300,7 @@ class TritonScape(ScapePasses):
                 WAIT=max_wait is not None and not self.in_use.dense and not self.previous.dense,
                 CLIP_MOMENT=clip_moment,
             )
-        self._writable.store()
-        self.release()
+        self._writable.store(range(part.first, part.end))
 
     def release(self) -> None:
         super().release()
@@ -313,26 +369,34 @@ class TritonScape(ScapePasses):
         )
         return wire
 
-    def _find_starts(self) -> Tensor:
+    def _find_starts(self, mask: Mask) -> Tensor:
         """Position in the payload of each block's first entry, int64 (blocks,), where blocks differ in count."""
         blocks, tiles = self.layout.total_blocks, self._stream
         counts = torch.empty(blocks, dtype=torch.int32, device=self.device)
         launching.launch(
             triton_masks.count_blocks_kernel,
             (-(-blocks // tiles.rows),),
-            self.in_use.bits,
+            mask.bits,
             counts,
             blocks,
             warps=4,
             **tiles.shape,
         )
-        return counts.cumsum(0) - counts
+        starts = counts.cumsum(0) - counts
+        if self.compact and len(self.parts) > 1:  # parts are padded
+            if self._padding is None:
+                positions, ends = self.positions(), [0, *accumulate(self.counts)]
+                padding = torch.tensor([positions[i] - ends[i] for i in range(self.sparsified)])
+                lengths = torch.tensor(self.layout.blocks)
+                self._padding = to_device(padding.repeat_interleave(lengths), self.device)
+            starts += self._padding
+        return starts
 
-    def _tile_payload(self) -> tuple[Tensor, Tensor]:
+    def _tile_payload(self, part: Part) -> tuple[Tensor, Tensor]:
         """Stretches of the payload within one tensor: those of _FLAT entries from a multiple of 4 on, and the rest."""
-        whole, rest, end = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)], 0
-        for i, count in enumerate(self.counts):
-            start, end = end, end + count
+        whole, rest = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)]
+        for i in range(part.first, part.end):
+            start, end = self.positions()[i], self.positions()[i] + self.counts[i]
             first = min(-(-start // 4) * 4, end)
             last = first + (end - first) // _FLAT * _FLAT
             positions = torch.arange(first, last, _FLAT, dtype=torch.int64)

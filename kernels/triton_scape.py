@@ -127,6 +127,42 @@ def pack_kernel(
             store_offsets(chosen, bits, block - own_block, left, k, ROWS, BYTES, BLOCK)
 
 
+@triton.jit(do_not_specialize=["previous_masked"])
+def carry_kernel(
+    tiles,
+    table,
+    rates,
+    previous,
+    previous_masked,
+    starts,
+    errors,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+):
+    """g += error / ((1 - beta1) * scale) on P, FP32: what rounding the last payload lost."""
+    tensor, row, first, left = tile_of(tiles, table, BLOCK)
+    block, sparse = _masks_of_tile(table, tensor, row)
+    masked = sparse & (previous_masked != 0)
+    bits = mask_bytes(previous, block, left, masked, ROWS, BYTES, BLOCK)
+    base, position = payload_places(table, starts, tensor, row, left, masked, bits, ROWS, BLOCK, STATIC)
+    gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first
+    errors += base
+    gradient_rate = rate(rates, tensor, GRADIENT_RATE)
+    at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+    left_over = tl.max(count_bits(bits))
+    while left_over > 0:
+        left_over -= 1
+        some = bits != 0
+        at = at_byte + lowest(bits)
+        error = tl.load(errors + position, mask=some, other=0.0)
+        gradient = tl.load(gradients + at, mask=some, other=0.0)
+        tl.store(gradients + at, gradient + error / gradient_rate, mask=some)
+        bits = bits & (bits - 1)
+        position += 1
+
+
 @triton.jit
 def squares_kernel(tiles, rates, payload, last, partial, TILE: tl.constexpr, EASY: tl.constexpr):
     """partial[i] = sum over a stretch of the compact payload of gh^2, gh = (b - beta1*q) / (1 - beta1).

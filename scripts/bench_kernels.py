@@ -134,11 +134,11 @@ class Bench:
         self.in_use, self.previous = (self._mask(seed) for seed in (1, 2))
         self._finite = Finite()
         self._spare = [self.in_use.bits.clone(), self.previous.bits.clone()]
-        self.bind()
+        self.bind(density)
 
-    def bind(self) -> None:
+    def bind(self, next_density: float) -> None:
         rates = [RATES] * len(self.parameters)
-        self.passes.bind(self.parameters, self.gradients, rates, self.in_use, self.previous)
+        self.passes.bind(self.parameters, self.gradients, rates, self.in_use, self.previous, next_density)
 
     def _mask(self, seed: int) -> Mask:
         """A mask as selection makes it, from random moments."""
@@ -150,41 +150,48 @@ class Bench:
         dense = Mask(bits[1], 1.0)
         torch.manual_seed(seed)
         moments = [torch.randn(n, device=device) for n in layout.sizes]
-        every.bind([m.clone() for m in moments], moments, [RATES] * len(moments), dense, dense)
-        received = every.pack(self.applied, self.density)
+        every.bind([m.clone() for m in moments], moments, [RATES] * len(moments), dense, dense, self.density)
+        received = every.pack_all(self.applied)
         every.rotate(received, self.density, bits[0], bits[1], self.applied)
         return Mask(bits[0], self.density)
 
     def times(self, clock: Clock) -> dict[str, float]:
         p = self.passes
+        self.bind(1.0)  # selects nothing
         found = {
             "finite": clock(lambda: self._finite(self.gradients)),
-            "pack": clock(lambda: p.pack(self.applied, 1.0)),
-            "pack + select": clock(lambda: p.pack(self.applied, self.density)),
-            "squares": clock(p.squares),
-            "update": clock(lambda: p.update(self.clip, True, self.steps, 1000.0, self.applied)),
+            "pack": clock(lambda: p.pack_all(self.applied)),
+            "squares": clock(p.squares_all),
+            "update": clock(self.update),
             "pack + update": clock(self.pack_and_update),
-            "whole step": clock(self.step),
         }
+        self.bind(self.density)
+        found["pack + select"] = clock(lambda: p.pack_all(self.applied))
+        found["whole step"] = clock(self.step)
         found["select"] = found["pack + select"] - found["pack"]
-        wire = p.pack(self.applied, self.density)
+        self.bind(self.density)
+        wire = p.pack_all(self.applied)
         assert wire is not None
         received = wire.repeat(REPLICAS)
         found["rotate"] = clock(lambda: p.rotate(received, self.density, *self._spare, self.applied))
         return found
 
+    def update(self) -> None:
+        for part in self.passes.parts:
+            self.passes.update(part, self.clip, True, self.steps, 1000.0, self.applied)
+
     def pack_and_update(self) -> None:
-        self.passes.pack(self.applied, 1.0)
-        self.passes.update(self.clip, True, self.steps, 1000.0, self.applied)
+        self.passes.pack_all(self.applied)
+        self.update()
 
     def step(self) -> None:
         """All that a rank does in a step, its exchange left out; the received masks are its own, repeated."""
         p = self.passes
         self._finite(self.gradients)
-        self.bind()
-        wire = p.pack(self.applied, self.density)
-        p.squares()
-        p.update(self.clip, True, self.steps, 1000.0, self.applied)
+        self.bind(self.density)
+        wire = p.pack_all(self.applied)
+        p.squares_all()
+        p.update_all(self.clip, True, self.steps, 1000.0, self.applied)
         assert wire is not None
         p.rotate(wire.repeat(REPLICAS), self.density, *self._spare, self.applied)
 
@@ -329,10 +336,12 @@ def adams_time(bench: Bench, clock: Clock) -> float:
 
 def _twin_step(twin: TorchScape, bench: Bench) -> None:
     rates = [RATES] * len(bench.parameters)
-    twin.bind(bench.parameters, [g.clone() for g in bench.gradients], rates, bench.in_use, bench.previous)
-    twin.pack(bench.applied, bench.density)
-    twin.squares()
-    twin.update(bench.clip, True, bench.steps, 1000.0, bench.applied)
+    twin.bind(
+        bench.parameters, [g.clone() for g in bench.gradients], rates, bench.in_use, bench.previous, bench.density
+    )
+    twin.pack_all(bench.applied)
+    twin.squares_all()
+    twin.update_all(bench.clip, True, bench.steps, 1000.0, bench.applied)
 
 
 def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list[dict[str, Any]]:
@@ -342,6 +351,7 @@ def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list
         for per_warp in (256, 512, 1024):
             triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = tile, per_warp
             bench = Bench(MODELS[name], density, "block", device)
+            bench.bind(1.0)
             rows.append({"tile": tile, "entries per warp": per_warp, "pack + update": clock(bench.pack_and_update)})
     triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = 4096, 1024
     for tile in (1024, 2048):

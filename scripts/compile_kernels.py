@@ -107,15 +107,15 @@ def _scape_step(
     passes = TritonScape(layout, whole, selection, density, 0, cpu)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
-    passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks)
+    passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)
     applied, steps = torch.tensor(True), torch.ones((), dtype=torch.float64)
-    passes.pack(applied, density)
-    passes.squares()
+    passes.pack_all(applied)
+    passes.squares_all()
     if not passes.compact and not masks[0].dense:
         chunk = torch.zeros(64)
         passes.pieces().fill(chunk, 0)
         passes.pieces().land(chunk, 0)
-    passes.update(torch.ones(()), clip, steps, wait, applied)
+    passes.update_all(torch.ones(()), clip, steps, wait, applied)
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, selection), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits, applied)

@@ -29,6 +29,7 @@ class Literal:
     max_wait: float = 1000.0
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
+    wire_dtype: str = "float32"
     t: int = 0
     applied: int = 0
     norm: float = 0.0
@@ -67,15 +68,14 @@ class Literal:
         ]
         new_mask = self.refresh(self.density_at(self.t + 1))
         b, q, gh = [], [], []
+        means, lost = self.average([[self.mt[r][i][a] for i, a in enumerate(self.A)] for r in range(n)])
         for i, a in enumerate(self.A):
-            total = self.mt[0][i][a].clone()
-            for r in range(1, n):
-                total += self.mt[r][i][a]
-            b.append(total / n)
+            b.append(means[i])
             q.append(self.m[i][a])
             gh.append((b[i] - b1 * q[i]) / (1 - b1))
             for r in range(n):
                 self.e[r][i] = torch.where(a, 0.0, self.mt[r][i])
+                self.e[r][i][a] = lost[r][i]
         self.norm = math.sqrt(sum(float(g.double().square().sum()) for g in gh))
         c = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + 1e-6))
         for i, a in enumerate(self.A):
@@ -92,6 +92,34 @@ class Literal:
             p = self.theta[i].view(-1)
             p.copy_(p - self.lr * (u + self.weight_decay * p))
         self.P, self.A = self.A, new_mask
+
+    def average(self, payloads: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The mean over replicas of what each sends, tensor by tensor, and what each has to keep for the rounding.
+
+        In BF16 a replica rounds what it sends, and what it is the owner of once more when it sends the mean back;
+        the owners' parts are equal stretches of the whole payload. Denser masks than the last go in FP32.
+        """
+        n, counts = self.replicas, [p.numel() for p in payloads[0]]
+        whole = [torch.cat(p) for p in payloads]
+        target = sum(int(a.sum()) for a in self.refresh(self.density)) if self.density < 1.0 else None
+        if self.wire_dtype == "float32" or n == 1 or sum(counts) != target:
+            total = whole[0].clone()
+            for other in whole[1:]:
+                total += other
+            lost = [torch.zeros_like(total) for _ in range(n)]
+            return list((total / n).split(counts)), [list(one.split(counts)) for one in lost]
+        sent = [one.to(torch.bfloat16).float() for one in whole]
+        mean = sent[0].clone()
+        for other in sent[1:]:
+            mean += other
+        mean /= n
+        arrived = mean.to(torch.bfloat16).float()
+        lost = [one - rounded for one, rounded in zip(whole, sent, strict=True)]
+        part = math.ceil(sum(counts) / n)
+        for r in range(n):
+            own = slice(r * part, (r + 1) * part)
+            lost[r][own] += (mean - arrived)[own] * n
+        return list(arrived.split(counts)), [list(one.split(counts)) for one in lost]
 
     def refresh(self, density: float) -> list[Tensor]:
         """M(t): every replica selects in its own run of blocks, from its own mt."""

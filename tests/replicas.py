@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topology.collectives import Handle, ReplicaCollectives
+from topology.collectives import ReplicaCollectives
+from topology.groups import Ring
+from topology.lanes import Handle
+from topology.stages import reduce_bytes
 
 
 class Meeting:
@@ -36,15 +39,33 @@ class ThreadCollectives(ReplicaCollectives):
         super().__init__(None)
         self._meeting = meeting
         self.replicas, self.replica = meeting.replicas, replica
+        self.rings = (Ring("network", meeting.replicas, replica),)
 
-    def all_reduce(self, tensor: Tensor, mean: bool = True, kind: str = "payload") -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, mean: bool = True, kind: str = "payload", error: Tensor | None = None
+    ) -> Handle:
+        if error is not None:
+            return self._reduce_rounded(tensor, error)
         parts = self._meeting.gather(self.replica, tensor.clone())
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
         tensor.copy_(total / self.replicas if mean else total)
         self.traffic.add("network", kind, tensor.nbytes, 2.0 * (self.replicas - 1) / self.replicas * tensor.nbytes)
-        return Handle(None)
+        return Handle()
+
+    def _reduce_rounded(self, tensor: Tensor, error: Tensor) -> Handle:
+        """What one ring in BF16 does: rounded where it is sent, summed in FP32 by the owner of a part, rounded again."""
+        sent = tensor.bfloat16().float()
+        total = sum(self._meeting.gather(self.replica, sent)) / self.replicas
+        rounded = total.bfloat16().float()
+        torch.sub(tensor, sent, out=error)
+        own = error.view(self.replicas, -1)[self.replica]
+        own += ((total - rounded) * self.replicas).view(self.replicas, -1)[self.replica]
+        self._meeting.gather(self.replica, None)  # nobody writes before all have read
+        tensor.copy_(rounded)
+        self._count("payload", reduce_bytes(tensor.numel(), self.rings, True))
+        return Handle()
 
     def all_reduce_chunked(self, source: Any, mean: bool = True, chunk_entries: int = 64) -> None:
         super().all_reduce_chunked(source, mean, chunk_entries)
@@ -53,7 +74,7 @@ class ThreadCollectives(ReplicaCollectives):
         """Delivers late, as the network does: the output is not touched before `wait`."""
         parts = self._meeting.gather(self.replica, own.clone())
         self.traffic.add("network", kind, own.nbytes, (self.replicas - 1) * own.nbytes)
-        return Handle(None, lambda: output.copy_(torch.cat(parts)))
+        return Handle(lambda: output.copy_(torch.cat(parts)))
 
     def broadcast_from_first(self, tensors: Any) -> None:
         for tensor in tensors:

@@ -30,11 +30,18 @@ METHODS = {
     "scape-1": ["--sync.scape.density=1.0"],
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
     "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000"],
+    "scape-bf16": ["--sync.scape.density=0.1", "--sync.scape.wire_dtype=bfloat16", "--sync.scape.chunk_bytes=100000"],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-wait-scaling"],
 }
 LAYOUTS = {
     "1x2": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],
     "2x1": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2"],
+    # Four replicas on two nodes: the exchange goes level by level.
+    "nodes": [
+        "--parallelism.data_parallel_replicate_degree=4",
+        "--parallelism.data_parallel_shard_degree=1",
+        "--topology.ranks_per_node=2",
+    ],
     "2x2": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
 }
 
@@ -80,7 +87,7 @@ def train(
 
 
 def pool_for(layout: str, request: pytest.FixtureRequest) -> Pool:
-    return request.getfixturevalue("pool4" if layout == "2x2" else "pool2")
+    return request.getfixturevalue("pool4" if layout in ("2x2", "nodes") else "pool2")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -175,6 +182,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("scape", "2x2", None),
         ("scape-odd", "1x2", None),
         ("scape-tensor", "1x2", None),
+        ("scape-bf16", "nodes", 4),
     ],
 )
 def test_resuming_is_the_run_that_never_stopped(

@@ -1,4 +1,4 @@
-"""Collectives on the replicate axis (and the scalar ones inside a replica), with their bytes counted.
+"""What replicas say to each other (and the scalars inside a replica), with its bytes counted.
 
 Counting: `handed` is the size of the tensor a collective was given; `sent` is what this rank puts on the
 wire to its successor in the ring, 2 * (N-1)/N of the handed bytes for an all-reduce and (N-1) times for
@@ -8,8 +8,9 @@ under the level of the link to that successor, so the sum over ranks is what cro
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -18,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.groups import ReplicaGroups
+from topology.groups import ReplicaGroups, Ring
+from topology.lanes import Handle, Lane
+from topology.stages import Group, all_gather_into, gather_, gather_bytes, place_of, reduce_, reduce_bytes
 
 # 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
 CHUNK_ENTRIES = 1 << 22
-
-# torch 2.13 renamed the collective and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -46,20 +46,6 @@ class Traffic:
         for (level, _), sent in self.sent.items():
             totals[level] += sent
         return dict(totals)
-
-
-class Handle:
-    """A collective in flight; `wait()` where its result is first needed."""
-
-    def __init__(self, work: Any, finish: Any = None) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._work = self._finish = None
 
 
 class Source(Protocol):
@@ -115,11 +101,17 @@ class ReplicaCollectives:
         _check_disjoint(replicas)
         self.groups = replicas
         self.traffic = Traffic()
-        self.replicas, self.replica = _size_and_rank(replicas.replicate)
+        self.replicas, place = _size_and_rank(replicas.replicate)
         self.model_ranks, self.model_rank = _size_and_rank(replicas.model)
         self._levels = {
             group: _own_level(replicas, group) for group in (replicas.replicate, replicas.model) if group is not None
         }
+        self.rings = replicas.rings
+        if replicas.replicate is not None and not self.rings:
+            self.rings = (Ring(self._levels[replicas.replicate], self.replicas, place),)
+        self.replica = place_of(self.rings)
+        self._lanes = [Lane() for _ in replicas.lanes]
+        self._next_lane = 0
 
     @property
     def is_fake(self) -> bool:
@@ -128,15 +120,29 @@ class ReplicaCollectives:
 
     # ------------------------------------------------------------------------------ the replicate axis
 
-    def all_reduce(self, tensor: Tensor, mean: bool = True, kind: str = "payload") -> Handle:
-        """Starts the mean (or sum) over replicas, in place."""
-        group = self.groups.replicate
-        if group is None:
-            return Handle(None)
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        self._count(group, kind, tensor.nbytes, 2.0 * (self.replicas - 1) / self.replicas)
-        # gloo has no mean of its own
-        return Handle(work, (lambda: tensor.div_(self.replicas)) if mean else None)
+    def granularity(self, rounded: bool = False) -> int:
+        """What the entries of an all-reduce must be a multiple of, so that every level can divide them."""
+        return 1 if len(self.rings) < 2 and not rounded else self.replicas
+
+    def all_reduce(
+        self, tensor: Tensor, mean: bool = True, kind: str = "payload", error: Tensor | None = None
+    ) -> Handle:
+        """Starts the mean (or sum) over replicas of FP32 (n,), in place, level by level.
+
+        n: a multiple of `granularity`. error: FP32 (n,); makes BF16 cross the outermost level, and receives what
+        this replica has to carry over for the rounding: of sum over replicas of (tensor - error) nothing is lost.
+        """
+        if self.replicas == 1 or tensor.numel() == 0:
+            return Handle()
+        rounded = error is not None
+        assert tensor.numel() % self.granularity(rounded) == 0
+        self._count(kind, reduce_bytes(tensor.numel(), self.rings, rounded))
+        divisor = float(self.replicas) if mean else 1.0
+        if self.is_fake or (len(self.rings) == 1 and not rounded):
+            work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
+            # gloo has no mean of its own
+            return Handle(work.wait, partial(tensor.div_, divisor))
+        return self._start(lambda groups: reduce_(tensor, groups, divisor, error), tensor.device)
 
     def all_reduce_chunked(
         self, source: "Sequence[Tensor] | Source", mean: bool = True, chunk_entries: int = CHUNK_ENTRIES
@@ -149,12 +155,15 @@ class ReplicaCollectives:
         pieces = Pieces(source) if isinstance(source, Sequence) else source
         if self.replicas == 1:
             return
+        padding = self.granularity()
         in_flight: tuple[Handle, Tensor, int] | None = None
         for first in range(0, pieces.entries, chunk_entries):
             length = min(chunk_entries, pieces.entries - first)
-            chunk = torch.empty(length, dtype=torch.float32, device=pieces.device)
+            buffer = torch.empty(-(-length // padding) * padding, dtype=torch.float32, device=pieces.device)
+            chunk = buffer[:length]
             pieces.fill(chunk, first)
-            handle = self.all_reduce(chunk, mean)
+            buffer[length:].zero_()
+            handle = self.all_reduce(buffer, mean)
             if in_flight is not None:
                 _land(pieces, *in_flight)
             in_flight = (handle, chunk, first)
@@ -162,14 +171,33 @@ class ReplicaCollectives:
             _land(pieces, *in_flight)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
-        """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in replica order."""
-        group = self.groups.replicate
-        if group is None:
+        """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in the order of `replica`."""
+        if self.replicas == 1:
             output.copy_(own)
-            return Handle(None)
-        work = _all_gather(output, own, group=group, async_op=True)
-        self._count(group, kind, own.nbytes, float(self.replicas - 1))
-        return Handle(work)
+            return Handle()
+        self._count(kind, gather_bytes(own.nbytes, self.rings))
+        if self.is_fake or len(self.rings) == 1:
+            return Handle(all_gather_into(output, own, group=self.groups.replicate, async_op=True).wait)
+        return self._start(lambda groups: gather_(output, own, groups), output.device)
+
+    def reduced_bytes(self, entries: int, rounded: bool = False) -> float:
+        """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
+        return sum(sent for _, _, sent in reduce_bytes(entries, self.rings, rounded)) if self.replicas > 1 else 0.0
+
+    def gathered_bytes(self, own: int) -> float:
+        """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
+        return sum(sent for _, _, sent in gather_bytes(own, self.rings))
+
+    def _start(self, exchange: Any, device: torch.device) -> Handle:
+        """Runs `exchange(groups)` in the next lane; here and now where there is none."""
+        if not self._lanes:
+            assert len(self.rings) == 1 and self.groups.replicate is not None
+            exchange([(self.rings[0], self.groups.replicate)])
+            return Handle()
+        lane, groups = self._lanes[self._next_lane], self.groups.lanes[self._next_lane]
+        self._next_lane = (self._next_lane + 1) % len(self._lanes)
+        stages: list[Group] = list(zip(self.rings, groups, strict=True))
+        return lane.start(lambda: exchange(stages), device)
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives every replica the values of replica 0, in place; not counted, it happens once."""
@@ -191,7 +219,7 @@ class ReplicaCollectives:
         for group in (self.groups.model, self.groups.replicate):
             if group is not None:
                 dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
-                self._count(group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
+                self._count_one(group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
         return value > 0
 
     def sum_over_model(self, value: Tensor) -> Tensor:
@@ -204,8 +232,8 @@ class ReplicaCollectives:
         if group is None:
             return value
         values = torch.empty(self.model_ranks, dtype=value.dtype, device=value.device)
-        _all_gather(values, value.view(1), group=group)
-        self._count(group, "norm", value.nbytes, float(self.model_ranks - 1))
+        all_gather_into(values, value.view(1), group=group)
+        self._count_one(group, "norm", value.nbytes, float(self.model_ranks - 1))
         total = values[0]
         for i in range(1, self.model_ranks):
             total = total + values[i]
@@ -229,7 +257,11 @@ class ReplicaCollectives:
                 items = [entry for entries in lists for entry in entries]
         return items
 
-    def _count(self, group: ProcessGroup, kind: str, handed: int, factor: float) -> None:
+    def _count(self, kind: str, stages: Iterable[tuple[str, int, float]]) -> None:
+        for level, handed, sent in stages:
+            self.traffic.add(level, kind, handed, sent)
+
+    def _count_one(self, group: ProcessGroup, kind: str, handed: int, factor: float) -> None:
         self.traffic.add(self._levels[group], kind, handed, factor * handed)
 
 

@@ -1,45 +1,92 @@
 """Process groups of a layout. The only place that calls `new_group`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from topology.layout import Layout
+from topology.layout import Layout, Tier
+
+# Exchanges of several stages that may be in flight at once: while one is on the network the next is inside the node.
+LANES = 2
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The replicas that this one meets at one level.
+
+    level: of the link to the next of them. size: their number. place: of this one among them.
+    """
+
+    level: str
+    size: int
+    place: int
 
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The two groups that a method on the replicate axis needs.
+    """The groups that a method on the replicate axis needs.
 
     replicate: the ranks that hold the same parameters and see different data; None for one replica.
     model: the ranks that hold one replica together (shard x context x tensor); None for one rank.
     layout: tells which link a byte crosses; without it every byte counts as "network".
+    rings: what exchanges go over, from the inside out; () for one ring over all of `replicate`.
+    lanes: the groups of `rings`, one set for every exchange that may be in flight; () to run them in the caller,
+        on `replicate`.
     """
 
     replicate: ProcessGroup | None
     model: ProcessGroup | None
     layout: Layout | None = None
+    rings: tuple[Ring, ...] = ()
+    lanes: tuple[tuple[ProcessGroup, ...], ...] = ()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        for group in (self.replicate, self.model):
+        for group in (self.replicate, self.model, *(group for lane in self.lanes for group in lane)):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def build_groups(layout: Layout, timeout: timedelta) -> ReplicaGroups:
-    """Builds the groups of this rank. A collective call: every rank of the world must make it."""
+def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True) -> ReplicaGroups:
+    """Builds the groups of this rank. A collective call: every rank of the world must make it.
+
+    hierarchical: exchanges go level by level; else over one ring, whatever links it crosses.
+    """
     if layout.world_size != dist.get_world_size():
         raise ValueError(
             f"the layout is for {layout.world_size} ranks, but {dist.get_world_size()} are running; "
             "plan it for the world size that was launched"
         )
+    hierarchies = [
+        layout.hierarchy(group) if hierarchical else (Tier("network", (group,)),)
+        for group in layout.replicate_groups()
+        if len(group) > 1
+    ]
+    rank = dist.get_rank()
+    own = next((tiers for tiers in hierarchies if any(rank in ring for ring in tiers[0].rings)), ())
+    rings = []
+    for tier in own:
+        ring = next(ring for ring in tier.rings if rank in ring)
+        rings.append(Ring(layout.ring_level(rank, ring), len(ring), ring.index(rank)))
+    lanes: list[tuple[ProcessGroup, ...]] = []
+    for _ in range(LANES if own else 0):
+        # All groups of all ranks, in one order; this rank keeps those of its own rings.
+        every = [group for tiers in hierarchies for group in build_tier_groups(tiers, timeout)]
+        lanes.append(tuple(group for group in every if group is not None))
     return ReplicaGroups(
         replicate=_own_group(layout.replicate_groups(), timeout),
         model=_own_group(layout.model_groups(), timeout),
         layout=layout,
+        rings=tuple(rings),
+        lanes=tuple(lanes),
     )
+
+
+def build_tier_groups(tiers: Sequence[Tier], timeout: timedelta) -> list[ProcessGroup | None]:
+    """This rank's group at every tier, None where it is in none. A collective call."""
+    return [_own_group(tier.rings, timeout) for tier in tiers]
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], timeout: timedelta) -> ProcessGroup | None:

@@ -107,7 +107,7 @@ class Layout:
         A rank is in one ring of every tier, with those that have its place in their units.
         """
         tiers: list[Tier] = []
-        units = [(rank,) for rank in group]
+        units: list[tuple[int, ...]] = [(rank,) for rank in group]
         for level in self.machine.levels:
             together: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
             for unit in units:

@@ -60,6 +60,12 @@ class Scape:
     clip_mode: Literal["moment", "literal"] = "moment"
     """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
 
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the payload between nodes; what rounding loses is kept (FP32, 4 bytes an entry sent) and sent later"""
+
+    chunk_bytes: int = 0
+    """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
+
     def __post_init__(self) -> None:
         _check_types(self, "sync.scape")
         try:
@@ -72,6 +78,8 @@ class Scape:
                 max_norm=None,
                 clip_mode=self.clip_mode,
                 reduction="sum",
+                wire_dtype=self.wire_dtype,
+                chunk_bytes=self.chunk_bytes or 4,
             )
         except ValueError as error:
             raise ValueError(f"[sync.scape] {error}") from None
@@ -107,6 +115,9 @@ class Topology:
 
     ranks_per_node: int = 0
     """0 takes what the launcher says (LOCAL_WORLD_SIZE or Slurm), else the preset's"""
+
+    exchange: Literal["hierarchical", "flat"] = "hierarchical"
+    """Replicas talk level by level (each byte crosses the network once per node), or in one ring over all of them"""
 
     def __post_init__(self) -> None:
         _check_types(self, "topology")

@@ -39,6 +39,9 @@ class Case:
     offset: int = 0  # entries by which the gradients' storage is shifted off its alignment
     parameter_offset: int = 0
     seed: int = 0
+    chunk_entries: int = 0
+    granularity: int = 1
+    carries: bool = False  # rounding errors of the step before
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
     device: str = "cpu"
     rates: Rates = field(init=False)
@@ -57,10 +60,21 @@ class Case:
 
     def passes(self, kind: type[ScapePasses]) -> ScapePasses:
         device = torch.device(self.device)
-        passes = kind(self.layout, self.whole, self.selection, self.density, self.replica, device)
+        passes = kind(
+            self.layout,
+            self.whole,
+            self.selection,
+            self.density,
+            self.replica,
+            device,
+            self.chunk_entries,
+            self.granularity,
+            self.carries,
+        )
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
+        passes.errors.copy_(torch.randn(passes.errors.numel(), generator=generator) * 1e-3)
         return passes
 
     def mask(self, density: float, seed: int) -> Mask:
@@ -69,8 +83,12 @@ class Case:
         if density < 1.0 and bits.numel():
             twin = TorchScape(self.layout, (), self.selection, 1.0, None, torch.device("cpu"))
             generator = torch.Generator().manual_seed(seed)
-            twin.gradients = [torch.randn(n, generator=generator) for n in self.sparse]
-            twin.rotate(twin._select(density), density, bits, bits.clone(), torch.tensor(True))
+            gradients = [torch.randn(n, generator=generator) for n in self.sparse]
+            dense, applied = Mask(bits.clone()), torch.tensor(True)
+            twin.bind(
+                [torch.zeros(n) for n in self.sparse], gradients, [self.rates] * len(gradients), dense, dense, density
+            )
+            twin.rotate(twin.pack_all(applied), density, bits, dense.bits, applied)
         padded = torch.zeros(-(-bits.numel() // 4) * 4, dtype=torch.uint8, device=self.device)
         return Mask(padded[: bits.numel()].copy_(bits), density)
 
@@ -116,13 +134,15 @@ def check_step(case: Case) -> None:
     applied = torch.tensor(True, device=case.device)
     wires = []
     for passes, own_gradients, own_parameters in zip((twin, kernel), gradients, parameters, strict=True):
-        passes.bind(own_parameters, own_gradients, [case.rates] * len(case.sizes), *masks)
-        wires.append(passes.pack(applied, case.next))
-    assert twin.compact == kernel.compact
+        passes.bind(own_parameters, own_gradients, [case.rates] * len(case.sizes), *masks, case.next)
+        wires.append(passes.pack_all(applied))
+    assert twin.compact == kernel.compact and twin.parts == kernel.parts
+    for part in twin.parts if twin.compact else ():
+        assert (part.stop - part.start) % case.granularity == 0
 
     # Pack: payload, last moment, residual.
-    payloads, lasts, start = [], [], 0
-    for i, count in enumerate(twin.counts):
+    payloads, lasts = [], []
+    for i, (start, count) in enumerate(zip(twin.positions(), twin.counts, strict=True)):
         on = used(case, masks[0], i)
         assert torch.equal(kernel.states[i], twin.states[i]), "state"
         if twin.compact:
@@ -133,7 +153,6 @@ def check_step(case: Case) -> None:
         assert torch.equal(payload, twin._payloads[i]), "payload"
         payloads.append(payload.clone())
         lasts.append(last.clone())
-        start += count
 
     # Selection: the same sets.
     assert (wires[0] is None) == (wires[1] is None)
@@ -174,9 +193,9 @@ def check_update(
     b1, b2 = r.beta1, r.beta2
     steps = torch.tensor(3.0, dtype=torch.float64, device=case.device)
     residuals = [s.clone() for s in kernel.states]
-    squares = kernel.squares()
+    squares = kernel.squares_all()
     factor, applied = torch.tensor(clip, device=case.device), torch.tensor(True, device=case.device)
-    kernel.update(factor, case.clip_moment, steps, case.max_wait, applied)
+    kernel.update_all(factor, case.clip_moment, steps, case.max_wait, applied)
     exact_squares, error_squares = 0.0, 0.0
     for i, (b, q) in enumerate(zip(payloads, lasts, strict=True)):
         on, held = used(case, masks[0], i), used(case, masks[1], i)
@@ -228,12 +247,12 @@ def check_skipped(case: Case) -> None:
     kept = [t.clone() for t in (kernel.state, *parameters, masks[0].bits, masks[1].bits)]
     applied = torch.tensor(False, device=case.device)
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
-    kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks)
-    wire = kernel.pack(applied, case.next)
-    kernel.squares()
+    kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks, case.next)
+    wire = kernel.pack_all(applied)
+    kernel.squares_all()
     nan = torch.tensor(float("nan"), device=case.device)
     steps = torch.zeros((), dtype=torch.float64, device=case.device)
-    kernel.update(nan, True, steps, 1000.0, applied)
+    kernel.update_all(nan, True, steps, 1000.0, applied)
     if wire is not None and case.replica is None:
         kernel.rotate(wire, case.next, masks[0].bits, masks[1].bits, applied)
     for old, new in zip(kept, (kernel.state, *parameters, masks[0].bits, masks[1].bits), strict=True):
@@ -243,8 +262,10 @@ def check_skipped(case: Case) -> None:
 def check_rotate(case: Case) -> None:
     """What the runs selected becomes the mask in use, by either form on the wire, of either backend."""
     twin = case.passes(TorchScape)
-    twin.gradients = [g.float() for g in case.draw(torch.float32, case.seed, case.values)]
-    wire = twin._select(case.next)
+    dense, gradients = Mask(torch.zeros(0)), case.draw(torch.float32, case.seed, case.values)
+    rates = [case.rates] * len(gradients)
+    twin.bind([torch.zeros_like(g) for g in gradients], gradients, rates, dense, dense, case.next)
+    wire = twin.pack_all(torch.tensor(True, device=case.device))
     results = []
     for passes in (twin, case.passes(TritonScape)):
         in_use, previous = case.mask(case.in_use, 1), case.mask(case.previous, 2)

@@ -92,9 +92,9 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
     layout = BlockLayout((8192,), 1024, 1)
     passes = TritonScape(layout, (), "block", 0.1, 0, torch.device("cpu"))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
-    passes.bind([torch.zeros(8192)], [shifted(8192, offset)], [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], *masks)
-    passes.pack(torch.tensor(True), 1.0)
-    passes.update(torch.ones(()), True, torch.ones((), dtype=torch.float64), None, torch.tensor(True))
+    passes.bind([torch.zeros(8192)], [shifted(8192, offset)], [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], *masks, 1.0)
+    passes.pack_all(torch.tensor(True))
+    passes.update_all(torch.ones(()), True, torch.ones((), dtype=torch.float64), None, torch.tensor(True))
     aligned = offset == 0
     assert calls == [("pack_kernel", aligned), ("update_kernel", aligned or in_use < 1.0)]
 
@@ -103,8 +103,9 @@ def test_large_payloads_are_covered_once() -> None:
     """Positions behind 2^24, which FP32 cannot count, and tensors without a remainder."""
     sizes = (0, 36_000_003, 4096, 1029)
     passes = TritonScape(BlockLayout(sizes, 1024, 1), (7, 0, 3), "block", 0.6, 0, torch.device("cpu"))
-    passes.counts = passes.payload_counts(0.6)
-    whole, rest = passes._tile_payload()
+    passes.counts, passes.compact = passes.payload_counts(0.6), True
+    (part,) = passes.parts
+    whole, rest = passes._tile_payload(part)
     assert bool((whole[:, 1] % 4 == 0).all()) and bool((whole[:, 2] == 4096).all())
     stretches = sorted((first, first + length, tensor) for tensor, first, length in torch.cat([whole, rest]).tolist())
     position, entries = 0, [0] * len(passes.counts)

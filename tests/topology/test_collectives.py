@@ -34,11 +34,13 @@ def test_chunks_of_any_size_give_the_same(chunk: int, mean: bool, pool2: Pool) -
             assert torch.equal(tensor, both / 2 if mean else both)
 
 
-def talk(replicate: int, shard: int, ranks_per_node: int) -> tuple[dict, dict, list[int], float]:
+def talk(
+    replicate: int, shard: int, ranks_per_node: int, hierarchical: bool = True
+) -> tuple[dict, dict, list[int], float]:
     layout = plan_layout(
         4, ranks_per_node=ranks_per_node, machine=get_machine("frontier"), replicate=replicate, shard=shard
     )
-    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
     rank = dist.get_rank()
     collectives.all_reduce(torch.zeros(100)).wait()
     gathered = torch.zeros(replicate, dtype=torch.uint8)
@@ -53,7 +55,7 @@ def talk(replicate: int, shard: int, ranks_per_node: int) -> tuple[dict, dict, l
 
 def test_a_flat_ring_over_two_nodes_crosses_each_kind_of_link(pool4: Pool) -> None:
     """Two GCDs a node: ranks 0 and 2 send to their twin on the package, 1 and 3 over the network."""
-    for rank, (sent, handed, gathered, _) in enumerate(pool4(talk, 4, 1, 2)):
+    for rank, (sent, handed, gathered, _) in enumerate(pool4(talk, 4, 1, 2, False)):
         level = "gcd_pair" if rank % 2 == 0 else "network"
         assert sent[level, "payload"] == 2 * 3 / 4 * 400 and handed[level, "payload"] == 400
         assert sent[level, "mask"] == 3 and handed[level, "mask"] == 1

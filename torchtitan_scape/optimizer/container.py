@@ -16,7 +16,7 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
 from kernels import choose, finite_check
-from topology.collectives import ReplicaCollectives
+from topology.collectives import CHUNK_ENTRIES, ReplicaCollectives
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.guard import FiniteGuard
@@ -43,8 +43,7 @@ class ReplicaOptimizers(OptimizersContainer):
     def dense_bytes(self) -> float:
         """Bytes that this rank would send in a step that all-reduces all its gradients in FP32."""
         entries = sum(local(p).numel() for group in self.optimizers[0].param_groups for p in group["params"])
-        replicas = self.collectives.replicas
-        return 2.0 * (replicas - 1) / replicas * 4 * entries
+        return self.collectives.reduced_bytes(entries)
 
     def settle(self) -> None:
         """Learns whether the last step was applied; `step` does it for the one before."""
@@ -209,6 +208,8 @@ def build_optimizers(
                 replicas=collectives,
                 max_skipped_steps=sync.max_skipped_steps,
                 kernels=sync.kernels,
+                wire_dtype=scape.wire_dtype,
+                chunk_bytes=scape.chunk_bytes or 4 * CHUNK_ENTRIES,
             )
             return ScapeOptimizers(model_parts, make)
         case "dense", "AdamS":

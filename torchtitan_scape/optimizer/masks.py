@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kernels.blocks import Mask
 from kernels.passes import ScapePasses
-from topology.collectives import Handle, ReplicaCollectives
+from topology.collectives import ReplicaCollectives
+from topology.lanes import Handle
 
 
 class DelayedMasks:
@@ -42,7 +43,7 @@ class DelayedMasks:
         What arrives lies in the payload buffer, which nobody needs before the next step, wherever it fits.
         applied: bool (), on the device; false for a mask that shall not come into use.
         """
-        handle, received = Handle(None), own
+        handle, received = Handle(), own
         if own is not None and not self.collectives.is_fake and self.collectives.replicas > 1:
             received = self._room(self.collectives.replicas * own.numel())
             handle = self.collectives.all_gather(received, own)

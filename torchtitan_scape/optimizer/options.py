@@ -21,6 +21,8 @@ def check_scape_options(
     max_norm: float | None,
     clip_mode: str,
     reduction: str,
+    wire_dtype: str,
+    chunk_bytes: int,
 ) -> None:
     """Raises ValueError for an option out of range, with the value and what is allowed."""
     if not 0.0 < density <= 1.0:
@@ -39,3 +41,7 @@ def check_scape_options(
         raise ValueError(f"clip_mode is {clip_mode!r}; it must be 'moment' or 'literal'")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    if wire_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"wire_dtype is {wire_dtype!r}; it must be 'float32' or 'bfloat16'")
+    if chunk_bytes < 4:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be 4 or more, for example {1 << 24}")

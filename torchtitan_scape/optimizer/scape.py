@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from kernels import choose, finite_check, reference, scape_passes
 from kernels.blocks import BlockLayout, density_at
-from kernels.passes import Rates
-from topology.collectives import ReplicaCollectives
+from kernels.passes import Part, Rates
+from topology.collectives import CHUNK_ENTRIES, ReplicaCollectives
 from topology.groups import ReplicaGroups
+from topology.lanes import Handle
 from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
@@ -51,6 +52,11 @@ class Scape(Optimizer):
         max_skipped_steps: so many steps in a row with a non-finite gradient anywhere raise
             `NonFiniteGradientError`. Single ones are skipped by all ranks, with nothing changed.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+        wire_dtype: of the payload between replicas at the target density (between nodes, where the exchange goes
+            level by level): "float32" or "bfloat16". What rounding loses is kept, FP32 per entry sent, and sent
+            later. While the mask is denser the payload goes in FP32.
+        chunk_bytes: the payload goes in parts of about so many bytes (FP32), each some tensors: one part is packed
+            while the one before it is exchanged, and without `max_norm` updated while the one behind it is.
 
     On a GPU the host never waits for the step it is in, only for the finite check of the one before. At a fixed
     density, with FP32 gradients that keep their storage, a step of a single replica can be captured in a CUDA graph
@@ -80,10 +86,21 @@ class Scape(Optimizer):
         replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
         max_skipped_steps: int = 10,
         kernels: str = "auto",
+        wire_dtype: str = "float32",
+        chunk_bytes: int = 4 * CHUNK_ENTRIES,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         check_scape_options(
-            density, density_warmup_steps, block_size, selection, max_wait, max_norm, clip_mode, reduction
+            density,
+            density_warmup_steps,
+            block_size,
+            selection,
+            max_wait,
+            max_norm,
+            clip_mode,
+            reduction,
+            wire_dtype,
+            chunk_bytes,
         )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.density, self.density_warmup_steps = density, density_warmup_steps
@@ -96,12 +113,13 @@ class Scape(Optimizer):
             replicas = ReplicaCollectives(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
+        self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0 and not replicas.is_fake
 
         self._sparse, self._dense = _split(self._shards, dense_names)
         self._ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
-        self._fingerprint = self._make_fingerprint(selection, clip_mode, reduction)
-        self._check_replicas_agree(max_skipped_steps)
+        self._fingerprint = self._make_fingerprint(selection, clip_mode, reduction, wire_dtype)
+        self._check_replicas_agree({"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes})
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
 
         device = local(self._shards[0].parameter).device
@@ -115,6 +133,9 @@ class Scape(Optimizer):
             density,
             None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
             device,
+            chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
+            granularity=replicas.granularity(self._rounds),
+            carries=self._rounds,
         )
         self.masks = DelayedMasks(self.passes, replicas, device)
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
@@ -158,22 +179,50 @@ class Scape(Optimizer):
                 [self._rates(shard) for shard in self._ordered],
                 masks.in_use,
                 masks.previous,
+                next_density,
             )
-            selected = passes.pack(applied, next_density)
-        with phase("exchange"):
-            if passes.compact:
-                self.collectives.all_reduce(passes.payload).wait()
-            else:
-                self.collectives.all_reduce_chunked(passes.pieces())
+        in_flight: list[tuple[Handle, Tensor | None]] = []
+        for part in passes.parts:
+            with phase("pack"):
+                passes.pack(part, applied)
+            with phase("exchange"):
+                in_flight.append(self._exchange(part))
+        with phase("pack"):
+            selected = passes.selected(applied)
+        self._applied_steps += applied
+        squares = torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
+        for part, (handle, errors) in zip(passes.parts, in_flight, strict=True):
+            with phase("exchange"):
+                handle.wait()
+            with phase("clip"):
+                if errors is not None:
+                    passes.keep_errors(part, errors, applied)
+                squares += passes.squares(part)
+            if self.max_norm is None:  # else the norm of all parts must be known
+                self._update(part, applied)
         with phase("clip"):
-            self._clip(passes.squares(), applied)
-        with phase("update"):
-            self._applied_steps += applied
-            passes.update(self.clip_factor, self.clip_moment, self._applied_steps, self.max_wait, applied)
+            self._clip(squares.float(), applied)
+        for part in passes.parts if self.max_norm is not None else ():
+            self._update(part, applied)
+        passes.release()
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
             masks.exchange(selected, next_density, applied)
         return loss
+
+    def _exchange(self, part: Part) -> tuple[Handle, Tensor | None]:
+        """Starts averaging a part of the payload; the errors are there once it has arrived, None without rounding."""
+        passes, collectives = self.passes, self.collectives
+        if not passes.compact:
+            collectives.all_reduce_chunked(passes.pieces())
+            return Handle(), None
+        payload = passes.payload[part.start : part.stop]
+        errors = torch.empty_like(payload) if self._rounds else None
+        return collectives.all_reduce(payload, error=errors), errors
+
+    def _update(self, part: Part, applied: Tensor) -> None:
+        with self.timer.phase("update"):
+            self.passes.update(part, self.clip_factor, self.clip_moment, self._applied_steps, self.max_wait, applied)
 
     def settle(self) -> None:
         """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
@@ -200,7 +249,7 @@ class Scape(Optimizer):
         lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
 
-    def _make_fingerprint(self, selection: str, clip_mode: str, reduction: str) -> dict[str, Any]:
+    def _make_fingerprint(self, selection: str, clip_mode: str, reduction: str, wire_dtype: str) -> dict[str, Any]:
         return {
             "parameters": zlib.crc32(repr([(s.name, s.size, s.group) for s in self._ordered]).encode()),
             "sparsified": len(self._sparse),
@@ -213,22 +262,24 @@ class Scape(Optimizer):
             "max_norm": self.max_norm,
             "clip_mode": clip_mode,
             "reduction": reduction,
+            "wire_dtype": wire_dtype,
         }
 
-    def _check_replicas_agree(self, max_skipped_steps: int) -> None:
+    def _check_replicas_agree(self, others: dict[str, Any]) -> None:
         if self.collectives.groups.replicate is None or self.collectives.is_fake:
             return
-        mine = {**self._fingerprint, "max_skipped_steps": max_skipped_steps}
+        mine = {**self._fingerprint, **others}
         for i, group in enumerate(self.param_groups):
             mine |= {f"{key} of group {i}": group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         theirs: list[Any] = [None] * self.collectives.replicas
-        dist.all_gather_object(theirs, mine, group=self.collectives.groups.replicate)
-        for replica, other in enumerate(theirs):
+        group = self.collectives.groups.replicate
+        dist.all_gather_object(theirs, mine, group=group)
+        for rank, other in zip(dist.get_process_group_ranks(group), theirs, strict=True):
             different = [key for key, value in mine.items() if other.get(key) != value]
             if different:
                 key = different[0]
                 raise ValueError(
-                    f"replica {replica} has {key}={other.get(key)!r}, replica {self.collectives.replica} has "
+                    f"rank {rank} has {key}={other.get(key)!r}, rank {dist.get_rank()} has "
                     f"{mine[key]!r}; every replica needs the same model and the same options"
                 )
 
@@ -276,9 +327,10 @@ class Scape(Optimizer):
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
-        replicas = self.collectives.replicas
-        payload = 2.0 * (replicas - 1) / replicas * 4 * self.passes.payload_entries(self.density)
-        return payload + (replicas - 1) * self._layout.wire_bytes(self.density, self.passes.selection)
+        collectives = self.collectives
+        entries = self.passes.payload.numel() or sum(self.passes.sizes)
+        own = self._layout.wire_bytes(self.density, self.passes.selection)
+        return collectives.reduced_bytes(entries, self._rounds) + collectives.gathered_bytes(own)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs, this replica's residual included; waits for masks in flight.
@@ -292,6 +344,7 @@ class Scape(Optimizer):
         state["scape"] = {
             "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
             "moment_residual": self.passes.state,
+            "rounding_errors": self.passes.errors,
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
             "previous": masks.previous.bits,
@@ -324,6 +377,7 @@ class Scape(Optimizer):
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
             self.state[shard.parameter]["moment_residual"] = state
         self.passes.state.copy_(saved["moment_residual"])
+        self.passes.errors.copy_(saved["rounding_errors"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

@@ -46,6 +46,9 @@ def cases(draw: Any, **fixed: Any) -> Case:
         parameter_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         offset=draw(st.sampled_from([0, 0, 1])),
         parameter_offset=draw(st.sampled_from([0, 0, 1])),
+        chunk_entries=draw(st.sampled_from([0, 1, 30])),
+        granularity=draw(st.sampled_from([1, 4])),
+        carries=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
     )
     return Case(**{**options, **fixed})
@@ -60,7 +63,7 @@ def test_a_step_follows_the_twin(case: Case) -> None:
 
 
 @settings(max_examples=30)
-@given(cases(in_use=0.1, density=0.1, parameter_dtype=torch.float32))
+@given(cases(in_use=0.1, previous=0.1, density=0.1, parameter_dtype=torch.float32))
 def test_a_step_at_the_target_density_follows_the_twin(case: Case) -> None:
     check_step(case)
 
@@ -85,8 +88,10 @@ def check_selection(case: Case, density: float) -> None:
         passes.state.zero_()
         parameters = case.draw(torch.float32, 5)
         mask = case.mask(1.0, 0)
-        passes.bind(parameters, case.draw(torch.float32, 4, case.values), [case.rates] * len(case.sizes), mask, mask)
-        wires.append(passes.pack(torch.tensor(True), density))
+        passes.bind(
+            parameters, case.draw(torch.float32, 4, case.values), [case.rates] * len(case.sizes), mask, mask, density
+        )
+        wires.append(passes.pack_all(torch.tensor(True)))
     if wires[0] is None:
         assert wires[1] is None
         return

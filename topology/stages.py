@@ -1,0 +1,118 @@
+"""An exchange level by level: reduce-scatter inside, the same for each part one level further out, gather inside.
+
+Each byte crosses the network once per node in each direction, every rank of a node carries its own part, and all of
+its NICs work. The functions recurse over the rings, from the inside out; they run wherever a `Lane` runs them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from topology.groups import Ring
+
+# torch 2.13 renamed the collectives and warns about the old names.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Group = tuple[Ring, ProcessGroup]
+
+
+def reduce_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | None = None) -> None:
+    """x = (sum over all replicas of x) / divisor, in place; bitwise the same on all of them.
+
+    Args:
+        x: FP32 (n,), contiguous; n is a multiple of the product of the rings' sizes (of all but the outermost
+            suffices without `error`).
+        groups: the rings and their process groups, from the inside out.
+        divisor: of the sum; the number of replicas for the mean.
+        error: FP32 (n,), makes the outermost ring carry BF16, and receives what rounding lost: the sum over
+            replicas of (x before - error) is x after * divisor. Inside, sums travel in FP32.
+    """
+    (ring, group), outer = groups[0], groups[1:]
+    if not outer:
+        if error is None:
+            dist.all_reduce(x, group=group)
+            x.div_(divisor)
+        else:
+            _reduce_rounded(x, ring, group, divisor, error)
+        return
+    own = x.view(ring.size, -1)[ring.place]
+    if x.is_cuda:
+        reduce_scatter_into(own, x, group=group)
+    else:  # gloo's reduce-scatter moves as many bytes as an all-reduce
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=group)
+        torch.sum(parts.view(ring.size, -1), 0, out=own)
+    if error is None:
+        reduce_(own, outer, divisor)
+        all_gather_into(x, own, group=group)
+        return
+    error.zero_()
+    reduce_(own, outer, divisor, error.view(ring.size, -1)[ring.place])
+    # What came back is BF16 already: it goes inside as such, with nothing lost.
+    rounded = torch.empty_like(x, dtype=torch.bfloat16)
+    all_gather_into(rounded, own.to(torch.bfloat16), group=group)
+    x.copy_(rounded)
+
+
+def _reduce_rounded(x: Tensor, ring: Ring, group: ProcessGroup, divisor: float, error: Tensor) -> None:
+    """One ring in BF16, both ways: every rank sums its part in FP32, so that nothing is rounded but what is sent."""
+    sent = x.to(torch.bfloat16)
+    torch.sub(x, sent, out=error)
+    parts = torch.empty_like(sent)
+    dist.all_to_all_single(parts, sent, group=group)
+    total = parts.view(ring.size, -1).float().sum(0).div_(divisor)
+    own = total.to(torch.bfloat16)
+    error.view(ring.size, -1)[ring.place] += (total - own) * divisor
+    all_gather_into(sent, own, group=group)
+    x.copy_(sent)
+
+
+def gather_(output: Tensor, own: Tensor, groups: Sequence[Group]) -> None:
+    """output = `own` (b,) of all replicas, (replicas * b,), in the order of `place_of`.
+
+    From the outside in, so that each replica's `own` crosses the network once per node; every stage gathers where
+    its result belongs.
+    """
+    start, size = place_of([ring for ring, _ in groups]) * own.numel(), own.numel()
+    filled = output[start : start + size]
+    filled.copy_(own)
+    for ring, group in reversed(groups):
+        start -= ring.place * size
+        size *= ring.size
+        whole = output[start : start + size]
+        all_gather_into(whole, filled, group=group)
+        filled = whole
+
+
+def place_of(rings: Sequence[Ring]) -> int:
+    """A replica's number among all: its place in the innermost ring counts most, so that `gather_` needs no copy."""
+    place = 0
+    for ring in rings:
+        place = place * ring.size + ring.place
+    return place
+
+
+def reduce_bytes(n: int, rings: Sequence[Ring], rounded: bool) -> Iterator[tuple[str, int, float]]:
+    """(level, bytes handed to collectives, bytes sent) of this rank in every stage of `reduce_` on n entries."""
+    ring, outer = rings[0], rings[1:]
+    share = (ring.size - 1) / ring.size
+    if not outer:
+        handed = (2 if rounded else 4) * n
+        # Rounded: an all-to-all of n entries, then a gather of this rank's part.
+        yield ring.level, handed + (handed // ring.size if rounded else 0), 2 * share * handed
+        return
+    yield ring.level, 4 * n, share * 4 * n
+    yield from reduce_bytes(n // ring.size, outer, rounded)
+    own = (2 if rounded else 4) * n // ring.size
+    yield ring.level, own, (ring.size - 1) * own
+
+
+def gather_bytes(own: int, rings: Sequence[Ring]) -> Iterator[tuple[str, int, float]]:
+    """The same of `gather_`, for `own` bytes."""
+    for ring in reversed(rings):
+        yield ring.level, own, (ring.size - 1) * own
+        own *= ring.size
