@@ -1,4 +1,4 @@
-"""Machines as data: ranks per node, and the links between ranks from the inside out.
+"""Machines as data: ranks per node, the device of a rank, and the links between ranks from the inside out.
 
 Figures are nominal, from the sources named; a measurement on the machine itself is worth more.
 """
@@ -23,6 +23,25 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Device:
+    """What one rank computes on.
+
+    memory: GB (1e9 bytes) that the rank may fill.
+    memory_bandwidth: GB/s, nominal, read and write together.
+    peak: TFLOP/s of dense BF16 matrix products, nominal.
+    """
+
+    name: str
+    memory: float
+    memory_bandwidth: float
+    peak: float
+    source: str
+
+
+ASSUMED_CORE = Device("one core", 8.0, 10.0, 0.05, "assumed: a core of a laptop, its share of the memory")
+
+
+@dataclass(frozen=True)
 class Machine:
     """A kind of node and its links. `ranks_per_node` is 0 where it is whatever the launcher starts."""
 
@@ -30,6 +49,7 @@ class Machine:
     ranks_per_node: int
     levels: tuple[Level, ...]
     source: str
+    device: Device = ASSUMED_CORE
 
 
 MACHINES = {
@@ -41,6 +61,9 @@ MACHINES = {
             levels=(Level("node", 1, 450.0, 2.0), Level("network", 0, 50.0, 5.0)),
             source="SCAPE paper, Section V-A: one GH200 a node, NDR 400 Gb/s InfiniBand; NVLink-C2C 900 GB/s both "
             "ways. Latencies are assumed",
+            device=Device(
+                "GH200", 96.0, 4000.0, 989.0, "NVIDIA GH200 data sheet, 96 GB HBM3 model; dense BF16 of its H100 part"
+            ),
         ),
         Machine(
             "frontier",
@@ -53,6 +76,13 @@ MACHINES = {
             source="Low-bandwidth partitioning paper, Table II and Section IV: 200 GB/s between the GCDs of a GPU, "
             "Infinity Fabric 50 GB/s between GPUs of a node, four 200 Gb/s Slingshot-11 NICs for eight GCDs. "
             "Latencies are assumed",
+            device=Device(
+                "MI250X GCD",
+                64.0,
+                1600.0,
+                191.5,
+                "AMD MI250X data sheet, half of 128 GB, 3.2 TB/s and 383 TFLOP/s: a GCD is half a package",
+            ),
         ),
         Machine(
             "dgx-a100",
@@ -60,6 +90,9 @@ MACHINES = {
             levels=(Level("node", 8, 300.0, 2.0), Level("network", 0, 25.0, 5.0)),
             source="Low-bandwidth partitioning paper, Table I: NVLink 600 GB/s both ways, eight 200 Gb/s HDR ports a "
             "node. Latencies are assumed",
+            device=Device(
+                "A100 80GB", 80.0, 2000.0, 312.0, "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down)"
+            ),
         ),
         Machine(
             "local",

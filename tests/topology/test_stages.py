@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
 import topology.collectives
+from tests.pool import Pool
 from topology import stages
 from topology.collectives import ReplicaCollectives
 from topology.groups import build_groups

@@ -1,0 +1,164 @@
+"""Collectives in the cost model against the same ones played with messages, and against what the product counts."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topology.groups import Ring
+from topology.layout import Layout, plan_layout
+from topology.links import (
+    Link,
+    Links,
+    all_gather_seconds,
+    all_gather_stages,
+    all_reduce_seconds,
+    all_reduce_stages,
+    bytes_by_level,
+)
+from topology.machines import Level, Machine
+from topology.stages import gather_bytes, reduce_bytes
+
+LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
+
+
+class Wire:
+    """Ring collectives on one array a rank, in rounds; counts every message of every rank under its tier's level."""
+
+    def __init__(self, world: int) -> None:
+        self.sent: list[dict[str, float]] = [defaultdict(float) for _ in range(world)]
+        self.rounds: dict[str, int] = defaultdict(int)
+
+    def _round(self, level: str, messages: list[tuple[int, int, object]]) -> None:
+        self.rounds[level] += 1
+        for source, _, values in messages:
+            self.sent[source][level] += np.asarray(values).nbytes
+
+    def reduce_scatter(self, level: str, rings: list[tuple[int, ...]], data: dict[int, np.ndarray]) -> None:
+        """data[rank] becomes its piece of the sum: piece i lands at place i of the ring."""
+        size = len(rings[0])
+        pieces = {rank: list(np.split(data[rank], size)) for ring in rings for rank in ring}
+        for step in range(size - 1):
+            messages = []
+            for ring in rings:
+                for place, rank in enumerate(ring):
+                    index = (place - step - 1) % size
+                    messages.append((rank, ring[(place + 1) % size], index, pieces[rank][index].copy()))
+            for _, target, index, values in messages:
+                pieces[target][index] = pieces[target][index] + values
+            self._round(level, [(source, target, values) for source, target, _, values in messages])
+        for ring in rings:
+            for place, rank in enumerate(ring):
+                data[rank] = pieces[rank][place]
+
+    def all_gather(self, level: str, rings: list[tuple[int, ...]], data: dict[int, np.ndarray]) -> None:
+        """data[rank] becomes the pieces of the whole ring, in its order."""
+        size = len(rings[0])
+        have = {rank: {place: data[rank]} for ring in rings for place, rank in enumerate(ring)}
+        for step in range(size - 1):
+            messages = []
+            for ring in rings:
+                for place, rank in enumerate(ring):
+                    index = (place - step) % size
+                    messages.append((rank, ring[(place + 1) % size], index, have[rank][index]))
+            for _, target, index, values in messages:
+                have[target][index] = values
+            self._round(level, [(source, target, values) for source, target, _, values in messages])
+        for ring in rings:
+            for rank in ring:
+                data[rank] = np.concatenate([have[rank][i] for i in range(size)])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """One, two or three levels: pairs inside nodes inside a network."""
+    pair, node = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 2), (2, 4), (2, 6), (3, 6)]))
+    levels = (Level("pair", pair, 1, 1), Level("node", node, 1, 1), Level("network", 0, 1, 1))
+    nodes = draw(st.integers(1, 4))
+    machine = Machine("a test", node, levels, "")
+    return plan_layout(node * nodes, ranks_per_node=node, machine=machine, replicate=-1, shard=1)
+
+
+def spans(layout: Layout) -> list[tuple[str, int]]:
+    return [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))]
+
+
+@given(layouts())
+def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout: Layout) -> None:
+    n, wire = layout.world_size * 3, Wire(layout.world_size)
+    data = {
+        rank: np.random.default_rng(rank).integers(0, 99, n).astype(np.float32) for rank in range(layout.world_size)
+    }
+    total = sum(data.values())
+    tiers = layout.hierarchy(layout.replicate_group(0))
+    for tier in tiers:
+        wire.reduce_scatter(tier.level, list(tier.rings), data)
+    for tier in reversed(tiers):
+        wire.all_gather(tier.level, list(tier.rings), data)
+    for rank in range(layout.world_size):
+        assert np.array_equal(data[rank], total)
+        assert wire.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(spans(layout), 4 * n)))
+    stages = all_reduce_stages(spans(layout), 4 * n)
+    rounds: dict[str, int] = defaultdict(int)
+    for stage in stages:
+        rounds[stage.level] += stage.rounds
+    assert rounds == wire.rounds
+    # No form sends less than a ring, and the hierarchy sends no more.
+    assert sum(s.sent for s in stages) == pytest.approx(2 * (layout.world_size - 1) / layout.world_size * 4 * n)
+
+
+@given(layouts(), st.integers(1, 9))
+def test_all_gather_stages_are_the_messages_from_the_outside_in(layout: Layout, own: int) -> None:
+    wire = Wire(layout.world_size)
+    data = {rank: np.full(own, rank, dtype=np.uint8) for rank in range(layout.world_size)}
+    for tier in reversed(layout.hierarchy(layout.replicate_group(0))):
+        wire.all_gather(tier.level, list(tier.rings), data)
+    stages = all_gather_stages(spans(layout), own)
+    for rank in range(layout.world_size):
+        assert sorted(set(data[rank].tolist())) == list(range(layout.world_size))
+        assert wire.sent[rank] == pytest.approx(bytes_by_level(stages))
+    assert sum(s.sent for s in stages) == (layout.world_size - 1) * own
+
+
+@given(layouts(), st.booleans())
+def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, rounded: bool) -> None:
+    rings = [Ring(level, size, 0) for level, size in spans(layout)]
+    if not rings:
+        return
+    n = 4 * layout.world_size
+    counted: dict[str, float] = defaultdict(float)
+    for level, _, sent in reduce_bytes(n, rings, rounded):
+        counted[level] += sent
+    wire = "bfloat16" if rounded else "float32"
+    assert bytes_by_level(all_reduce_stages(spans(layout), 4 * n, wire)) == pytest.approx(counted)
+    gathered = [(level, sent) for level, _, sent in gather_bytes(7, rings)]
+    assert [(s.level, s.sent) for s in all_gather_stages(spans(layout), 7)] == gathered
+
+
+def test_seconds_of_two_levels_by_hand() -> None:
+    """4 ranks inside, 2 outside, 800 bytes: 600 to and 600 fro inside, a ring of 2 on 200 bytes outside."""
+    tiers = [("a", 4), ("b", 2)]
+    inside, outside = 2 * (3e-5 + 600 / 1e9), 2e-4 + 200 / 1e8
+    assert all_reduce_seconds(tiers, 800, LINKS) == pytest.approx(inside + outside)
+    # BF16: half the bytes outside, and half on the way back inside
+    narrow = 6e-5 + 900 / 1e9 + 2e-4 + 100 / 1e8
+    assert all_reduce_seconds(tiers, 800, LINKS, wire="bfloat16") == pytest.approx(narrow)
+    assert all_reduce_seconds(tiers, 800, LINKS, flat=True) == pytest.approx(14e-4 + 1400 / 1e8)
+    assert all_gather_seconds(tiers, 10, LINKS) == pytest.approx(1e-4 + 10 / 1e8 + 3e-5 + 60 / 1e9)
+    assert all_gather_seconds(tiers, 10, LINKS, flat=True) == pytest.approx(7e-4 + 70 / 1e8)
+
+
+def test_levels_of_one_and_single_replicas_cost_nothing() -> None:
+    assert all_reduce_stages([], 100) == [] and all_gather_stages([("b", 1)], 100) == []
+    assert all_reduce_stages([("a", 1), ("b", 2), ("c", 1)], 100) == all_reduce_stages([("b", 2)], 100)
+
+
+def test_unknown_wire_and_level_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'fp8'.*float32, bfloat16"):
+        all_reduce_stages([("a", 2)], 8, wire="fp8")
+    with pytest.raises(ValueError, match=r"no level 'gcd_pair', only a, b, c"):
+        all_reduce_seconds([("gcd_pair", 2)], 8, LINKS)
+    with pytest.raises(ValueError, match=r"-1 GB/s; it must be positive"):
+        LINKS.with_bandwidth("a", -1e9)

@@ -1,0 +1,146 @@
+"""What a step moves and holds: messages, passes of the device, memory. Plain arithmetic: no torch.
+
+Payload and mask follow the same rules as `kernels.blocks`, which this package may not import; a test holds one against
+the other.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topology.links import width
+from topology.workloads import Shape, Workload, local_shapes
+
+BLOCK = 1024
+KINDS = ("adamw", "adams", "bf16", "powersgd", "scape")
+
+
+@dataclass(frozen=True)
+class Method:
+    """Who synchronises the replicas, and how.
+
+    kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "powersgd" (rank `rank`, AdamS) or
+        "scape" at `density`.
+    wire: of SCAPE's payload between nodes, "float32" or "bfloat16".
+    """
+
+    kind: str
+    density: float = 1.0
+    wire: str = "float32"
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"there is no method {self.kind!r}; known are {', '.join(KINDS)}")
+        if not 0 < self.density <= 1:
+            raise ValueError(f"the density is {self.density}; it must be in (0, 1]")
+        if self.kind == "powersgd" and self.rank < 1:
+            raise ValueError(f"the rank of powersgd is {self.rank}; it must be 1 or more")
+        width(self.wire)
+
+    @property
+    def name(self) -> str:
+        if self.kind == "scape":
+            return f"scape {self.density:g}" + (" bf16" if self.wire == "bfloat16" else "")
+        return f"powersgd {self.rank}" if self.kind == "powersgd" else self.kind
+
+
+def payload_entries(shapes: Sequence[Shape], density: float, block: int = BLOCK) -> int:
+    """Entries a step exchanges: min(k, real entries) of every block of the matrices, and all of 1-D tensors."""
+    if density >= 1.0:
+        return sum(map(math.prod, shapes))
+    k, entries = _per_block(density, block), 0
+    for shape in shapes:
+        full, tail = divmod(math.prod(shape), block)
+        entries += full * k + min(k, tail) if len(shape) > 1 else math.prod(shape)
+    return entries
+
+
+def payload_bytes(shapes: Sequence[Shape], density: float, wire: str = "float32", block: int = BLOCK) -> int:
+    return width(wire) * payload_entries(shapes, density, block)
+
+
+def mask_bytes(shapes: Sequence[Shape], density: float, replicas: int, block: int = BLOCK) -> int:
+    """One replica's own run on the wire: a bitmap, or offsets of the entries in their blocks where they are fewer."""
+    if density >= 1.0:
+        return 0
+    run = run_blocks(shapes, replicas, block)
+    bitmap, bits = run * block // 8, max(1, (block - 1).bit_length())
+    offsets = (run * _per_block(density, block) * bits + 7) // 8
+    return bitmap if replicas == 1 else min(bitmap, offsets)
+
+
+def run_blocks(shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> int:
+    """Blocks of a replica's run; each tensor is padded to whole blocks, and the last run to the others' length."""
+    blocks = sum(-(-math.prod(shape) // block) for shape in shapes if len(shape) > 1)
+    return -(-blocks // replicas)
+
+
+def _per_block(density: float, block: int) -> int:
+    return max(1, round(density * block))
+
+
+def message_bytes(method: Method, shapes: Sequence[Shape], block: int = BLOCK) -> list[float]:
+    """Bytes of the all-reduces of a step, one after the other, as `all_reduce_stages` takes them.
+
+    PowerSGD is PyTorch's hook: what it leaves whole, then all P, then all Q; a matrix goes whole where factors would
+    save less than half.
+    """
+    if method.kind == "scape":
+        return [float(payload_bytes(shapes, method.density, block=block))]
+    if method.kind == "powersgd":
+        factored = [s for s in shapes if _factored(s, method.rank)]
+        whole = sum(map(math.prod, shapes)) - sum(map(math.prod, factored))
+        rows, columns = sum(s[0] for s in factored), sum(math.prod(s[1:]) for s in factored)
+        return [4.0 * whole, 4.0 * method.rank * rows, 4.0 * method.rank * columns]
+    return [(2.0 if method.kind == "bf16" else 4.0) * sum(map(math.prod, shapes))]
+
+
+def _factored(shape: Shape, rank: int) -> bool:
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return 2 * rank * (rows + columns) < rows * columns
+
+
+def powersgd_rank(shapes: Sequence[Shape], nbytes: float) -> int:
+    """The largest rank whose messages hold at most `nbytes`; at least 1."""
+    rank = 1
+    while rank < 1024 and sum(message_bytes(Method("powersgd", rank=rank + 1), shapes)) <= nbytes:
+        rank += 1
+    return rank
+
+
+def optimizer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> tuple[float, float]:
+    """Bytes that (pack, the other passes) move: every input read once, every output written once.
+
+    SCAPE: as in results/bench_kernels/bytes.md. Fused AdamW 28 a parameter, AdamS 20, both with a finite check 4,
+    norm 4 and clip 8; "bf16" casts there and back, 12 more. PowerSGD: 36 more for the error added, two products,
+    the approximation and the error kept; its products are thin enough for memory to be the limit.
+    """
+    n = sum(map(math.prod, shapes))
+    if method.kind != "scape":
+        return 0.0, {"adamw": 44.0, "adams": 36.0, "bf16": 48.0, "powersgd": 72.0}[method.kind] * n
+    k = payload_entries(shapes, method.density, block)
+    masks = 2 * replicas * run_blocks(shapes, replicas, block) * block // 8
+    return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + 8 * n + masks + 12 * k
+
+
+def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
+    """Estimated memory of a rank by kind, bytes.
+
+    State: two moments for AdamW, one otherwise, and PowerSGD's error. FP32 parameters and gradients.
+    """
+    shapes = local_shapes(workload.shapes(), shard)
+    n = 4.0 * sum(map(math.prod, shapes))
+    kinds = {"parameters": n, "gradients": n, "state": 2 * n if method.kind in ("adamw", "powersgd") else n}
+    if method.kind == "scape":
+        bits = run_blocks(shapes, replicas) * BLOCK // 8
+        kinds["masks"] = 2.0 * replicas * bits + mask_bytes(shapes, method.density, replicas)
+        # The payload and last step's moment on it, and what rounding lost.
+        kinds["payload"] = (8.0 if method.wire == "float32" else 12.0) * payload_entries(shapes, method.density)
+    if method.kind == "bf16":
+        kinds["BF16 gradients"] = n / 2
+    kinds["working copy"] = workload.working_bytes()
+    kinds["activations"] = workload.activation_bytes(micro_batch)
+    return kinds
