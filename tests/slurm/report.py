@@ -1,0 +1,21 @@
+"""In place of the trainer: writes down what a rank was given. With FAIL=R rank R fails, and the others would wait."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from topology.layout import ranks_per_node_from_environment
+
+rank = os.environ["RANK"]
+if failing := os.environ.get("FAIL"):
+    if rank == failing:
+        sys.exit(f"[rank {rank}] error: as asked for")
+    time.sleep(120)
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_NODEID")
+facts = {name: os.environ[name] for name in names}
+facts["ranks_per_node"] = ranks_per_node_from_environment(os.environ, int(facts["WORLD_SIZE"]))
+facts["arguments"] = sys.argv[1:]
+facts["NCCL_NET"] = os.environ.get("NCCL_NET")
+Path(os.environ["LOG_DIR"], f"facts-{rank}.json").write_text(json.dumps(facts))
