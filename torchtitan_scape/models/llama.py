@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_scape.optimizer.shards import plain_name
+from torchtitan_scape.optimizer.shards import local, plain_name
 
 # Llama 3.1's stretching of the rotary frequencies is off: none of these models was trained with it.
 _PLAIN_ROPE = RoPEScalingArgs(scaling_factor=1.0)
@@ -57,10 +57,10 @@ class Llama(Transformer):
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         parameters = dict(self.named_parameters())
         first = next(iter(parameters.values()))
-        if first.device.type != "cpu" or not isinstance(first, DTensor):
+        if first.device.type != "cpu":
             super().init_weights(buffer_device)
             return
-        if isinstance(first.to_local(), FakeTensor):
+        if isinstance(local(first), FakeTensor):
             return  # a dry run has no values
         with torch.device("cpu"):
             whole = Transformer(self.model_args)
@@ -68,8 +68,8 @@ class Llama(Transformer):
         self.freqs_cis = whole.freqs_cis
         values = dict(whole.named_parameters())
         for name, parameter in parameters.items():
-            assert isinstance(parameter, DTensor)
-            parameter.to_local().copy_(_local_part(values[plain_name(name)], parameter))
+            full = values[plain_name(name)]
+            local(parameter).copy_(_local_part(full, parameter) if isinstance(parameter, DTensor) else full)
 
 
 def _local_part(full: Tensor, like: DTensor) -> Tensor:
