@@ -37,7 +37,14 @@ from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint import RECORD, LayoutRecord, check_resume  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
-from torchtitan_scape.metrics import ReplicaMetrics, sent_text, size_text  # noqa: E402
+from torchtitan_scape.metrics import (  # noqa: E402
+    InterfaceCount,
+    ReplicaMetrics,
+    a_step_follows,
+    interface_lines,
+    sent_text,
+    size_text,
+)
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
@@ -68,6 +75,7 @@ class ScapeTrainer(Trainer):
         self._record = LayoutRecord(self.layout, job_config)
         self.checkpointer.states[RECORD] = self._record
         self.optimizers.timer.enabled = True
+        self._interfaces = InterfaceCount(self.layout, self.optimizers)
         self._train_seconds = 0.0
         self._steps_taken = 0
 
@@ -86,7 +94,11 @@ class ScapeTrainer(Trainer):
             ep=1,
             etp=1,
             world_size=layout.world_size,
-            groups=build_groups(layout, timedelta(seconds=config.comm.init_timeout_seconds)),
+            groups=build_groups(
+                layout,
+                timedelta(seconds=config.comm.init_timeout_seconds),
+                hierarchical=config.topology.exchange == "hierarchical",
+            ),
         )
         if is_dry_run(config):
             # From here on tensors take no memory; a mesh needs real ones.
@@ -110,6 +122,7 @@ class ScapeTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in."""
+        self._interfaces.before_step(self._steps_taken)
         begin = time.perf_counter()
         self.metrics_processor.steps_since_log += 1
         with patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm):
@@ -120,6 +133,7 @@ class ScapeTrainer(Trainer):
             # TorchTitan shortens its own groups' timeout after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
+        self._interfaces.after_step(a_step_follows(self))
 
     def train(self) -> None:
         check_resume(self.checkpointer, self.job_config.checkpoint.load_step, self._record)
@@ -142,6 +156,7 @@ class ScapeTrainer(Trainer):
             self.optimizers.collectives.sum_over_all(tokens).item() / self.parallel_dims.non_data_parallel_size
         )
         steps, total = self._steps_taken, self.step
+        interfaces = self._interfaces.summary()
         tokens_per_second = tokens_seen / total * steps / self._train_seconds
         validation = self.validator.last_loss if self.job_config.validation.enable else None
         summary = {
@@ -160,6 +175,7 @@ class ScapeTrainer(Trainer):
             "messages_per_step": {
                 f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
             },
+            "interfaces": interfaces,
             "skipped_steps": self.optimizers.guard.skipped,
             "layout": self.layout.describe(),
         }
@@ -176,6 +192,7 @@ class ScapeTrainer(Trainer):
             f"  training loss     {self.metrics_processor.last_loss:.4f} (last logged step)",
             f"  validation loss   {loss}",
             f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
+            *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
             f"  skipped steps     {self.optimizers.guard.skipped}",
             f"  written to        {folder / 'summary.json'}",
         ):

@@ -1,0 +1,367 @@
+"""Runs a command on an emulated cluster: network namespaces as nodes, shaped links as their NICs, real TCP.
+
+    python scripts/emulated_cluster.py --nodes 4 --ranks-per-node 1 --rate 100 -- ./run_train.sh --training.steps=20
+
+Every node is a network namespace with an interface on one bridge; `tc tbf` limits it in both directions. Ranks of one
+node talk over its loopback, which is not limited. Needs root and iproute2. The host's own network is not touched: the
+bridge has a namespace too. Each node runs the command with what ./run_train.sh and torchrun want to know in its
+environment (`Cluster.environment`); node 0's output is shown, that of the others goes to files.
+
+At the end stand the bytes that each node's interfaces saw over the whole run. For ./run_train.sh the summary
+(summary.json, "interfaces") has those of the training steps alone, beside the bytes that the ranks counted.
+Namespaces and processes are removed however a run ends, those of a run that was killed by the next one.
+"""
+
+import argparse
+import atexit
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # where the packages are not installed
+    sys.path.insert(0, str(ROOT))
+
+from topology.interfaces import parse_counters  # noqa: E402
+
+NIC = "eth0"
+PORT = 29500
+# A bucket that fills while the ranks compute lets the next bytes pass at full speed: with the usual 128 kB a payload
+# of 0.1 MB crossed a 100 Mbit/s link at 207. So the bucket is small, and the frames are large (as on such networks),
+# since a bucket cuts what is larger than itself into frames, and headers then count for each: 1 % of the bytes.
+BURST = "16kb"
+MTU = 9000
+LATENCY = "400ms"  # room in the NIC's queue; less drops packets where several nodes send to one, which fabrics do not
+GRACE_SECONDS = 5.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_NAME = re.compile(r"scape-(\d+)-(\d+)-\d+-\w+")
+_serial = itertools.count()
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be made here; the message says what is missing."""
+
+
+class Cluster:
+    """Nodes as network namespaces on a bridge; a context manager that leaves nothing behind.
+
+    Args:
+        nodes: 1 to 99.
+        rate_mbit: what each node's NIC sends and what it receives, in 1e6 bits per second; None for no limit.
+
+    Attributes:
+        addresses: the nodes' IPv4 addresses.
+
+    Raises ValueError for arguments out of range and, on entry, ClusterError without root or iproute2. While it is open,
+    SIGTERM and SIGHUP raise SystemExit in the main thread, so that leaving the block cleans up then as well. Other
+    programs that someone puts into its namespaces are ended with them.
+    """
+
+    def __init__(self, nodes: int, rate_mbit: float | None = None) -> None:
+        if not 1 <= nodes <= 99:
+            raise ValueError(f"{nodes} nodes; give 1 to 99")
+        _check_rate(rate_mbit)
+        self.nodes = nodes
+        # Three digits: c10d's rendezvous numbers the nodes by their addresses, sorted as text.
+        self.addresses = [f"198.18.0.{101 + node}" for node in range(nodes)]
+        self._prefix = f"scape-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}-"
+        self._bridge = f"{self._prefix}bridge"
+        self._rate, self._shaped = rate_mbit, False
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Cluster":
+        _check_tools()
+        _remove_stale()
+        atexit.register(self.close)  # in case a signal arrives before the block begins
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in SIGNALS:
+                    if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                        self._handlers[number] = signal.signal(number, _raise)
+            self._build()
+            self.set_rate(self._rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes in the nodes and removes the namespaces, with their links. Can be called again."""
+        arrived: list[int] = []
+        for number in self._handlers:  # a second Ctrl-C waits until all is removed
+            signal.signal(number, lambda number, frame: arrived.append(number))
+        try:
+            self.end_processes()
+            for name in _namespaces():
+                if name.startswith(self._prefix):
+                    _run("ip", "netns", "delete", name)
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers = {}
+            atexit.unregister(self.close)
+        if arrived:
+            os.kill(os.getpid(), arrived[0])
+
+    def _name(self, node: int) -> str:
+        return f"{self._prefix}node{node}"
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._bridge)
+        _run("ip", "-n", self._bridge, "link", "add", "bridge", "mtu", str(MTU), "type", "bridge")
+        _run("ip", "-n", self._bridge, "link", "set", "bridge", "up")
+        for node, address in enumerate(self.addresses):
+            name, port = self._name(node), f"port{node}"
+            _run("ip", "netns", "add", name)
+            # Both ends are made where they belong: the host never sees a link.
+            ends = (NIC, "netns", name, "mtu", str(MTU), "type", "veth", "peer", "name", port, "mtu", str(MTU))
+            _run("ip", "link", "add", *ends, "netns", self._bridge)
+            _run("ip", "-n", self._bridge, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", NIC)
+            _run("ip", "-n", name, "link", "set", NIC, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+
+    # -------------------------------------------------------------------------------------------- the links
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Limits every NIC, each way, to 1e6 bits per second; None lifts the limit. Also while a command runs."""
+        _check_rate(rate_mbit)
+        for node in range(self.nodes):
+            # The bridge's side sends what the node receives.
+            for name, device in ((self._name(node), NIC), (self._bridge, f"port{node}")):
+                if rate_mbit is not None:
+                    limit = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", BURST, "latency", LATENCY)
+                    _run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+                elif self._shaped:
+                    _run("tc", "-n", name, "qdisc", "delete", "dev", device, "root")
+        self._rate, self._shaped = rate_mbit, rate_mbit is not None
+
+    def counters(self) -> list[dict[str, tuple[int, int]]]:
+        """(bytes sent, bytes received) by interface, "eth0" and "lo", of every node since it was made."""
+        return [
+            parse_counters(_run("ip", "netns", "exec", self._name(node), "cat", "/proc/net/dev"))
+            for node in range(self.nodes)
+        ]
+
+    # ----------------------------------------------------------------------------------------- the processes
+
+    def environment(self, node: int) -> dict[str, str]:
+        """What a command needs to know about its node, beside NGPU, the ranks on it."""
+        return {
+            "PYTHON": sys.executable,
+            "NNODES": str(self.nodes),
+            "NODE_RANK": str(node),
+            "RDZV_ENDPOINT": f"{self.addresses[0]}:{PORT}",
+            # torchrun would look up the host's name, which is not this node's, and take it for the address of the
+            # workers' store; and it would not see that the endpoint is its own.
+            "PET_LOCAL_ADDR": self.addresses[node],
+            "PET_RDZV_CONF": f"is_host={int(node == 0)}",
+            "PET_MONITOR_INTERVAL": "1",  # seconds; by default it asks node 0 ten times a second, on the same wires
+            "GLOO_SOCKET_IFNAME": NIC,
+            "TP_SOCKET_IFNAME": NIC,
+            "OMP_NUM_THREADS": "1",
+            "SCAPE_COUNT_INTERFACES": "1",
+        }
+
+    def start(
+        self,
+        node: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+    ) -> "subprocess.Popen[Any]":
+        """Starts a command in a node, in a session of its own. `env` goes over `environment` and os.environ."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self._name(node), *command],
+            env={**os.environ, **self.environment(node), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self,
+        command: Sequence[str],
+        ranks_per_node: int,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | os.PathLike[str] = "outputs/emulated_cluster",
+        timeout: float | None = None,
+    ) -> int:
+        """Runs one command in every node. Returns 0, or the exit code of the node that failed first.
+
+        Node 0's output is this process's; that of node N goes to `log_dir`/nodeN.log. A failed node ends the others.
+        timeout: seconds; then all are ended, and 124 is returned. A signal counts as 128 plus its number.
+        """
+        folder = Path(log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        own = {"NGPU": str(ranks_per_node), **(env or {})}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        running: dict[int, subprocess.Popen[Any]] = {}
+        try:
+            for node in range(self.nodes):
+                if node == 0:
+                    running[node] = self.start(node, command, own)
+                    continue
+                with open(folder / f"node{node}.log", "wb") as log:
+                    running[node] = self.start(node, command, own, log, subprocess.STDOUT)
+            while running:
+                for node, process in list(running.items()):
+                    code = process.poll()
+                    if code:
+                        code = code if code > 0 else 128 - code
+                        _report_failure(node, code, folder / f"node{node}.log")
+                        return code
+                    if code == 0:
+                        del running[node]
+                if deadline is not None and time.monotonic() > deadline:
+                    print(f"error: the command did not end within {timeout:g} s; it was ended", file=sys.stderr)
+                    return 124
+                time.sleep(0.05)
+            return 0
+        finally:
+            self.end_processes()
+
+    def end_processes(self) -> None:
+        """Ends what was started here, then what is left in the nodes: torchrun's workers have sessions of their own."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while left := [pid for name in _namespaces() if name.startswith(self._prefix) for pid in _pids(name)]:
+            if time.monotonic() > deadline or all(process.poll() is not None for process in self._processes):
+                _kill(left)
+            time.sleep(0.05)
+            for process in self._processes:
+                process.poll()
+        for process in self._processes:
+            process.wait()
+        self._processes = []
+
+
+def _raise(number: int, frame: Any) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _report_failure(node: int, code: int, log: Path) -> None:
+    where = "its output stands above" if node == 0 else f"its output is in {log}"
+    print(f"error: node {node} ended with exit code {code}, the others are ended; {where}", file=sys.stderr)
+
+
+def _check_rate(rate_mbit: float | None) -> None:
+    if rate_mbit is not None and not 0.1 <= rate_mbit <= 1e5:
+        raise ValueError(f"a rate of {rate_mbit} Mbit/s; give 0.1 to 100000, or None for no limit")
+
+
+def _check_tools() -> None:
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise ClusterError(f"the emulated cluster needs iproute2: there is no {tool!r} on PATH; install it")
+    if os.geteuid() != 0:
+        raise ClusterError("the emulated cluster makes network namespaces, which needs root; run it with sudo")
+
+
+def _run(*command: str) -> str:
+    # In a session of its own, so that Ctrl-C reaches this process alone and nothing is left half made.
+    result = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if result.returncode:
+        told = " ".join(result.stderr.split())
+        raise ClusterError(f"the emulated cluster needs network namespaces, veth and tbf: {' '.join(command)}: {told}")
+    return result.stdout
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
+
+
+def _pids(namespace: str) -> list[int]:
+    return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks from the system's start to the process's; None if there is none. Tells reused ids apart."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _remove_stale() -> None:
+    """Removes the namespaces of runs that were killed, and ends what such a run left in them."""
+    for name in _namespaces():
+        match = _NAME.fullmatch(name)
+        if match and _start_time(int(match[1])) != int(match[2]):
+            with contextlib.suppress(ClusterError):  # another run may be removing it, too
+                _kill(_pids(name))
+                _run("ip", "netns", "delete", name)
+
+
+def table(before: Sequence[Mapping[str, tuple[int, int]]], after: Sequence[Mapping[str, tuple[int, int]]]) -> str:
+    """MB (1e6 bytes) that the interfaces saw between two readings of `Cluster.counters`, a line a node."""
+    lines = ["node   NIC sent, MB   NIC received, MB   loopback, MB"]
+    for node, (first, last) in enumerate(zip(before, after, strict=True)):
+        sent, received = (last[NIC][way] - first[NIC][way] for way in (0, 1))
+        inside = last["lo"][0] - first["lo"][0]
+        lines.append(f"{node:>4}   {sent / 1e6:>12.3f}   {received / 1e6:>16.3f}   {inside / 1e6:>12.3f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2, help="1 to 99")
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited")
+    parser.add_argument("--timeout", type=float, help="seconds after which the run is ended")
+    parser.add_argument("--log-dir", default="outputs/emulated_cluster", help="for the output of the nodes but node 0")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that every node runs")
+    args = parser.parse_args()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    try:
+        if not command:
+            raise ValueError("no command is given; put it behind --, such as -- ./run_train.sh --training.steps=20")
+        if args.ranks_per_node < 1:
+            raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
+        with Cluster(args.nodes, args.rate or None) as cluster:
+            before = cluster.counters()
+            code = cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
+            print(f"The whole run, start-up and validation included:\n{table(before, cluster.counters())}")
+            if code == 0 and "run_train.sh" in command[0]:
+                print('Of the training steps alone, per step: "interfaces" in the summary.json of the run')
+            return code
+    except (ClusterError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; the nodes are removed", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
