@@ -205,10 +205,12 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         log_dir: str | os.PathLike[str] = "outputs/emulated_cluster",
         timeout: float | None = None,
+        show: bool = True,
     ) -> int:
         """Runs one command in every node. Returns 0, or the exit code of the node that failed first.
 
-        Node 0's output is this process's; that of node N goes to `log_dir`/nodeN.log. A failed node ends the others.
+        Node 0's output is this process's if `show`; else, as that of every node N, it goes to `log_dir`/nodeN.log. A
+        failed node ends the others.
         timeout: seconds; then all are ended, and 124 is returned. A signal counts as 128 plus its number.
         """
         folder = Path(log_dir)
@@ -218,7 +220,7 @@ class Cluster:
         running: dict[int, subprocess.Popen[Any]] = {}
         try:
             for node in range(self.nodes):
-                if node == 0:
+                if node == 0 and show:
                     running[node] = self.start(node, command, own)
                     continue
                 with open(folder / f"node{node}.log", "wb") as log:
@@ -228,7 +230,7 @@ class Cluster:
                     code = process.poll()
                     if code:
                         code = code if code > 0 else 128 - code
-                        _report_failure(node, code, folder / f"node{node}.log")
+                        _report_failure(node, code, None if node == 0 and show else folder / f"node{node}.log")
                         return code
                     if code == 0:
                         del running[node]
@@ -263,8 +265,8 @@ def _raise(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _report_failure(node: int, code: int, log: Path) -> None:
-    where = "its output stands above" if node == 0 else f"its output is in {log}"
+def _report_failure(node: int, code: int, log: Path | None) -> None:
+    where = "its output stands above" if log is None else f"its output is in {log}"
     print(f"error: node {node} ended with exit code {code}, the others are ended; {where}", file=sys.stderr)
 
 

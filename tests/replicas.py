@@ -55,7 +55,7 @@ class ThreadCollectives(ReplicaCollectives):
         return Handle()
 
     def _reduce_rounded(self, tensor: Tensor, error: Tensor) -> Handle:
-        """What one ring in BF16 does: rounded where it is sent, summed in FP32 by the owner of a part, rounded again."""
+        """What one ring in BF16 does: rounded when sent, summed in FP32 by the owner of a part, rounded again."""
         sent = tensor.bfloat16().float()
         total = sum(self._meeting.gather(self.replica, sent)) / self.replicas
         rounded = total.bfloat16().float()

@@ -28,6 +28,7 @@ DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 from torchtitan.tools import utils as titan_utils  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
@@ -164,12 +165,14 @@ class ScapeTrainer(Trainer):
             "optimizer": self.job_config.optimizer.name,
             "steps": total,
             "tokens": int(tokens_seen),
+            "sequence": self.job_config.training.seq_len,
             "training_loss": self.metrics_processor.last_loss,
             "validation_loss": validation,
             "tokens_per_second": tokens_per_second,
             "seconds_per_step": self._train_seconds / steps,
             "seconds_by_phase": self.metrics_processor.mean_seconds(steps),
             "bytes_sent_per_step_and_rank": sent,
+            "payload_parts": self.optimizers.payload_parts(),
             "planned_bytes_per_step_and_rank": self.optimizers.planned_bytes(),
             "dense_bytes_per_step_and_rank": dense,
             "messages_per_step": {
@@ -262,6 +265,16 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
         )
 
 
+def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
+    """The shapes of the model's parameters, whole; nothing is allocated."""
+    register(config, with_data=False)
+    spec = get_train_spec(config.model.name)
+    args = spec.model_args[config.model.flavor]
+    args.update_from_config(config)
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in spec.model_cls(args).parameters()]
+
+
 def parse(arguments: list[str]) -> JobConfig:
     """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
     _check_toml(arguments)
@@ -314,6 +327,11 @@ def main() -> None:
         run(sys.argv[1:])
         if dist.is_initialized():
             dist.destroy_process_group()
+        # All is written. Threads of gloo or the log writer that ask for the interpreter while it is taken down abort
+        # the process, now and then, and a run that went well would be told to have failed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     except USER_ERRORS as error:
         if os.environ.get("SCAPE_TRACEBACK"):
             raise

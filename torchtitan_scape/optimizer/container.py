@@ -16,8 +16,11 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
 from kernels import choose, finite_check
-from topology.collectives import CHUNK_ENTRIES, ReplicaCollectives
+from topology.collectives import ReplicaCollectives
+from topology.cost import Assumptions, Links, Method, best_chunk_bytes, optimizer_bytes, payload_bytes
+from topology.groups import ReplicaGroups
 from torchtitan_scape.job_config import JobConfig
+from torchtitan_scape.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.guard import FiniteGuard
 from torchtitan_scape.optimizer.scape import Scape
@@ -52,6 +55,10 @@ class ReplicaOptimizers(OptimizersContainer):
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank will send in a step, warm-up over."""
         return self.dense_bytes()
+
+    def payload_parts(self) -> int:
+        """Parts in which the payload goes at the target density."""
+        return 1
 
     def statistics(self) -> dict[str, float]:
         """Figures of the last step for the log. A collective call."""
@@ -146,6 +153,9 @@ class ScapeOptimizers(ReplicaOptimizers):
     def planned_bytes(self) -> float:
         return self.scape.planned_bytes()
 
+    def payload_parts(self) -> int:
+        return len(self.scape.passes.parts)
+
     # What a replica holds differs from its twins', and checkpoints drop what they take for copies: every
     # rank saves under names of its own.
 
@@ -209,7 +219,7 @@ def build_optimizers(
                 max_skipped_steps=sync.max_skipped_steps,
                 kernels=sync.kernels,
                 wire_dtype=scape.wire_dtype,
-                chunk_bytes=scape.chunk_bytes or 4 * CHUNK_ENTRIES,
+                chunk_bytes=scape.chunk_bytes or _chunk_bytes(model_parts, scape, parallel_dims.groups),
             )
             return ScapeOptimizers(model_parts, make)
         case "dense", "AdamS":
@@ -225,6 +235,23 @@ def build_optimizers(
         case method, name:
             raise ValueError(f"no optimizer for [sync] method = {method!r} with [optimizer] name = {name!r}")
     return DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps, sync.kernels)
+
+
+def _chunk_bytes(model_parts: list[nn.Module], scape: ScapeConfig, groups: ReplicaGroups) -> int:
+    """The payload's chunk that the cost model finds best, from the nominal figures of the machine's preset."""
+    layout = groups.layout
+    assert layout is not None
+    shapes = [tuple(local(p).shape) for _, p in _named_parameters(model_parts)]
+    method = Method("scape", scape.density, scape.wire_dtype)
+    device = layout.machine.device
+    packed, _ = optimizer_bytes(method, shapes, layout.replicate, scape.block_size)
+    return best_chunk_bytes(
+        payload_bytes(shapes, scape.density, block=scape.block_size),
+        packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),
+        [(ring.level, ring.size) for ring in groups.rings],
+        Links.from_machine(layout.machine),
+        scape.wire_dtype,
+    )
 
 
 def _named_parameters(model_parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:

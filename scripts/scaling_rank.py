@@ -1,0 +1,276 @@
+"""What every rank of a strong-scaling sweep runs: the trainer, with its steps timed. strong_scaling.py starts it.
+
+The environment variable SCALING holds what to measure, as JSON:
+
+    output      file for the measurement, written by rank 0
+    warm_up     steps that are left out (the first, dense one among them)
+    compute     seconds; forward and backward become a wait of that length, and every step gets the gradients of the
+                first one, which is real. Absent: all of them are real
+    peer        "ddp", "ddp-bf16" or "powersgd": PyTorch's DistributedDataParallel synchronises, overlapped with the
+                backward pass, plainly or with its own hooks; AdamS and clipping stay ours
+    rank        of powersgd
+    calibrate   [names]; nothing is trained: the optimizers' passes are timed, without any exchange
+
+Everything else is the trainer's command line.
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from topology.collectives import ReplicaCollectives  # noqa: E402
+from topology.groups import Ring  # noqa: E402
+from topology.lanes import Handle  # noqa: E402
+from torchtitan_scape import train  # noqa: E402
+from torchtitan_scape.metrics import LEVELS  # noqa: E402
+from torchtitan_scape.optimizer.shards import local  # noqa: E402
+
+PASSES = ("check", "pack", "clip", "update")
+
+
+class ScalingTrainer(train.ScapeTrainer):
+    """The trainer; it times every step by phase, and can wait instead of computing."""
+
+    def __init__(self, job_config: Any) -> None:
+        self.wanted: dict[str, Any] = json.loads(os.environ["SCALING"])
+        unwrapped = patch("torchtitan_scape.specs.parallelize", _unwrapped)
+        with unwrapped if self.wanted.get("peer") else nullcontext():
+            super().__init__(job_config)
+        if self.wanted.get("peer"):
+            _use_ddp(self, self.wanted)
+        self._kept: list[tuple[Any, Tensor]] = []
+        self._loss: Tensor | None = None
+        self._steps: list[dict[str, float]] = []
+        self._sent_before: dict[str, float] = {}
+
+    def forward_backward_step(self, **kwargs: Any) -> Tensor:
+        seconds = self.wanted.get("compute")
+        if seconds is None or self._loss is None:
+            self._loss = super().forward_backward_step(**kwargs)
+            if seconds is not None:
+                parameters = self.model_parts[0].parameters()
+                self._kept = [(p, local(p.grad).clone()) for p in parameters if p.grad is not None]
+                self._shapes = [p.grad for p, _ in self._kept]
+            return self._loss
+        with self.optimizers.timer.phase("forward_backward"):
+            end = time.perf_counter() + seconds
+            for (parameter, values), gradient in zip(self._kept, self._shapes, strict=True):
+                local(gradient).copy_(values)  # the step before used their storage up
+                parameter.grad = gradient
+            time.sleep(max(0.0, end - time.perf_counter()))
+        return self._loss
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        if self._steps_taken == self.wanted["warm_up"]:
+            self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
+            self._rest_before = self.optimizers.timer.take()
+        if torch.cuda.is_available():
+            # By events: to wait for the device would end the overlap with the masks' exchange.
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+            self._events = [*getattr(self, "_events", []), self._event]
+            super().train_step(data_iterator)
+            return
+        begin = time.perf_counter()
+        super().train_step(data_iterator)
+        self._steps.append({"step": time.perf_counter() - begin, **self.optimizers.timer.take()})
+
+    def _summarise(self) -> None:
+        super()._summarise()
+        warm_up = self.wanted["warm_up"]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            times = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)][warm_up:]
+            taken = self.optimizers.timer.take()
+            phases = {name: value / (len(times) + 1) for name, value in taken.items()}
+            peak, kind = torch.cuda.max_memory_allocated(), "CUDA allocator"
+        else:
+            times = [step["step"] for step in self._steps[warm_up:]]
+            names = {name for step in self._steps[warm_up:] for name in step} - {"step"}
+            phases = {n: statistics.median(s.get(n, 0.0) for s in self._steps[warm_up:]) for n in names}
+            peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
+        sent = self.optimizers.collectives.traffic.sent_by_level()
+        count = self._steps_taken - warm_up
+        own = {
+            "times": times,
+            "phases": phases,
+            "peak": float(peak),
+            "sent": {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS},
+        }
+        ranks = self.optimizers.collectives.gather_objects(own)
+        if dist.get_rank() == 0:
+            folder = Path(self.job_config.job.dump_folder)
+            summary = json.loads((folder / "summary.json").read_text())
+            _store(self.wanted["output"], {**_joined(ranks), "memory_kind": kind, "summary": summary})
+
+
+def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One measurement of all ranks': steps by the slowest, phases by the mean, memory by the largest."""
+
+    def mean(kind: str, name: str) -> float:
+        return statistics.fmean(rank[kind].get(name, 0.0) for rank in ranks)
+
+    times = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
+    phases = {name: mean("phases", name) for name in sorted({n for rank in ranks for n in rank["phases"]})}
+    median = statistics.median(times)
+    passes, compute = sum(phases.get(n, 0.0) for n in PASSES), phases.get("forward_backward", 0.0)
+    exposed = phases.get("exchange", 0.0)
+    return {
+        "steps": times,
+        "step_seconds": median,
+        "quartiles": [statistics.quantiles(times, n=4)[i] for i in (0, 2)] if len(times) > 1 else [median, median],
+        "by_phase": phases,
+        "phases": {
+            "compute": compute,
+            "exposed": exposed,
+            "optimizer": passes,
+            "other": max(0.0, median - compute - exposed - passes),
+        },
+        "peak_memory_bytes": max(rank["peak"] for rank in ranks),
+        "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
+    }
+
+
+def _store(path: str, content: dict[str, Any]) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".part")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.rename(target)
+
+
+# ------------------------------------------------------------------------------- PyTorch's own, as baselines
+
+
+def _unwrapped(model: Any, parallel_dims: Any, job_config: Any) -> Any:
+    """No FSDP: DDP takes plain parameters."""
+    if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
+        raise ValueError("a DDP baseline needs shard and tensor degrees of 1; set parallelism accordingly")
+    return model
+
+
+class _Ddp(torch.nn.parallel.DistributedDataParallel):
+    """With the attributes of its model, which the trainer asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class _Sums:
+    """DDP has averaged already, and the trainer's loss wants sums."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+
+    def synchronize(self, gradients: list[Tensor]) -> None:
+        torch._foreach_mul_(gradients, float(self._replicas))
+
+
+def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    group = trainer.optimizers.collectives.groups.replicate
+    ddp = _Ddp(trainer.model_parts[0], process_group=group)
+    match wanted["peer"]:
+        case "ddp":
+            pass
+        case "ddp-bf16":
+            # Under another name: DDP refuses this hook by its name where there is no NCCL, though gloo can do it.
+            ddp.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+        case "powersgd":
+            # Compressing from the third step on, the earliest that error feedback and warm start allow.
+            state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=wanted["rank"], start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        case other:
+            raise ValueError(f"there is no peer {other!r}; known are ddp, ddp-bf16 and powersgd")
+    trainer.model_parts[0] = ddp
+    trainer.optimizers._sync = _Sums(trainer.optimizers.collectives.replicas)  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------------- passes without an exchange
+
+
+class _Silent(ReplicaCollectives):
+    """Replicas of which each believes that the others say what it says itself."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(None)
+        self.replicas, self.replica = replicas, dist.get_rank() % replicas
+        self.rings = (Ring("network", replicas, self.replica),)
+
+    def all_reduce(self, tensor: Tensor, *args: Any, error: Tensor | None = None, **kwargs: Any) -> Handle:
+        if error is not None:
+            error.zero_()
+        return Handle()
+
+    def all_reduce_chunked(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
+        return Handle(lambda: output.copy_(own.repeat(self.replicas)))
+
+
+def calibrate(arguments: list[str], names: dict[str, list[str]], output: str, repeats: int = 12) -> None:
+    """Seconds of each method's passes, by phase, all ranks at once as in a step; median over steps, mean over ranks."""
+    found = {}
+    for name, options in names.items():
+        config = train.parse([*arguments, *options])
+        layout = train.layout_of(config)
+        with patch("torchtitan_scape.optimizer.container.ReplicaCollectives", lambda _, n=layout.replicate: _Silent(n)):
+            trainer = train.ScapeTrainer(config)
+        optimizers = trainer.optimizers
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        parameters = list(trainer.model_parts[0].parameters())
+        values = [torch.randn(local(p).shape, generator=generator) * 1e-3 for p in parameters]
+        gradients = [torch.zeros_like(p) for p in parameters]
+        steps = []
+        for _ in range(repeats):
+            for p, g, v in zip(parameters, gradients, values, strict=True):
+                local(g).copy_(v.to(local(g).device))
+                p.grad = g
+            dist.barrier()
+            optimizers.step()
+            steps.append(optimizers.timer.take())
+        phases = {n: statistics.median(s.get(n, 0.0) for s in steps[3:]) for n in (*PASSES, "exchange")}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, phases)
+        found[name] = {phase: statistics.fmean(rank[phase] for rank in ranks) for phase in phases}
+        trainer.close()
+    if dist.get_rank() == 0:
+        _store(output, found)
+
+
+def main() -> None:
+    wanted = json.loads(os.environ.get("SCALING", "{}"))
+    if "output" not in wanted:
+        raise SystemExit("error: SCALING is not set; start a sweep with scripts/strong_scaling.py")
+    if "calibrate" in wanted:
+        calibrate(sys.argv[1:], wanted["calibrate"], wanted["output"])
+        dist.barrier()
+        dist.destroy_process_group()
+        os._exit(0)  # as the trainer does
+    with patch.object(train, "ScapeTrainer", ScalingTrainer):
+        train.main()
+
+
+if __name__ == "__main__":
+    main()
