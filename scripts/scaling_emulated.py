@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.emulated_cluster import PORT, Cluster
-from scripts.scaling_sweep import ROOT, Cell, Plan, Sweep, from_raw, write
+from scripts.scaling_sweep import ROOT, Cell, Plan, Sweep, from_raw, recipe_value, write
 from topology.cost import Links, Method, payload_bytes, powersgd_rank, predict_step
 
 REAL = "real"
@@ -101,20 +101,21 @@ class Emulated:
         path = self.folder / f"links-{size}.json"
         if not path.exists():
             arguments = ["-m", "topology.preflight", "--output", str(path.resolve()), "--machine", "local"]
-            arguments += ["--ranks-per-node", str(self.args.ranks_per_node), "--largest", "1"]
+            arguments += ["--ranks-per-node", str(self.args.ranks_per_node), "--largest", "16"]
             log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / f"links-{size}"
             if why := self.start(size, arguments, log, self.rate, {}):
                 raise RuntimeError(f"the preflight on {size} ranks failed: {why}")
         return Links.from_json(path)
 
     def passes(self, recipe: Path, size: int) -> dict[str, Any]:
-        """Seconds of every method's passes with this number of ranks on the host's cores, without an exchange."""
+        """What a step of every method costs with this number of ranks on the host's cores, no compute, no exchange."""
         path = self.folder / f"passes-{recipe.stem}-{size}.json"
         wanted = {plan.name: list(plan.options) for plan in self.sweep.plans if not plan.peer}
         if not path.exists() or set(wanted) - set(json.loads(path.read_text())):
             log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / f"passes-{recipe.stem}-{size}"
-            scaling = {"output": str(path.resolve()), "calibrate": wanted}
-            arguments = ["scripts/scaling_rank.py", *self.trainer(recipe, size, log, 100)]
+            scaling = {"output": str(path.resolve()), "calibrate": wanted, "warm_up": self.args.warm_up, "compute": 0}
+            steps = self.args.warm_up + self.args.steps
+            arguments = ["scripts/scaling_rank.py", *self.trainer(recipe, size, log, steps)]
             if why := self.start(size, arguments, log, None, {"SCALING": json.dumps(scaling)}):
                 raise RuntimeError(f"the calibration of the optimizers on {size} ranks failed: {why}")
         return json.loads(path.read_text())
@@ -167,7 +168,8 @@ class Emulated:
         plan = cell.plan
         if plan.peer:
             return None
-        passes = self.passes(cell.recipe, cell.size)[plan.name]
+        silent = self.passes(cell.recipe, cell.size)[plan.name]
+        passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
         shapes = self.shapes(cell.recipe)
         method = Method(plan.dense or "scape", plan.density, plan.wire)
         per_node = self.args.ranks_per_node
@@ -180,9 +182,11 @@ class Emulated:
             self.links(cell.size),
             shapes,
             compute_seconds=measured["phases"]["compute"] if self.real else self.compute(cell.size),
-            pack_seconds=passes["pack"],
-            rest_seconds=passes["check"] + passes["clip"] + passes["update"],
+            pack_seconds=passes.get("pack", 0.0),
+            rest_seconds=optimizer - passes.get("pack", 0.0),
+            fixed_seconds=max(0.0, silent["step_seconds"] - silent["phases"]["compute"] - optimizer),
             chunk_bytes=-(-entries // chunks) if plan.dense == "" else 0,
+            flat="--topology.exchange=flat" in self.args.rest,
         )
         return {
             "step_seconds": found.step,
@@ -253,12 +257,6 @@ def notes(emulated: Emulated) -> list[str]:
             f"try gave {factor:.2f} x ({1e3 * tried['without_exchange']:.0f} ms and {1e3 * tried['exchange']:.0f} ms)."
         )
     return told
-
-
-def recipe_value(recipe: Path, section: str, key: str) -> int:
-    import tomllib
-
-    return int(tomllib.loads(recipe.read_text())[section][key])
 
 
 def _is_positive(text: str) -> bool:

@@ -9,7 +9,8 @@ The environment variable SCALING holds what to measure, as JSON:
     peer        "ddp", "ddp-bf16" or "powersgd": PyTorch's DistributedDataParallel synchronises, overlapped with the
                 backward pass, plainly or with its own hooks; AdamS and clipping stay ours
     rank        of powersgd
-    calibrate   [names]; nothing is trained: the optimizers' passes are timed, without any exchange
+    calibrate   {name: options}; every method takes steps whose compute and exchange take no time: what is left is what
+                passes and trainer cost with so many ranks on these cores
 
 Everything else is the trainer's command line.
 """
@@ -113,11 +114,12 @@ class ScalingTrainer(train.ScapeTrainer):
             "peak": float(peak),
             "sent": {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS},
         }
-        ranks = self.optimizers.collectives.gather_objects(own)
-        if dist.get_rank() == 0:
-            folder = Path(self.job_config.job.dump_folder)
-            summary = json.loads((folder / "summary.json").read_text())
-            _store(self.wanted["output"], {**_joined(ranks), "memory_kind": kind, "summary": summary})
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        self.measured = {**_joined(ranks), "memory_kind": kind}
+        if dist.get_rank() == 0 and "calibrate" not in self.wanted:
+            summary = json.loads((Path(self.job_config.job.dump_folder) / "summary.json").read_text())
+            _store(self.wanted["output"], {**self.measured, "summary": summary})
 
 
 def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -229,32 +231,17 @@ class _Silent(ReplicaCollectives):
         return Handle(lambda: output.copy_(own.repeat(self.replicas)))
 
 
-def calibrate(arguments: list[str], names: dict[str, list[str]], output: str, repeats: int = 12) -> None:
-    """Seconds of each method's passes, by phase, all ranks at once as in a step; median over steps, mean over ranks."""
+def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) -> None:
+    """Stores what a step of each method costs beside compute and exchange, all ranks at once."""
     found = {}
     for name, options in names.items():
         config = train.parse([*arguments, *options])
-        layout = train.layout_of(config)
-        with patch("torchtitan_scape.optimizer.container.ReplicaCollectives", lambda _, n=layout.replicate: _Silent(n)):
-            trainer = train.ScapeTrainer(config)
-        optimizers = trainer.optimizers
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        parameters = list(trainer.model_parts[0].parameters())
-        values = [torch.randn(local(p).shape, generator=generator) * 1e-3 for p in parameters]
-        gradients = [torch.zeros_like(p) for p in parameters]
-        steps = []
-        for _ in range(repeats):
-            for p, g, v in zip(parameters, gradients, values, strict=True):
-                local(g).copy_(v.to(local(g).device))
-                p.grad = g
-            dist.barrier()
-            optimizers.step()
-            steps.append(optimizers.timer.take())
-        phases = {n: statistics.median(s.get(n, 0.0) for s in steps[3:]) for n in (*PASSES, "exchange")}
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, phases)
-        found[name] = {phase: statistics.fmean(rank[phase] for rank in ranks) for phase in phases}
+        replicas = train.layout_of(config).replicate
+        with patch("torchtitan_scape.optimizer.container.ReplicaCollectives", lambda _, n=replicas: _Silent(n)):
+            trainer = ScalingTrainer(config)
+        trainer.train()
         trainer.close()
+        found[name] = trainer.measured
     if dist.get_rank() == 0:
         _store(output, found)
 

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,3 +178,11 @@ def from_raw(raw: Path, batch: int) -> dict[str, Any]:
         "payload_parts": summary["payload_parts"],
         "predicted": None,
     }
+
+
+def recipe_value(recipe: Path, section: str, key: str) -> int:
+    """A number that a recipe sets. Raises ValueError where it does not."""
+    value = tomllib.loads(recipe.read_text()).get(section, {}).get(key)
+    if not isinstance(value, int):
+        raise ValueError(f"{recipe} has no number at [{section}] {key}; set it, or give --batch")
+    return value

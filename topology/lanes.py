@@ -46,7 +46,13 @@ class Lane:
         with torch.cuda.stream(stream):
             exchange()
             done = stream.record_event()
-        return Handle(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+        def wait(tensors: Callable[[], None] = exchange) -> None:
+            # The handle keeps the exchange, and so its tensors: their memory belongs to the caller's stream, and must
+            # not be used anew before that stream has waited.
+            torch.cuda.current_stream(device).wait_event(done)
+
+        return Handle(wait)
 
     def _on_thread(self, exchange: Callable[[], None]) -> Handle:
         if self._jobs is None:

@@ -31,11 +31,8 @@ def free_job() -> int:
     raise RuntimeError("no port is free")
 
 
-def submit(
-    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT
-) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Runs the batch script as slurmd would on the first of two nodes: a copy of it, elsewhere, in the directory
-    of submission, as the one task of its own step."""
+def stand_ins(folder: Path) -> Path:
+    """A folder for PATH with srun and scontrol."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in (
@@ -44,10 +41,13 @@ def submit(
     ):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    script = folder / "slurm_script"
-    shutil.copy(SLURM / f"{machine}.sbatch", script)
+    return programs
+
+
+def allocation(directory: Path) -> dict[str, str]:
+    """What the batch script of a job on two nodes finds in its environment."""
     job = str(free_job())
-    allocation = {
+    return {
         "SLURM_JOB_ID": job,
         "SLURM_JOBID": job,
         "SLURM_JOB_NUM_NODES": "2",
@@ -60,6 +60,16 @@ def submit(
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
     }
+
+
+def submit(
+    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs the batch script as slurmd would on the first of two nodes: a copy of it, elsewhere, in the directory
+    of submission, as the one task of its own step."""
+    programs = stand_ins(folder)
+    script = folder / "slurm_script"
+    shutil.copy(SLURM / f"{machine}.sbatch", script)
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -79,7 +89,7 @@ def submit(
         text=True,
         timeout=120,
         cwd=directory,
-        env={**inherited, **allocation, **ours, **environment},
+        env={**inherited, **allocation(directory), **ours, **environment},
     )
     return result, time.monotonic() - begin
 

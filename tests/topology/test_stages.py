@@ -18,12 +18,14 @@ from topology.machines import get_machine
 
 # Four ranks in pairs, in nodes, and both.
 THREE = get_machine("frontier")
+# Ranks a node, and whether the exchange goes level by level.
 SHAPES = {"flat": (4, False), "one": (1, True), "pairs": (4, True), "nodes": (2, True)}
 
 
-def collectives(shape: str, replicate: int = 4) -> ReplicaCollectives:
+def collectives(shape: str) -> ReplicaCollectives:
     ranks_per_node, hierarchical = SHAPES[shape]
-    layout = plan_layout(4, ranks_per_node=ranks_per_node, machine=THREE, replicate=replicate, shard=4 // replicate)
+    world = dist.get_world_size()
+    layout = plan_layout(world, ranks_per_node=ranks_per_node, machine=THREE, replicate=world, shard=1)
     return ReplicaCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
 
 
@@ -55,7 +57,7 @@ def exchange(shape: str, rounded: bool) -> dict[str, Any]:
     chunks = [values(10 * i + dist.get_rank(), n) for i in range(3)]
     errors = [torch.full((n,), torch.nan) if rounded else None for _ in chunks]
     handles = [ours.all_reduce(c, error=e) for c, e in zip(chunks, errors, strict=True)]
-    gathered = torch.zeros(4 * 5, dtype=torch.uint8)
+    gathered = torch.zeros(dist.get_world_size() * 5, dtype=torch.uint8)
     handles.append(ours.all_gather(gathered, torch.full((5,), dist.get_rank(), dtype=torch.uint8)))
     for handle in handles:
         handle.wait()
@@ -76,21 +78,42 @@ def exchange(shape: str, rounded: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_ranks_get_the_same_mean_and_nothing_is_lost(shape: str, rounded: bool, pool4: Pool) -> None:
-    results = pool4(exchange, shape, rounded)
-    assert sorted(r["replica"] for r in results) == [0, 1, 2, 3]
-    order = sorted(range(4), key=lambda rank: results[rank]["replica"])
+    check_exchange(pool4(exchange, shape, rounded), rounded)
+
+
+def test_three_levels() -> None:
+    """Eight ranks: pairs, two to a node, two nodes."""
+    pool = Pool(8)
+    try:
+        for rounded in (False, True):
+            results = pool(exchange, "pairs", rounded)
+            check_exchange(results, rounded)
+            n = 64 * 3
+            sent = {"gcd_pair": n * 2 + n * (1 if rounded else 2), "node": n + n * (0.5 if rounded else 1)}
+            for result in results:
+                assert result["sent"] == {**sent, "network": n / 2 if rounded else n}
+                assert result["masks"] == {"network": 5, "node": 10, "gcd_pair": 20}
+                assert result["handed"] == result["seen"]
+    finally:
+        pool.close()
+
+
+def check_exchange(results: list[dict[str, Any]], rounded: bool) -> None:
+    world = len(results)
+    assert sorted(r["replica"] for r in results) == list(range(world))
+    order = sorted(range(world), key=lambda rank: results[rank]["replica"])
     for result in results:
         for mine, theirs in zip(result["chunks"], results[0]["chunks"], strict=True):
             assert torch.equal(mine, theirs)
         assert result["gathered"] == [rank for rank in order for _ in range(5)]
     for i, mean in enumerate(results[0]["chunks"]):
-        total = sum(values(10 * i + rank, 64).double() for rank in range(4))
+        total = sum(values(10 * i + rank, 64).double() for rank in range(world))
         if rounded:
             assert torch.equal(mean, mean.bfloat16().float())
             lost = sum(r["errors"][i].double() for r in results)
             assert 0 < lost.abs().max() < 0.1
             total -= lost
-        torch.testing.assert_close(mean.double(), total / 4, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mean.double(), total / world, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
