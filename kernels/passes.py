@@ -36,11 +36,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs."""
+    """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs.
+
+    From `filled` on it is padding.
+    """
 
     first: int
     end: int
     start: int
+    filled: int
     stop: int
 
     def __contains__(self, tensor: int) -> bool:
@@ -57,7 +61,7 @@ class ScapePasses:
         density: the target density, for which there is a payload buffer.
         replica: whose run to select in; None selects in all of them (a dry run, where nobody else does).
         chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
-        granularity: each part's stretch is padded to a multiple of so many entries, with zeros.
+        granularity: each part's stretch is padded to a multiple of so many entries.
         carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
     """
 
@@ -82,7 +86,7 @@ class ScapePasses:
         self.state = torch.zeros(sum(padded), dtype=torch.float32, device=device)
         self.states = [s[:n] for s, n in zip(self.state.split(padded), self.sizes, strict=True)]
         self._counts_at: tuple[float, list[int]] = (0.0, [])
-        self._whole = (Part(0, len(self.sizes), 0, 0),)
+        self._whole = (Part(0, len(self.sizes), 0, 0, 0),)
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
         entries = self._parts[-1].stop if self._parts else 0
         self.payload, self.last = (torch.zeros(entries, dtype=torch.float32, device=device) for _ in range(2))
@@ -103,8 +107,8 @@ class ScapePasses:
             taken += count
             # A part ends where its share of the whole is reached; a tensor is never cut.
             if i + 1 == len(counts) or taken * chunks >= sum(counts) * (len(parts) + 1):
-                stop = -(-stop // granularity) * granularity
-                parts.append(Part(first, i + 1, start, stop))
+                filled, stop = stop, -(-stop // granularity) * granularity
+                parts.append(Part(first, i + 1, start, filled, stop))
                 first, start = i + 1, stop
         return tuple(parts), places
 
@@ -132,6 +136,24 @@ class ScapePasses:
         """Takes `errors`, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
         own = self.errors[part.start : part.stop]
         own.copy_(torch.where(applied, errors, own))
+
+    def errors_by_tensor(self) -> Tensor:
+        """The errors kept, FP32 (payload entries,), tensor behind tensor, however the payload is cut into parts."""
+        return torch.cat([self.errors[part.start : part.filled] for part in self._kept_parts()] or [self.errors])
+
+    def put_errors(self, errors: Tensor) -> None:
+        """Takes back `errors_by_tensor`. Raises ValueError for another number of entries."""
+        sizes = [part.filled - part.start for part in self._kept_parts()]
+        if errors.numel() != sum(sizes):
+            raise ValueError(
+                f"the saved state has {errors.numel()} rounding errors, this run keeps {sum(sizes)}; resume with the "
+                "wire_dtype, density and block_size of the run that saved"
+            )
+        for part, values in zip(self._kept_parts(), errors.split(sizes), strict=True):
+            self.errors[part.start : part.filled] = values
+
+    def _kept_parts(self) -> tuple[Part, ...]:
+        return self._parts if self.errors.numel() else ()
 
     def release(self) -> None:
         """Lets go of the step's tensors: a gradient that was kept would be there twice in the next backward pass."""

@@ -29,6 +29,12 @@ class Emulated:
             raise ValueError(f"--compute is {self.args.compute!r}; give seconds, or real")
         if any(plan.peer for plan in sweep.plans) and not self.real:
             raise ValueError("DDP synchronises during a real backward pass: its methods need --compute real")
+        for recipe in sweep.recipes if self.real else ():
+            for size in sweep.sizes:
+                if self.batch(recipe) % size:
+                    raise ValueError(
+                        f"a global batch of {self.batch(recipe)} is no multiple of {size} ranks; set --batch"
+                    )
         if self.args.slowdown and not (self.args.slowdown > 1 and self.real and len(sweep.sizes) == 1):
             raise ValueError("--slowdown takes a factor above 1, --compute real and one size")
 
@@ -55,8 +61,6 @@ class Emulated:
     def trainer(self, recipe: Path, size: int, log: Path, steps: int) -> list[str]:
         """The command line of a run, but for its method."""
         batch = self.batch(recipe)
-        if self.real and batch % size:
-            raise ValueError(f"--batch {batch} is no multiple of {size} ranks")
         each = batch // size if self.real else 1
         return [
             "--job.config_file",
@@ -135,7 +139,7 @@ class Emulated:
         return powersgd_rank(shapes, payload_bytes(shapes, 0.01))
 
     def calibrate_rate(self, cell: Cell) -> None:
-        """Sets the rate so that the dense step takes `slowdown` times its part without exchange."""
+        """Sets the rate so that the dense step takes `slowdown` times what it takes, exchange aside, without limits."""
         path = self.folder / "rate.json"
         if not path.exists():
 
@@ -150,14 +154,14 @@ class Emulated:
             alone, _ = measured(None)
             sent = 2 * (cell.size - 1) / cell.size * payload_bytes(self.shapes(cell.recipe), 1.0)
             rate = 8e-6 * sent * self.args.ranks_per_node / (alone * (self.args.slowdown - 1)) / 0.95
-            tried = []
-            for _ in range(3):
+            tried, goal = [], self.args.slowdown * alone
+            for last in (False, False, False, True):
                 print(f"[calibration] dense AdamS at {rate:.2f} Mbit/s ...", flush=True)
                 own, exposed = measured(rate)
                 tried.append({"rate": rate, "without_exchange": own, "exchange": exposed})
-                if abs((own + exposed) / own / self.args.slowdown - 1) < 0.02:
+                if last or abs((own + exposed) / goal - 1) < 0.03:
                     break
-                rate *= exposed / (own * (self.args.slowdown - 1))
+                rate *= exposed / max(exposed + goal - (own + exposed), 0.1 * exposed)
             write(path, {"rate": rate, "not_limited": alone, "tried": tried})
         self.rate = json.loads(path.read_text())["rate"]
 
@@ -166,8 +170,8 @@ class Emulated:
     def predicted(self, cell: Cell, measured: dict[str, Any]) -> dict[str, float] | None:
         """The step by the cost model, from measured links, passes and the given (or this run's own) compute."""
         plan = cell.plan
-        if plan.peer:
-            return None
+        if plan.peer or any(option.startswith("--parallelism") for option in self.args.rest):
+            return None  # DDP overlaps in its own way; the model below is of replicas without shards
         silent = self.passes(cell.recipe, cell.size)[plan.name]
         passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
         shapes = self.shapes(cell.recipe)
@@ -186,7 +190,7 @@ class Emulated:
             rest_seconds=optimizer - passes.get("pack", 0.0),
             fixed_seconds=max(0.0, silent["step_seconds"] - silent["phases"]["compute"] - optimizer),
             chunk_bytes=-(-entries // chunks) if plan.dense == "" else 0,
-            flat="--topology.exchange=flat" in self.args.rest,
+            flat="--topology.exchange flat" in " ".join(self.args.rest).replace("=", " "),
         )
         return {
             "step_seconds": found.step,
@@ -205,29 +209,41 @@ def run(sweep: Sweep) -> int:
         emulated.calibrate_rate(Cell(sweep.recipes[0], Plan.parse("adams"), sweep.sizes[0]))
     sweep.notes = notes(emulated)
     for cell in sweep.missing():
-        why, raw = emulated.measure(cell, args.warm_up + args.steps, emulated.rate, cell.name)
-        if why:
-            sweep.fail(cell, why)
-            continue
-        content = from_raw(raw, emulated.batch(cell.recipe))
-        content |= {"nodes": cell.size // args.ranks_per_node, "ranks_per_node": args.ranks_per_node}
-        content |= {"compute": "real" if emulated.real else "wait", "rate_mbit": emulated.rate}
-        if not emulated.real:
-            content["validation_loss"] = None
-        if cell.plan.peer == "powersgd":
-            content["label"] = f"PowerSGD, rank {cell.plan.rank or emulated.equal_rank(cell.recipe)}"
+        try:
+            one(emulated, cell)
+        except (RuntimeError, ValueError) as error:  # of a cluster that could not be made, too
+            sweep.fail(cell, str(error))
+    return sweep.finish(machine)
+
+
+def one(emulated: Emulated, cell: Cell) -> None:
+    """Measures a cell. What is missing for its prediction or its loss does not undo the measurement."""
+    sweep, args = emulated.sweep, emulated.args
+    why, raw = emulated.measure(cell, args.warm_up + args.steps, emulated.rate, cell.name)
+    if why:
+        sweep.fail(cell, why)
+        return
+    content = from_raw(raw, emulated.batch(cell.recipe))
+    content |= {"nodes": cell.size // args.ranks_per_node, "ranks_per_node": args.ranks_per_node}
+    content |= {"compute": "real" if emulated.real else "wait", "rate_mbit": emulated.rate}
+    if not emulated.real or args.loss_steps:
+        content["validation_loss"] = None  # of a few steps, or of gradients that are always the same
+    if cell.plan.peer == "powersgd":
+        content["label"] = f"PowerSGD, rank {cell.plan.rank or emulated.equal_rank(cell.recipe)}"
+    print(f"    {1e3 * content['step_seconds']:.0f} ms a step", flush=True)
+    try:
         content["predicted"] = emulated.predicted(cell, content)
-        if args.loss_steps:
-            print(f"    {1e3 * content['step_seconds']:.0f} ms a step; now {args.loss_steps} steps ...", flush=True)
-            why, raw = emulated.measure(cell, args.loss_steps, None, f"{cell.name}-loss")
-            if why:
-                sweep.fail(cell, why)
-                continue
+    except (RuntimeError, ValueError) as error:
+        print(f"    not predicted: {error}", flush=True)
+    if args.loss_steps:
+        print(f"    now {args.loss_steps} steps for the loss ...", flush=True)
+        why, raw = emulated.measure(cell, args.loss_steps, None, f"{cell.name}-loss")
+        if why:
+            print(f"    no loss: {why}", flush=True)
+        else:
             longer = json.loads(raw.read_text())["summary"]
             content |= {"validation_loss": longer["validation_loss"], "steps_trained": longer["steps"]}
-        sweep.keep(cell, content)
-        print(f"    {1e3 * content['step_seconds']:.0f} ms a step", flush=True)
-    return sweep.finish(machine)
+    sweep.keep(cell, content)
 
 
 def notes(emulated: Emulated) -> list[str]:
@@ -238,6 +254,9 @@ def notes(emulated: Emulated) -> list[str]:
         "ranks there are.",
         f"NICs limited to {rate:.4g} Mbit/s each way." if rate else "NICs not limited.",
         f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
+        "Predicted: links from the preflight; passes and what the trainer costs besides from steps of the same method "
+        "without compute and exchange; compute as given or, where real, this run's own. So what is put to the test is "
+        "the exchange and how the parts add up, not the passes.",
     ]
     if emulated.real:
         told.insert(0, "Forward and backward are real.")
@@ -250,11 +269,12 @@ def notes(emulated: Emulated) -> list[str]:
         )
     stored = emulated.folder / "rate.json"
     if args.slowdown and stored.exists():
-        tried = json.loads(stored.read_text())["tried"][-1]
-        factor = (tried["without_exchange"] + tried["exchange"]) / tried["without_exchange"]
+        found = json.loads(stored.read_text())
+        last = found["tried"][-1]
         told.append(
-            f"The rate was chosen for a dense AdamS step of {args.slowdown:g} x its part without exchange; the last "
-            f"try gave {factor:.2f} x ({1e3 * tried['without_exchange']:.0f} ms and {1e3 * tried['exchange']:.0f} ms)."
+            f"The rate was chosen for a dense AdamS step of {args.slowdown:g} x its compute-only step, "
+            f"{1e3 * found['not_limited']:.0f} ms that it takes on links without limits, exchange left out; the last "
+            f"try gave {(last['without_exchange'] + last['exchange']) / found['not_limited']:.2f} x."
         )
     return told
 

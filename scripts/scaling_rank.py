@@ -38,6 +38,7 @@ from torch import Tensor  # noqa: E402
 from topology.collectives import ReplicaCollectives  # noqa: E402
 from topology.groups import Ring  # noqa: E402
 from topology.lanes import Handle  # noqa: E402
+from topology.stages import all_gather_into  # noqa: E402
 from torchtitan_scape import train  # noqa: E402
 from torchtitan_scape.metrics import LEVELS  # noqa: E402
 from torchtitan_scape.optimizer.shards import local  # noqa: E402
@@ -55,12 +56,18 @@ class ScalingTrainer(train.ScapeTrainer):
             super().__init__(job_config)
         if self.wanted.get("peer"):
             _use_ddp(self, self.wanted)
+        self._micro_batches = 0
         self._kept: list[tuple[Any, Tensor]] = []
         self._loss: Tensor | None = None
         self._steps: list[dict[str, float]] = []
         self._sent_before: dict[str, float] = {}
 
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
+        self._micro_batches += 1
+        ddp = self.model_parts[0]
+        if isinstance(ddp, _Ddp) and self._micro_batches % self.gradient_accumulation_steps:
+            with ddp.no_sync():  # once a step, behind the last one
+                return super().forward_backward_step(**kwargs)
         seconds = self.wanted.get("compute")
         if seconds is None or self._loss is None:
             self._loss = super().forward_backward_step(**kwargs)
@@ -93,12 +100,12 @@ class ScalingTrainer(train.ScapeTrainer):
         self._steps.append({"step": time.perf_counter() - begin, **self.optimizers.timer.take()})
 
     def _summarise(self) -> None:
+        taken = self.optimizers.timer.take()  # the summary takes what is left
         super()._summarise()
         warm_up = self.wanted["warm_up"]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             times = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)][warm_up:]
-            taken = self.optimizers.timer.take()
             phases = {name: value / (len(times) + 1) for name, value in taken.items()}
             peak, kind = torch.cuda.max_memory_allocated(), "CUDA allocator"
         else:
@@ -108,6 +115,8 @@ class ScalingTrainer(train.ScapeTrainer):
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
         sent = self.optimizers.collectives.traffic.sent_by_level()
         count = self._steps_taken - warm_up
+        if self.wanted.get("peer"):
+            sent = {}  # DDP counts nothing; the interfaces do
         own = {
             "times": times,
             "phases": phases,
@@ -212,11 +221,13 @@ def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
 
 
 class _Silent(ReplicaCollectives):
-    """Replicas of which each believes that the others say what it says itself."""
+    """Replicas, all ranks of the world, whose payloads stay where they are."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(None)
-        self.replicas, self.replica = replicas, dist.get_rank() % replicas
+        if replicas != dist.get_world_size():
+            raise ValueError(f"{replicas} replicas on {dist.get_world_size()} ranks; the sweep takes no shards here")
+        self.replicas, self.replica = replicas, dist.get_rank()
         self.rings = (Ring("network", replicas, self.replica),)
 
     def all_reduce(self, tensor: Tensor, *args: Any, error: Tensor | None = None, **kwargs: Any) -> Handle:
@@ -228,7 +239,8 @@ class _Silent(ReplicaCollectives):
         return None
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
-        return Handle(lambda: output.copy_(own.repeat(self.replicas)))
+        # The masks are real: others would not have as many entries as the layout says.
+        return Handle(all_gather_into(output, own, async_op=True).wait)
 
 
 def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) -> None:

@@ -105,7 +105,9 @@ class Jobs:
 
     def alive(self, number: str) -> bool:
         told = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
-        return told.returncode == 0 and bool(told.stdout.strip())
+        if told.returncode:  # a controller that does not answer says nothing about the job
+            return "Invalid job id" not in told.stderr
+        return bool(told.stdout.strip())
 
     def collect(self, cell: Cell) -> bool:
         """Takes a measurement that is there. Returns whether the cell is done."""
@@ -130,8 +132,8 @@ def run(sweep: Sweep) -> int:
     """Submits what is missing, waits, collects. Returns the number of failed cells."""
     jobs, args = Jobs(sweep), sweep.args
     sweep.notes = [
-        f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank. All methods of a "
-        "ran on the same nodes, one after the other; sizes are jobs of their own, maybe elsewhere in the machine.",
+        f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
+        "All methods of a size ran on the same nodes, one after the other; sizes are jobs of their own.",
         "DDP's exchange overlaps its backward pass and is counted as compute; ours starts behind it.",
     ]
     sweep.store(args.machine)

@@ -168,6 +168,8 @@ def from_raw(raw: Path, batch: int) -> dict[str, Any]:
         for level, nodes in interfaces["sent_per_step"].items():
             nic[level] = sum(node["interface"] for node in nodes) / len(nodes)
             counted[level] = sum(node["counted"] for node in nodes) / len(nodes)
+        if not measured["sent"]:
+            counted = None
     return {
         **measured,
         "nic": nic,

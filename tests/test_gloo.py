@@ -191,6 +191,25 @@ def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
     assert torch.equal(first, second) and bool((first < 1).all())
 
 
+def chunk_of_a_large_payload(hierarchical: bool) -> int:
+    """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
+    from torchtitan_scape.job_config import Scape as ScapeConfig
+    from torchtitan_scape.optimizer.container import _chunk_bytes
+
+    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
+    with torch.device("meta"):
+        model = nn.Linear(32768, 32768)
+    groups = build_groups(layout, timedelta(seconds=60), hierarchical)
+    return _chunk_bytes([model], ScapeConfig(density=0.1), groups)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_all_ranks_cut_the_payload_alike(hierarchical: bool, pool4: Pool) -> None:
+    sizes = set(pool4(chunk_of_a_large_payload, hierarchical))
+    assert len(sizes) == 1
+    assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one part"
+
+
 def run_readme_example() -> float:
     """The loop that the README shows, as it stands there."""
     text = (Path(__file__).resolve().parent.parent / "README.md").read_text()

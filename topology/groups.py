@@ -49,10 +49,11 @@ class ReplicaGroups:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True) -> ReplicaGroups:
+def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, rounded: bool = True) -> ReplicaGroups:
     """Builds the groups of this rank. A collective call: every rank of the world must make it.
 
     hierarchical: exchanges go level by level; else over one ring, whatever links it crosses.
+    rounded: there will be exchanges in BF16, of several stages on one ring too.
     """
     if layout.world_size != dist.get_world_size():
         raise ValueError(
@@ -71,7 +72,8 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True) 
         ring = next(ring for ring in tier.rings if rank in ring)
         rings.append(Ring(layout.ring_level(rank, ring), len(ring), ring.index(rank)))
     lanes: list[tuple[ProcessGroup, ...]] = []
-    for _ in range(LANES if own else 0):
+    staged = rounded or any(len(tiers) > 1 for tiers in hierarchies)
+    for _ in range(LANES if own and staged else 0):
         # All groups of all ranks, in one order; this rank keeps those of its own rings.
         every = [group for tiers in hierarchies for group in build_tier_groups(tiers, timeout)]
         lanes.append(tuple(group for group in every if group is not None))

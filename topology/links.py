@@ -74,7 +74,7 @@ class Links:
         try:
             levels = {name: Link(level["latency"], level["bandwidth"]) for name, level in stored["levels"].items()}
             return cls(levels, f"preflight {path}", stored["memory_bandwidth"])
-        except KeyError as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no {error}; run `python -m topology.preflight` again") from None
 
     def with_bandwidth(self, level: str, bandwidth: float) -> "Links":

@@ -36,6 +36,10 @@ class LayoutRecord(Stateful):
                 "block_size": scape.block_size,
                 "selection": scape.selection,
                 "dense_names": sorted(scape.dense_names),
+                "wire_dtype": scape.wire_dtype,
+                # Who selects in which run follows from these.
+                "exchange": config.topology.exchange,
+                "ranks_per_node": layout.ranks_per_node,
             }
 
     def state_dict(self) -> dict[str, Any]:

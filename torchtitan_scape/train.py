@@ -99,6 +99,7 @@ class ScapeTrainer(Trainer):
                 layout,
                 timedelta(seconds=config.comm.init_timeout_seconds),
                 hierarchical=config.topology.exchange == "hierarchical",
+                rounded=config.sync.scape.wire_dtype == "bfloat16",
             ),
         )
         if is_dry_run(config):

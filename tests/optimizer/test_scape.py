@@ -285,6 +285,31 @@ def test_state_dict_resumes_bitwise(at: int, wire_dtype: str) -> None:
     run_replicas(2, work)
 
 
+def test_rounding_errors_are_loaded_however_the_payload_is_cut() -> None:
+    """Parts are padded to the replicas: saved as they lie, errors would come back at other entries."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        states = []
+        for chunk_bytes in (4, 1 << 24):
+            options = {"density": 0.1, "wire_dtype": "bfloat16", "chunk_bytes": chunk_bytes}
+            train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
+        small, large = states
+        assert small.passes.errors.numel() > large.passes.errors.numel()
+        saved = torch_copy(small.state_dict())
+        large.load_state_dict(saved)
+        kept = large.passes.errors_by_tensor()
+        assert torch.equal(kept, saved["scape"]["rounding_errors"]) and bool((kept != 0).any())
+        for i, count in enumerate(small.passes.payload_counts(0.1)):
+            places = [o.passes._places[i] for o in states]
+            a, b = (o.passes.errors[at : at + count] for o, at in zip(states, places, strict=True))
+            assert torch.equal(a, b)
+        saved["scape"]["rounding_errors"] = kept[:-1]
+        with pytest.raises(ValueError, match="rounding errors, this run keeps"):
+            large.load_state_dict(saved)
+
+    run_replicas(3, work)
+
+
 def torch_copy(state: dict[str, Any]) -> dict[str, Any]:
     return {
         k: torch_copy(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()

@@ -242,15 +242,18 @@ def _chunk_bytes(model_parts: list[nn.Module], scape: ScapeConfig, groups: Repli
     layout = groups.layout
     assert layout is not None
     shapes = [tuple(local(p).shape) for _, p in _named_parameters(model_parts)]
+    # Of the whole group, so that all its ranks agree: the links of one rank's own rings may differ from the next one's.
+    tiers = layout.hierarchy(layout.replicate_group(dist.get_rank()))
     method = Method("scape", scape.density, scape.wire_dtype)
     device = layout.machine.device
     packed, _ = optimizer_bytes(method, shapes, layout.replicate, scape.block_size)
     return best_chunk_bytes(
         payload_bytes(shapes, scape.density, block=scape.block_size),
         packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),
-        [(ring.level, ring.size) for ring in groups.rings],
+        [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
         scape.wire_dtype,
+        flat=len(groups.rings) < len(tiers),
     )
 
 

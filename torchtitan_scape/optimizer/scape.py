@@ -113,7 +113,7 @@ class Scape(Optimizer):
             replicas = ReplicaCollectives(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
-        self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0 and not replicas.is_fake
+        self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
 
         self._sparse, self._dense = _split(self._shards, dense_names)
         self._ordered = self._sparse + self._dense  # the order of the state and of the payload
@@ -182,13 +182,17 @@ class Scape(Optimizer):
                 next_density,
             )
         in_flight: list[tuple[Handle, Tensor | None]] = []
+        selected: Tensor | None = None
         for part in passes.parts:
             with phase("pack"):
                 passes.pack(part, applied)
+                if not passes.compact:  # the exchange averages mt where the selection reads it
+                    selected = passes.selected(applied)
             with phase("exchange"):
                 in_flight.append(self._exchange(part))
-        with phase("pack"):
-            selected = passes.selected(applied)
+        if passes.compact:
+            with phase("pack"):
+                selected = passes.selected(applied)
         self._applied_steps += applied
         squares = torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
         for part, (handle, errors) in zip(passes.parts, in_flight, strict=True):
@@ -217,7 +221,8 @@ class Scape(Optimizer):
             collectives.all_reduce_chunked(passes.pieces())
             return Handle(), None
         payload = passes.payload[part.start : part.stop]
-        errors = torch.empty_like(payload) if self._rounds else None
+        payload[part.filled - part.start :].zero_()  # masks have lain there
+        errors = torch.empty_like(payload) if self._rounds and not collectives.is_fake else None
         return collectives.all_reduce(payload, error=errors), errors
 
     def _update(self, part: Part, applied: Tensor) -> None:
@@ -344,7 +349,7 @@ class Scape(Optimizer):
         state["scape"] = {
             "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
             "moment_residual": self.passes.state,
-            "rounding_errors": self.passes.errors,
+            "rounding_errors": self.passes.errors_by_tensor(),
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
             "previous": masks.previous.bits,
@@ -377,7 +382,7 @@ class Scape(Optimizer):
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
             self.state[shard.parameter]["moment_residual"] = state
         self.passes.state.copy_(saved["moment_residual"])
-        self.passes.errors.copy_(saved["rounding_errors"])
+        self.passes.put_errors(saved["rounding_errors"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]
