@@ -200,7 +200,13 @@ def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     group = trainer.optimizers.collectives.groups.replicate
-    ddp = _Ddp(trainer.model_parts[0], process_group=group)
+    buckets = {}
+    if wanted["peer"] == "powersgd":
+        # One bucket: the hook chains all-reduces in callbacks, which gloo runs in another order on every rank when
+        # two buckets are on their way.
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40  # as DDP's documentation has it
+        buckets = {"bucket_cap_mb": 1 << 20}
+    ddp = _Ddp(trainer.model_parts[0], process_group=group, **buckets)
     match wanted["peer"]:
         case "ddp":
             pass
