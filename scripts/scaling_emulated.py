@@ -86,7 +86,7 @@ class Emulated:
         log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        wanted = {"output": str(raw), "warm_up": self.args.warm_up, **wanted}
+        wanted = {"output": str(raw), "warm_up": self.args.warm_up, "plain": self.args.plain, **wanted}
         if not self.real:
             wanted["compute"] = self.compute(cell.size)
         if cell.plan.peer:
@@ -118,6 +118,7 @@ class Emulated:
         if not path.exists() or set(wanted) - set(json.loads(path.read_text())):
             log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / f"passes-{recipe.stem}-{size}"
             scaling = {"output": str(path.resolve()), "calibrate": wanted, "warm_up": self.args.warm_up, "compute": 0}
+            scaling["plain"] = self.args.plain
             steps = self.args.warm_up + self.args.steps
             arguments = ["scripts/scaling_rank.py", *self.trainer(recipe, size, log, steps)]
             if why := self.start(size, arguments, log, None, {"SCALING": json.dumps(scaling)}):
@@ -261,6 +262,11 @@ def notes(emulated: Emulated) -> list[str]:
     if emulated.real:
         told.insert(0, "Forward and backward are real.")
         told.append("DDP's exchange overlaps its backward pass and is counted as compute; ours starts behind it.")
+        told.append(
+            "No method has FSDP around its model."
+            if args.plain
+            else "DDP's model has no FSDP around it and ours have, whose forward and backward are slower for it here."
+        )
     else:
         told.insert(
             0,

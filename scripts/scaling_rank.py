@@ -9,6 +9,7 @@ The environment variable SCALING holds what to measure, as JSON:
     peer        "ddp", "ddp-bf16" or "powersgd": PyTorch's DistributedDataParallel synchronises, overlapped with the
                 backward pass, plainly or with its own hooks; AdamS and clipping stay ours
     rank        of powersgd
+    plain       true: no FSDP around the model, as with a peer, whose forward and backward are faster without
     calibrate   {name: options}; every method takes steps whose compute and exchange take no time: what is left is what
                 passes and trainer cost with so many ranks on these cores
 
@@ -52,7 +53,7 @@ class ScalingTrainer(train.ScapeTrainer):
     def __init__(self, job_config: Any) -> None:
         self.wanted: dict[str, Any] = json.loads(os.environ["SCALING"])
         unwrapped = patch("torchtitan_scape.specs.parallelize", _unwrapped)
-        with unwrapped if self.wanted.get("peer") else nullcontext():
+        with unwrapped if self.wanted.get("peer") or self.wanted.get("plain") else nullcontext():
             super().__init__(job_config)
         if self.wanted.get("peer"):
             _use_ddp(self, self.wanted)
@@ -170,9 +171,9 @@ def _store(path: str, content: dict[str, Any]) -> None:
 
 
 def _unwrapped(model: Any, parallel_dims: Any, job_config: Any) -> Any:
-    """No FSDP: DDP takes plain parameters."""
+    """No FSDP: plain parameters, which DDP takes."""
     if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
-        raise ValueError("a DDP baseline needs shard and tensor degrees of 1; set parallelism accordingly")
+        raise ValueError("a model without FSDP needs shard and tensor degrees of 1; set parallelism accordingly")
     return model
 
 

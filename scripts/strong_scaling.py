@@ -63,6 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rate", type=float, default=80.0, help="of a NIC, each way, Mbit/s; 0: not limited")
     add("--slowdown", type=float, default=0.0, help="chooses the rate: dense AdamS step over its part without exchange")
     add("--ranks-per-node", type=int, default=1)
+    add("--plain", action="store_true", help="no FSDP around any model, as DDP's has none: the exchange alone differs")
     add("--loss-steps", type=int, default=0, help="also trains so long, links not limited, for the validation loss")
     add = launcher("slurm", "4,8,16,32,64", "adamw,adams,scape-0.1,scape-0.01", paper)
     add("--machine", choices=("vista", "frontier"), required=True)
