@@ -116,13 +116,12 @@ class ScalingTrainer(train.ScapeTrainer):
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
         sent = self.optimizers.collectives.traffic.sent_by_level()
         count = self._steps_taken - warm_up
-        if self.wanted.get("peer"):
-            sent = {}  # DDP counts nothing; the interfaces do
+        grown = {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS}
         own = {
             "times": times,
             "phases": phases,
             "peak": float(peak),
-            "sent": {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS},
+            "sent": {} if self.wanted.get("peer") else grown,  # DDP counts nothing; the interfaces do
         }
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)

@@ -276,3 +276,34 @@ def test_detect_machine(device: str, machine: str) -> None:
 def test_an_unknown_machine_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"'summit'.*vista.*frontier.*dgx-a100.*local"):
         get_machine("summit")
+
+
+@any_layout
+@given(layouts())
+def test_hierarchies_meet_every_member_once(layout: Layout) -> None:
+    """Sizes multiply to the group's, each tier partitions it, and two members meet at one level alone."""
+    for group in layout.replicate_groups():
+        tiers = layout.hierarchy(group)
+        assert math.prod(tier.size for tier in tiers) == len(group)
+        for tier in tiers:
+            assert tier.size > 1
+            assert sorted(rank for ring in tier.rings for rank in ring) == sorted(group)
+            assert {len(ring) for ring in tier.rings} == {tier.size}
+        # Adding ring by ring from a single rank reaches all, each rank once.
+        reached = [group[0]]
+        for tier in tiers:
+            ring_of = {rank: ring for ring in tier.rings for rank in ring}
+            reached = [other for rank in reached for other in ring_of[rank]]
+        assert sorted(reached) == sorted(group)
+
+
+def test_hierarchies_of_frontier() -> None:
+    sizes = {
+        (16, 8, 16, 1): [("gcd_pair", 2), ("node", 4), ("network", 2)],
+        (16, 8, 4, 4): [("node", 2), ("network", 2)],
+        (16, 8, 2, 8): [("network", 2)],
+        (6, 3, 6, 1): [("node", 3), ("network", 2)],  # pairs of 2 and of 1: they meet on the node
+    }
+    for (world, per_node, replicate, shard), expected in sizes.items():
+        layout = plan(world, per_node, replicate=replicate, shard=shard)
+        assert [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))] == expected
