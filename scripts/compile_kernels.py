@@ -74,7 +74,14 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
 
 def _steps(quick: bool) -> Iterator[Any]:
     defaults: dict[str, Any] = dict(
-        block=1024, selection="block", density=0.1, in_use=0.1, dtype=torch.float32, clip=True, wait=1000.0
+        block=1024,
+        selection="block",
+        density=0.1,
+        in_use=0.1,
+        dtype=torch.float32,
+        clip=True,
+        wait=1000.0,
+        carries=False,
     )
     others: list[dict[str, Any]] = [
         dict(density=0.01, in_use=0.01),  # offsets on the wire
@@ -85,6 +92,8 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(selection="tensor", in_use=0.5),
         dict(dtype=torch.bfloat16),
         dict(dtype=torch.float16),
+        dict(carries=True),  # a BF16 wire
+        dict(carries=True, selection="tensor"),
         dict(clip=False),
         dict(wait=None),
         dict(block=8, density=0.3, in_use=0.3),
@@ -100,11 +109,18 @@ def _steps(quick: bool) -> Iterator[Any]:
 
 
 def _scape_step(
-    block: int, selection: str, density: float, in_use: float, dtype: torch.dtype, clip: bool, wait: float | None
+    block: int,
+    selection: str,
+    density: float,
+    in_use: float,
+    dtype: torch.dtype,
+    clip: bool,
+    wait: float | None,
+    carries: bool,
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
-    passes = TritonScape(layout, whole, selection, density, 0, cpu)
+    passes = TritonScape(layout, whole, selection, density, 0, cpu, carries=carries)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
     passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)
