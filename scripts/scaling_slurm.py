@@ -50,6 +50,7 @@ class Jobs:
             lines += ["", f"rm -f {failed}", f'{assigned} {command} || echo "exit code $?" >{failed}']
         path = folder / f"size-{size}.sh"
         path.parent.mkdir(parents=True, exist_ok=True)
+        (self.sweep.folder / "raw").mkdir(exist_ok=True)
         path.write_text("\n".join(lines) + "\n")
         return path
 

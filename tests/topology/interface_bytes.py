@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import topology.collectives as collectives
 from torchtitan_scape import Scape
 
 STEPS, SHAPE = 10, (1024, 512)
@@ -52,21 +53,17 @@ def replica(rank: int, world: int, store: str, density: float, queue: Any) -> No
     step()
     optimizer.settle()
     intercepted = 0
-    for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor"):
-        original = getattr(dist, name, None)
-        if original is None:
-            continue
 
-        def counting(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+    def counting(original: Any, argument: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal intercepted
-            tensor = args[0] if _original.__name__ == "all_reduce" else args[1]
-            intercepted += tensor.nbytes
-            return _original(*args, **kwargs)
+            intercepted += args[argument].nbytes
+            return original(*args, **kwargs)
 
-        setattr(dist, name, counting)
-    import topology.collectives as collectives
+        return call
 
-    collectives._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    dist.all_reduce = counting(dist.all_reduce, 0)
+    collectives.all_gather_into = counting(collectives.all_gather_into, 1)
     before, handed = (
         optimizer.collectives.traffic.sent_by_level(),
         sum(optimizer.collectives.traffic.handed.values()),
