@@ -1,5 +1,6 @@
-"""Where ranks sit, which groups they form, and what crosses which link.
+"""Where ranks sit, which groups they form, what crosses which link, and what a step then costs.
 
-`layout` and `machines` are plain arithmetic; `groups` turns a layout into process groups; `collectives` runs
-on those groups and counts its bytes. Useful without the trainer.
+`layout` and `machines` are plain arithmetic; `groups` turns a layout into process groups; `collectives` runs on those
+groups, level by level (`stages`, `lanes`), and counts its bytes. `cost` predicts steps, `plan` answers whether to
+compress, `preflight` measures the links. Useful without the trainer.
 """
