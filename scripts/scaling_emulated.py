@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.emulated_cluster import PORT, Cluster
-from scripts.scaling_sweep import ROOT, Cell, Plan, Sweep, from_raw, recipe_value, write
+from scripts.scaling_sweep import NEVER, ROOT, Cell, Plan, Sweep, from_raw, recipe_value, write
 from topology.cost import Links, Method, payload_bytes, powersgd_rank, predict_step
 
 REAL = "real"
-NEVER = 1_000_000
 
 
 class Emulated:

@@ -36,6 +36,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from scripts.scaling_sweep import write  # noqa: E402
 from topology.collectives import ReplicaCollectives  # noqa: E402
 from topology.groups import Ring  # noqa: E402
 from topology.lanes import Handle  # noqa: E402
@@ -61,6 +62,7 @@ class ScalingTrainer(train.ScapeTrainer):
         self._kept: list[tuple[Any, Tensor]] = []
         self._loss: Tensor | None = None
         self._steps: list[dict[str, float]] = []
+        self._events: list[torch.cuda.Event] = []
         self._sent_before: dict[str, float] = {}
 
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
@@ -88,12 +90,11 @@ class ScalingTrainer(train.ScapeTrainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self._steps_taken == self.wanted["warm_up"]:
             self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
-            self._rest_before = self.optimizers.timer.take()
+            self.optimizers.timer.take()  # what is left at the end is of the measured steps
         if torch.cuda.is_available():
             # By events: to wait for the device would end the overlap with the masks' exchange.
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-            self._events = [*getattr(self, "_events", []), self._event]
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
             super().train_step(data_iterator)
             return
         begin = time.perf_counter()
@@ -128,7 +129,7 @@ class ScalingTrainer(train.ScapeTrainer):
         self.measured = {**_joined(ranks), "memory_kind": kind}
         if dist.get_rank() == 0 and "calibrate" not in self.wanted:
             summary = json.loads((Path(self.job_config.job.dump_folder) / "summary.json").read_text())
-            _store(self.wanted["output"], {**self.measured, "summary": summary})
+            write(Path(self.wanted["output"]), {**self.measured, "summary": summary})
 
 
 def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -156,14 +157,6 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_memory_bytes": max(rank["peak"] for rank in ranks),
         "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
     }
-
-
-def _store(path: str, content: dict[str, Any]) -> None:
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.rename(target)
 
 
 # ------------------------------------------------------------------------------- PyTorch's own, as baselines
@@ -261,7 +254,7 @@ def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) ->
         trainer.close()
         found[name] = trainer.measured
     if dist.get_rank() == 0:
-        _store(output, found)
+        write(Path(output), found)
 
 
 def main() -> None:

@@ -7,10 +7,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from scripts.scaling_sweep import ROOT, Cell, Sweep, from_raw, recipe_value, write
+from scripts.scaling_sweep import NEVER, ROOT, Cell, Sweep, from_raw, recipe_value, write
 
 RANKS_PER_NODE = {"vista": 1, "frontier": 8}
-NEVER = 1_000_000
 
 
 class Jobs:

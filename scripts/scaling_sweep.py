@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from scripts.scaling_report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
+NEVER = 1_000_000  # steps between two logs or validations
 PEERS = {"ddp": "DDP, FP32 gradients", "ddp-bf16": "DDP, BF16 gradients"}
 
 

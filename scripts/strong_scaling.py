@@ -8,7 +8,7 @@
 emulated    network namespaces on this host (scripts/emulated_cluster.py). Its cores do not multiply with the nodes, so
             forward and backward are a wait: --compute SECONDS at the smallest size, in proportion less at larger ones.
             Exchange and optimizer are real; they share the host's cores. --compute real computes instead.
-            --slowdown X chooses the links' rate so that a dense AdamS step takes X times its part without exchange.
+            --slowdown X chooses the links' rate so that a dense AdamS step takes X times its compute-only step.
 slurm       writes one job a size into OUTPUT/jobs, submits it, waits, and collects. Jobs run all methods.
 predicted   the cost model alone.
 
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = launcher("emulated", "2,4,8", "adamw,adams,scape-0.1,scape-0.01", "train_configs/embedded.toml")
     add("--compute", default="2", help="seconds at the smallest size, or real")
     add("--rate", type=float, default=80.0, help="of a NIC, each way, Mbit/s; 0: not limited")
-    add("--slowdown", type=float, default=0.0, help="chooses the rate: dense AdamS step over its part without exchange")
+    add("--slowdown", type=float, default=0.0, help="chooses the rate: dense AdamS step over its compute-only step")
     add("--ranks-per-node", type=int, default=1)
     add("--plain", action="store_true", help="no FSDP around any model, as DDP's has none: the exchange alone differs")
     add("--loss-steps", type=int, default=0, help="also trains so long, links not limited, for the validation loss")
