@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.blocks import BlockLayout
 from kernels.passes import ScapePasses
+from kernels.simulated import SimulatedPasses
 
 __all__ = ["BACKENDS", "TRITON_DTYPES", "adams_step", "choose", "finite_check", "scape_passes"]
 
@@ -58,16 +59,22 @@ def scape_passes(
     whole_sizes: Sequence[int],
     selection: str,
     density: float,
-    replica: int | None,
+    replica: int | str | None,
     device: torch.device,
     **options: Any,
 ) -> ScapePasses:
-    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`."""
+    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`.
+
+    replica: "all" plays every replica of the layout: `SimulatedPasses`.
+    """
     passes: type[ScapePasses]
     if backend == "triton":
         from kernels.triton_passes import TritonScape as passes
     else:
         from kernels.torch_passes import TorchScape as passes
+    if replica == "all":
+        return SimulatedPasses(passes, layout, tuple(whole_sizes), selection, density, device, **options)
+    assert not isinstance(replica, str)
     return passes(layout, tuple(whole_sizes), selection, density, replica, device, **options)
 
 

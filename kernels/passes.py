@@ -82,17 +82,26 @@ class ScapePasses:
         self.sizes = (*layout.sizes, *whole_sizes)
         self.first_run, self.runs = (0, layout.replicas) if replica is None else (replica, 1)
         # Padded to blocks, or to 16 bytes, so that every tensor's state is aligned.
-        padded = [blocks * layout.block_size for blocks in layout.blocks] + [-(-n // 4) * 4 for n in whole_sizes]
-        self.state = torch.zeros(sum(padded), dtype=torch.float32, device=device)
-        self.states = [s[:n] for s, n in zip(self.state.split(padded), self.sizes, strict=True)]
+        self._padded = [blocks * layout.block_size for blocks in layout.blocks] + [-(-n // 4) * 4 for n in whole_sizes]
         self._counts_at: tuple[float, list[int]] = (0.0, [])
         self._whole = (Part(0, len(self.sizes), 0, 0, 0),)
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
-        entries = self._parts[-1].stop if self._parts else 0
-        self.payload, self.last = (torch.zeros(entries, dtype=torch.float32, device=device) for _ in range(2))
-        self.errors = torch.zeros(entries if carries else 0, dtype=torch.float32, device=device)
+        self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
+        self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
         self.compact = False
         self.release()
+
+    def _allocate(self, state: int, payload: int, errors: int) -> None:
+        self.use(self._zeros(state), self._zeros(payload), self._zeros(payload), self._zeros(errors))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def use(self, state: Tensor, payload: Tensor, last: Tensor, errors: Tensor) -> None:
+        """Takes these buffers, FP32 and aligned to 16 bytes, for its own; of the sizes of those that it has."""
+        self.state, self.payload, self.last, self.errors = state, payload, last, errors
+        pieces = state.split(self._padded, dim=-1)
+        self.states = [piece[..., :n] for piece, n in zip(pieces, self.sizes, strict=True)]
 
     def _cut(self, chunk_entries: int, granularity: int) -> tuple[tuple[Part, ...], list[int]]:
         """The parts of the payload at the target density, and where each tensor's entries start in the buffer."""
@@ -134,23 +143,24 @@ class ScapePasses:
 
     def keep_errors(self, part: Part, errors: Tensor, applied: Tensor) -> None:
         """Takes `errors`, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
-        own = self.errors[part.start : part.stop]
+        own = self.errors[..., part.start : part.stop]
         own.copy_(torch.where(applied, errors, own))
 
     def errors_by_tensor(self) -> Tensor:
         """The errors kept, FP32 (payload entries,), tensor behind tensor, however the payload is cut into parts."""
-        return torch.cat([self.errors[part.start : part.filled] for part in self._kept_parts()] or [self.errors])
+        kept = [self.errors[..., part.start : part.filled] for part in self._kept_parts()]
+        return torch.cat(kept or [self.errors], dim=-1)
 
     def put_errors(self, errors: Tensor) -> None:
         """Takes back `errors_by_tensor`. Raises ValueError for another number of entries."""
         sizes = [part.filled - part.start for part in self._kept_parts()]
-        if errors.numel() != sum(sizes):
+        if errors.shape[-1] != sum(sizes):
             raise ValueError(
-                f"the saved state has {errors.numel()} rounding errors, this run keeps {sum(sizes)}; resume with the "
+                f"the saved state has {errors.shape[-1]} rounding errors, this run keeps {sum(sizes)}; resume with the "
                 "wire_dtype, density and block_size of the run that saved"
             )
-        for part, values in zip(self._kept_parts(), errors.split(sizes), strict=True):
-            self.errors[part.start : part.filled] = values
+        for part, values in zip(self._kept_parts(), errors.split(sizes, dim=-1), strict=True):
+            self.errors[..., part.start : part.filled] = values
 
     def _kept_parts(self) -> tuple[Part, ...]:
         return self._parts if self.errors.numel() else ()

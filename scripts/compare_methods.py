@@ -60,12 +60,16 @@ def run(name: str, folder: Path, args: argparse.Namespace, rest: list[str]) -> d
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, loss) of training and validation."""
+    return scalars(folder, {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"})
+
+
+def scalars(folder: Path, tags: dict[str, str]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each of `tags` from the one TensorBoard log under `folder`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = folder.rglob("events.out*")
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
-    tags = {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"}
     return {name: [(e.step, e.value) for e in accumulator.Scalars(tag)] for name, tag in tags.items()}
 
 

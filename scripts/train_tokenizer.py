@@ -3,6 +3,7 @@
 Run from the repository root:
 
     python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]
+    python -m scripts.train_tokenizer --bytes           # the study's: 256 bytes, BOS and EOS, nothing merged
 
 Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The
 same Python gives the same bytes; another version of Python has another standard library, and so another
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_scape.data import EMBEDDED_TOKENIZER
+from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER
 from torchtitan_scape.data.standard_library import read_corpus
 
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
+SMALLEST = 256 + 2  # bytes and special tokens
 
 
 def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -33,9 +35,8 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         ValueError: `vocab_size` does not hold the bytes and special tokens, or the documents have too few
             distinct words to fill it.
     """
-    smallest = 256 + 2
-    if vocab_size < smallest:
-        raise ValueError(f"vocab_size {vocab_size} is less than {smallest}, the bytes and two special tokens")
+    if vocab_size < SMALLEST:
+        raise ValueError(f"vocab_size {vocab_size} is less than {SMALLEST}, the bytes and two special tokens")
     tokenizer = Tokenizer(models.BPE())
     # The pattern of GPT-2 keeps a run of spaces together, so that an indentation is one token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,17 +74,16 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=EMBEDDED_TOKENIZER, help="folder (default: the package's)")
+    parser.add_argument("--output", type=Path, help="folder (default: the package's)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
+    parser.add_argument("--bytes", action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text")
     args = parser.parse_args()
 
     corpus = read_corpus()
-    tokenizer = train(corpus.train, args.vocab_size)
-    save(
-        tokenizer,
-        args.output,
-        f"standard library of Python {platform.python_version()}, digest {corpus.digest}",
-    )
+    tokenizer = train((), SMALLEST) if args.bytes else train(corpus.train, args.vocab_size)
+    trained_on = f"standard library of Python {platform.python_version()}, digest {corpus.digest}"
+    args.output = args.output or (BYTE_TOKENIZER if args.bytes else EMBEDDED_TOKENIZER)
+    save(tokenizer, args.output, "nothing: the 256 bytes" if args.bytes else trained_on)
 
     n_bytes = sum(len(document.encode()) for document in corpus.validation)
     n_tokens = sum(len(tokenizer.encode(document).ids) for document in corpus.validation)

@@ -40,6 +40,7 @@ def check(arguments: list[str]) -> None:
         ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
         ("[topology]\nmachine = 'summit'", "machine = 'summit'.*'frontier'"),
         ("[topology]\nranks_per_node = -1", "ranks_per_node = -1"),
+        ("[topology]\nsimulate_replicas = 0", r"simulate_replicas = 0; it must be 1 \(real replicas\) or more"),
     ],
 )
 def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
@@ -72,6 +73,12 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         (2, ["--metrics.log_freq=0"], "log_freq = 0; it must be 1 or more"),
         (2, ["--validation.freq=0"], "freq = 0; it must be 1 or more"),
         (2, ["--training.global_batch_size=17"], "global_batch_size = 17 is no multiple"),
+        (2, ["--topology.simulate_replicas=4"], r"= 4 with 2 real replicas \(.*degree = -1 on 2 ranks.*NGPU=1"),
+        (
+            1,
+            ["--topology.simulate_replicas=4", "--training.global_batch_size=48"],
+            r"48 is no multiple of local_batch_size 8 x 1 data-parallel ranks x 4 simulated replicas = 32",
+        ),
         (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
         (2, ["--comm.mode=local_tensor"], "local_tensor"),
     ],

@@ -95,6 +95,9 @@ class ReplicaCollectives:
     the shards.
     """
 
+    # Whether this process plays all the replicas: see `topology.simulated`.
+    simulated = False
+
     def __init__(self, replicas: ProcessGroup | ReplicaGroups | None, model: ProcessGroup | None = None) -> None:
         if not isinstance(replicas, ReplicaGroups):
             replicas = ReplicaGroups(replicate=replicas, model=model)

@@ -33,6 +33,7 @@ from topology.volumes import (
     payload_bytes,
     payload_entries,
     powersgd_rank,
+    simulated_memory_bytes,
 )
 from topology.workloads import Shape, Workload, local_shapes
 
@@ -61,6 +62,7 @@ __all__ = [
     "powersgd_rank",
     "predict",
     "predict_step",
+    "simulated_memory_bytes",
 ]
 
 MOST_CHUNKS = 8
@@ -218,6 +220,7 @@ def predict(
     assumptions: Assumptions | None = None,
     compute_seconds: float | None = None,
     fixed_seconds: float = 0.0,
+    block: int = BLOCK,
 ) -> Prediction:
     """A step of `workload` on `layout` (replicate x shard), from bytes, FLOPs and `assumptions`.
 
@@ -239,7 +242,7 @@ def predict(
         compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
     shapes = local_shapes(workload.shapes(), layout.shard)
     bandwidth = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
-    pack, rest = (nbytes / bandwidth for nbytes in optimizer_bytes(method, shapes, layout.replicate))
+    pack, rest = (nbytes / bandwidth for nbytes in optimizer_bytes(method, shapes, layout.replicate, block))
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))
@@ -255,5 +258,6 @@ def predict(
         rest_seconds=rest,
         shard_seconds=max(0.0, traffic - compute_seconds),
         fixed_seconds=fixed_seconds,
+        block=block,
     )
     return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch))

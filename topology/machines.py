@@ -38,6 +38,7 @@ class Device:
     source: str
 
 
+_A100 = Device("A100 80GB", 80.0, 2000.0, 312.0, "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down)")
 ASSUMED_CORE = Device("one core", 8.0, 10.0, 0.05, "assumed: a core of a laptop, its share of the memory")
 
 
@@ -90,9 +91,15 @@ MACHINES = {
             levels=(Level("node", 8, 300.0, 2.0), Level("network", 0, 25.0, 5.0)),
             source="Low-bandwidth partitioning paper, Table I: NVLink 600 GB/s both ways, eight 200 Gb/s HDR ports a "
             "node. Latencies are assumed",
-            device=Device(
-                "A100 80GB", 80.0, 2000.0, 312.0, "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down)"
-            ),
+            device=_A100,
+        ),
+        Machine(
+            "ethernet-10g",
+            ranks_per_node=1,
+            levels=(Level("node", 1, 300.0, 2.0), Level("network", 0, 1.25, 40.0)),
+            source="assumed: one GPU a node, 10 Gb/s Ethernet through one switch, TCP at line rate, 40 us for a small "
+            "message",
+            device=_A100,
         ),
         Machine(
             "local",

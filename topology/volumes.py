@@ -144,3 +144,23 @@ def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, 
     kinds["working copy"] = workload.working_bytes()
     kinds["activations"] = workload.activation_bytes(micro_batch)
     return kinds
+
+
+def simulated_memory_bytes(
+    method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK
+) -> dict[str, float]:
+    """Memory of a rank that plays all `replicas`, by kind, bytes; without activations and FSDP's working copy.
+
+    Of every replica SCAPE keeps state, gradient, payload and selection; once the masks, and last step's moment on them.
+    """
+    n = 4.0 * sum(map(math.prod, shapes))
+    kinds = {"parameters": n, "gradients": n, "state": 2 * n if method.kind == "adamw" else n}
+    if method.kind == "scape":
+        kinds |= {"gradients": replicas * n, "state": replicas * n}
+        bitmap = run_blocks(shapes, replicas, block) * block // 8
+        kinds["masks"] = replicas * (2.0 * bitmap + mask_bytes(shapes, method.density, replicas, block))
+        entries = payload_entries(shapes, method.density, block) if method.density < 1.0 else 0
+        # In BF16 what rounding lost besides, the last step's and this one's.
+        rows = replicas + 1 if method.wire == "float32" else 3 * replicas + 1
+        kinds["payload"] = 4.0 * rows * entries
+    return kinds

@@ -12,6 +12,8 @@ from topology.layout import Layout
 from torchtitan_scape.job_config import JobConfig
 
 RECORD = "scape_layout"
+# What records say that were saved before the key existed.
+_OLDER = {"simulate_replicas": 1}
 
 
 class LayoutRecord(Stateful):
@@ -25,6 +27,7 @@ class LayoutRecord(Stateful):
             "shard": layout.shard,
             "context": layout.context,
             "tensor": layout.tensor,
+            "simulate_replicas": config.topology.simulate_replicas,
             "model": f"{config.model.name} {config.model.flavor}",
             "method": config.sync.method,
             "optimizer": config.optimizer.name,
@@ -86,8 +89,8 @@ def check_resume(checkpointer: CheckpointManager, step: int, record: LayoutRecor
     dcp.load(saved, checkpoint_id=path)
     theirs = json.loads(saved[RECORD]["json"])
     for key, value in record.values.items():
-        if theirs.get(key) != value:
+        if (saved_value := theirs.get(key, _OLDER.get(key))) != value:
             raise ValueError(
-                f"{path} was saved with {key} = {theirs.get(key)!r}, this run has {value!r}; resuming on another "
+                f"{path} was saved with {key} = {saved_value!r}, this run has {value!r}; resuming on another "
                 "layout or method is not supported: start it as it was saved, or in another --job.dump_folder"
             )

@@ -110,7 +110,7 @@ class Sync:
 class Topology:
     """[topology]: where ranks sit."""
 
-    machine: Literal["auto", "vista", "frontier", "dgx-a100", "local"] = "auto"
+    machine: Literal["auto", "vista", "frontier", "dgx-a100", "ethernet-10g", "local"] = "auto"
     """Preset of links and ranks per node; "auto" looks at the device's name"""
 
     ranks_per_node: int = 0
@@ -119,10 +119,24 @@ class Topology:
     exchange: Literal["hierarchical", "flat"] = "hierarchical"
     """Replicas talk level by level (each byte crosses the network once per node), or in one ring over all of them"""
 
+    simulate_replicas: int = 1
+    """One process (or group of shards) plays so many replicas, one behind the other; 1 for real ones.
+
+    The run is that of as many ranks, a replica a node in one ring: every replica reads its own data and has its own
+    residual; log and summary predict its step time on `machine`. A step takes global_batch_size sequences, by default
+    local_batch_size x data-parallel ranks x replicas. Memory: SCAPE keeps a state and a gradient of every replica, 4
+    bytes a parameter each, 8 x replicas in all: the gradients because no state may be written before all of them are
+    known to be finite. Dense training keeps one of each, its gradients being added up.
+    """
+
     def __post_init__(self) -> None:
         _check_types(self, "topology")
         if self.ranks_per_node < 0:
             raise ValueError(f"[topology] ranks_per_node = {self.ranks_per_node}; it must be 0 (automatic) or more")
+        if self.simulate_replicas < 1:
+            raise ValueError(
+                f"[topology] simulate_replicas = {self.simulate_replicas}; it must be 1 (real replicas) or more"
+            )
         assert {"auto", *MACHINES} == set(get_args(type(self).__dataclass_fields__["machine"].type))
 
 

@@ -33,6 +33,7 @@ class ReplicaMetrics(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self.last_loss: float | None = None
         self.steps_since_log = 0
+        self.forecast = ""  # what a simulation is predicted to take, for every line
         self._sent_before: dict[str, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -56,7 +57,8 @@ class ReplicaMetrics(MetricsProcessor):
         extra["sync/bytes_sent/dense_equivalent"] = dense
         extra |= {f"step_time/{name}(s)": seconds.get(name, 0.0) for name in PHASES}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        logger.info(_sync_line(step, figures, sent, dense, seconds))
+        line = _sync_line(step, figures, sent, dense, seconds)
+        logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self.optimizers.timer.take()

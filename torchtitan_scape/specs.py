@@ -22,6 +22,7 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     Here the sections that TorchTitan does not hand to a builder are wired in: `build_optimizers_fn` gets the
     [optimizer] section alone. Without data, for a dry run, neither tokenizer nor data set is built.
     """
+    simulated = job_config.topology.simulate_replicas
     spec = replace(
         llama3_train_spec(),
         model_cls=Llama,
@@ -29,9 +30,9 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
         parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=partial(build_optimizers, job_config=job_config),
-        build_dataloader_fn=build_dataloader if with_data else None,
+        build_dataloader_fn=partial(build_dataloader, simulated=simulated) if with_data else None,
         build_tokenizer_fn=build_tokenizer if with_data else None,
-        build_validator_fn=build_validator,
+        build_validator_fn=partial(build_validator, simulated=simulated),
         build_metrics_processor_fn=build_metrics_processor,
     )
     train_spec._extra_train_specs.pop("llama3", None)

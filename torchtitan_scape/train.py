@@ -49,6 +49,7 @@ from torchtitan_scape.metrics import (  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
+from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
@@ -68,7 +69,15 @@ class ScapeTrainer(Trainer):
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
+        self._played = job_config.topology.simulate_replicas
+        if self._played > 1 and job_config.training.global_batch_size < 0:
+            readers = self.layout.shard * self._played
+            job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         register(job_config, with_data=not is_dry_run(job_config))
+        self._forecast: Forecast | None = None
+        if self._played > 1:
+            check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
+            self._forecast = Forecast.of(job_config, self.layout)
         with ExitStack() as self._dry_run:
             super().__init__(job_config)
         if self.tokenizer is not None:
@@ -76,14 +85,16 @@ class ScapeTrainer(Trainer):
         self._record = LayoutRecord(self.layout, job_config)
         self.checkpointer.states[RECORD] = self._record
         self.optimizers.timer.enabled = True
+        if self._forecast is not None:
+            self.metrics_processor.forecast = self._forecast.line()
         self._interfaces = InterfaceCount(self.layout, self.optimizers)
         self._train_seconds = 0.0
-        self._steps_taken = 0
+        self._steps_taken = self._micro_batches = 0
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout
         dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
-        logger.info(layout.describe())
+        logger.info(self._described)
         if not layout.shard_axis_inside_node:
             logger.warning("the shard axis crosses nodes: FSDP's dense collectives will run over the network")
         parallel_dims = ReplicaParallelDims(
@@ -108,6 +119,11 @@ class ScapeTrainer(Trainer):
             self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return parallel_dims
 
+    @property
+    def _described(self) -> str:
+        text = self.layout.describe()
+        return f"{text}, which plays {self._played} simulated replicas" if self._played > 1 else text
+
     def _check_vocabulary(self) -> None:
         entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
         if entries > rows:
@@ -120,7 +136,12 @@ class ScapeTrainer(Trainer):
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         with self.optimizers.timer.phase("forward_backward"):
-            return super().forward_backward_step(**kwargs)
+            loss = super().forward_backward_step(**kwargs)
+        self._micro_batches += 1
+        # A replica's micro-batches follow each other.
+        if self._played > 1 and self._micro_batches % (self.gradient_accumulation_steps // self._played) == 0:
+            self.optimizers.collect()
+        return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in."""
@@ -152,7 +173,8 @@ class ScapeTrainer(Trainer):
         self.optimizers.settle()
         traffic = self.optimizers.collectives.traffic
         sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken, since={})
-        tokens = torch.tensor(float(self.ntokens_seen), dtype=torch.float64, device=self.optimizers.grad_norm.device)
+        own = self.ntokens_seen / self._played
+        tokens = torch.tensor(own, dtype=torch.float64, device=self.optimizers.grad_norm.device)
         # Ranks of one data-parallel index read the same tokens.
         tokens_seen = (
             self.optimizers.collectives.sum_over_all(tokens).item() / self.parallel_dims.non_data_parallel_size
@@ -181,8 +203,10 @@ class ScapeTrainer(Trainer):
             },
             "interfaces": interfaces,
             "skipped_steps": self.optimizers.guard.skipped,
-            "layout": self.layout.describe(),
+            "layout": self._described,
         }
+        if self._forecast is not None:
+            summary |= {"simulated_replicas": self._played, "predicted": self._forecast.figures()}
         if dist.get_rank() != 0:
             return
         folder = Path(self.job_config.job.dump_folder)
@@ -190,13 +214,15 @@ class ScapeTrainer(Trainer):
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         loss = "not measured" if validation is None else f"{validation:.4f}"
         for line in (
-            f"Summary of {total} steps ({self.job_config.sync.method}, {self.job_config.optimizer.name})",
-            f"  layout            {self.layout.describe()}",
+            f"Summary of {total} steps ({self.job_config.sync.method}, {self.job_config.optimizer.name}"
+            + (f", {self._played} simulated replicas)" if self._played > 1 else ")"),
+            f"  layout            {self._described}",
             f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
             f"  training loss     {self.metrics_processor.last_loss:.4f} (last logged step)",
             f"  validation loss   {loss}",
             f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
             *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
+            *(f"  {line}" for line in (self._forecast.lines() if self._forecast else ())),
             f"  skipped steps     {self.optimizers.guard.skipped}",
             f"  written to        {folder / 'summary.json'}",
         ):
@@ -210,6 +236,8 @@ class ScapeTrainer(Trainer):
             f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
             f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
         )
+        for line in self._forecast.lines() if self._forecast else ():
+            logger.info(line)
 
 
 def is_dry_run(config: JobConfig) -> bool:
@@ -245,18 +273,26 @@ def layout_of(config: JobConfig) -> Layout:
         tensor=parallelism.tensor_parallel_degree,
         pipeline=parallelism.pipeline_parallel_degree,
     )
+    if (played := config.topology.simulate_replicas) > 1 and layout.replicate > 1:
+        raise ValueError(
+            f"[topology] simulate_replicas = {played} with {layout.replicate} real replicas (data_parallel_replicate_"
+            f"degree = {parallelism.data_parallel_replicate_degree} on {world_size} ranks): they do not mix; set the "
+            "degree to 1, and start one process, NGPU=1, or one group of shards"
+        )
     _check_batch(config, layout)
     return layout
 
 
 def _check_batch(config: JobConfig, layout: Layout) -> None:
     """What TorchTitan asserts. Raises ValueError with the numbers and the fix."""
-    training, readers = config.training, layout.replicate * layout.shard
-    micro = training.local_batch_size * readers
+    training, readers, played = config.training, layout.replicate * layout.shard, config.topology.simulate_replicas
+    micro = training.local_batch_size * readers * played
     if training.global_batch_size > 0 and training.global_batch_size % micro:
         raise ValueError(
             f"[training] global_batch_size = {training.global_batch_size} is no multiple of local_batch_size "
-            f"{training.local_batch_size} x {readers} data-parallel ranks = {micro}"
+            f"{training.local_batch_size} x {readers} data-parallel ranks"
+            + (f" x {played} simulated replicas" if played > 1 else "")
+            + f" = {micro}"
         )
     divisor = layout.tensor * 2 * layout.context
     if training.seq_len % divisor:

@@ -20,6 +20,8 @@ from kernels import reference
 from kernels.blocks import BlockLayout
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
 from tests.replicas import ThreadCollectives, run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.simulated import SimulatedCollectives
 from torchtitan_scape import AdamS, Scape
 
 BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda")
@@ -77,7 +79,7 @@ def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:
         p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
 
 
-def start(collectives: ThreadCollectives | None = None, **options: Any) -> tuple[list[nn.Parameter], Scape]:
+def start(collectives: ReplicaCollectives | None = None, **options: Any) -> tuple[list[nn.Parameter], Scape]:
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
@@ -107,6 +109,32 @@ def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> Non
     for ours, other, theirs in zip(kernel[0][0], kernel[1][0], twin[0][0], strict=True):
         assert torch.equal(ours, other)
         assert float((ours - theirs).norm()) <= 1e-2 * float(ours.norm())
+
+
+@pytest.mark.parametrize("selection", ["block", "tensor"])
+def test_simulated_replicas_are_the_replicas(selection: str) -> None:
+    """To the last bit, and no step waits for the device."""
+    options: dict[str, Any] = dict(density=0.1, density_warmup_steps=4, selection=selection)
+
+    def work(collectives: ThreadCollectives) -> tuple[list[Tensor], Tensor]:
+        parameters, optimizer = start(collectives, **options)
+        for step in range(10):
+            draw(step, collectives.replica, parameters)
+            optimizer.step()
+        return [p.detach() for p in parameters], optimizer.passes.state
+
+    ranks = run_replicas(2, work)
+    parameters, optimizer = start(SimulatedCollectives(2), **options)
+    for step in range(10):
+        for replica in range(2):
+            draw(step, replica, parameters)
+            optimizer.collect()
+        with no_synchronisation():
+            optimizer.step()
+    for ours, theirs in zip(parameters, ranks[0][0], strict=True):
+        assert torch.equal(ours.detach(), theirs)
+    for replica, (_, state) in enumerate(ranks):
+        assert torch.equal(optimizer.passes.state[replica], state)
 
 
 @contextmanager

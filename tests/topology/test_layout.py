@@ -250,7 +250,7 @@ def test_a_malformed_or_uneven_launch_is_refused_by_name(name: str, value: str) 
 
 
 def test_machines_are_consistent() -> None:
-    assert set(MACHINES) == {"vista", "frontier", "dgx-a100", "local"}
+    assert set(MACHINES) == {"vista", "frontier", "dgx-a100", "ethernet-10g", "local"}
     for name, machine in MACHINES.items():
         assert (machine.name, get_machine(name)) == (name, machine)
         names = [level.name for level in machine.levels]

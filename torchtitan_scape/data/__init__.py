@@ -3,3 +3,4 @@
 from pathlib import Path
 
 EMBEDDED_TOKENIZER = Path(__file__).parent / "tokenizer"
+BYTE_TOKENIZER = Path(__file__).parent / "byte_tokenizer"

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Training, Validation
@@ -30,6 +30,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.tools.logging import logger
 
 from torchtitan_scape.data import standard_library
+from torchtitan_scape.data.simulated import SimulatedDataLoader
 
 # File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
 _BUILDERS = {
@@ -235,7 +236,8 @@ def build_dataloader(
     tokenizer: BaseTokenizer,
     job_config: JobConfig,
     infinite: bool = True,
-) -> ParallelAwareDataloader:
+    simulated: int = 1,
+) -> BaseDataLoader:
     """TorchTitan's text data loader, behind checks.
 
     Args:
@@ -244,6 +246,7 @@ def build_dataloader(
         tokenizer: encodes each document, with BOS and EOS around it.
         job_config: its sections `training` and `training.dataloader` are read.
         infinite: start again after the last document.
+        simulated: replicas that this rank plays: it reads what as many ranks would, one behind the other.
 
     Returns:
         Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token
@@ -253,14 +256,21 @@ def build_dataloader(
         ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers, on
             a set that is not streamed.
     """
-    check_dataset("training", job_config.training, dp_world_size)
-    return build_text_dataloader(
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        tokenizer=tokenizer,
-        job_config=job_config,
-        infinite=infinite,
-    )
+    training, readers = job_config.training, dp_world_size * simulated
+    check_dataset("training", training, readers)
+    loaders = [
+        build_text_dataloader(
+            dp_world_size=readers,
+            dp_rank=replica * dp_world_size + dp_rank,
+            tokenizer=tokenizer,
+            job_config=job_config,
+            infinite=infinite,
+        )
+        for replica in range(simulated)
+    ]
+    if simulated == 1:
+        return loaders[0]
+    return SimulatedDataLoader(loaders, max(1, training.global_batch_size // (training.local_batch_size * readers)))
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:

@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 
 from torchtitan_scape.data.datasets import check_dataset
-
-Batch = tuple[dict[str, Tensor], Tensor]
+from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
 
 
 class FixedBatches:
@@ -74,7 +75,7 @@ class FixedValidator(Validator):
     """TorchTitan's validator on the same `validation.steps` batches each time.
 
     The parent goes on reading where the last validation stopped, so that two losses of one run come from
-    different text. This one reads its batches at construction.
+    different text. This one reads its batches at construction; with `simulated` > 1 those of as many replicas.
 
     Attributes:
         last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first.
@@ -96,6 +97,7 @@ class FixedValidator(Validator):
         tokenizer: BaseTokenizer,
         *,
         metrics_processor: MetricsProcessor,
+        simulated: int = 1,
         **kwargs: Any,
     ) -> None:
         validation = job_config.validation
@@ -104,17 +106,30 @@ class FixedValidator(Validator):
                 f"validation.steps: {validation.steps} would read all the data, and ranks with unequal batch "
                 "counts would wait for each other for ever; give the number of batches, e.g. 10"
             )
-        check_dataset("validation", validation, dp_world_size)
+        readers = dp_world_size * simulated
+        check_dataset("validation", validation, readers)
         self._metrics = _ValidationMetrics(metrics_processor)
+        if simulated > 1:  # the batches of all replicas, one behind the other
+            job_config = replace(job_config, validation=replace(validation, steps=validation.steps * simulated))
         super().__init__(
             job_config=job_config,
-            dp_world_size=dp_world_size,
+            dp_world_size=readers,
             dp_rank=dp_rank,
             tokenizer=tokenizer,
             metrics_processor=cast(MetricsProcessor, self._metrics),
             **kwargs,
         )
-        batches = FixedBatches(self.validation_dataloader, validation.steps)
+        others = [
+            build_text_validation_dataloader(
+                dp_world_size=readers,
+                dp_rank=replica * dp_world_size + dp_rank,
+                tokenizer=tokenizer,
+                job_config=job_config,
+                infinite=True,
+            )
+            for replica in range(1, simulated)
+        ]
+        batches = FixedBatches(SimulatedDataLoader([self.validation_dataloader, *others]), job_config.validation.steps)
         self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
 
     @property

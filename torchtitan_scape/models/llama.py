@@ -23,6 +23,16 @@ LLAMA_ARGS = {
         multiple_of=64,
         rope_scaling_args=_PLAIN_ROPE,
     ),
+    # 200,720 parameters on bytes (256 and two special tokens, four rows spare): for studies of many short runs.
+    "study": TransformerModelArgs(
+        dim=80,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=2,
+        vocab_size=260,
+        multiple_of=32,
+        rope_scaling_args=_PLAIN_ROPE,
+    ),
     # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
     "500M": TransformerModelArgs(
         dim=1536,

@@ -18,7 +18,8 @@ from torchtitan.distributed import ParallelDims
 from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
 from topology.cost import Assumptions, Links, Method, best_chunk_bytes, optimizer_bytes, payload_bytes
-from topology.groups import ReplicaGroups
+from topology.layout import Layout
+from topology.simulated import SimulatedCollectives, played_layout
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
@@ -47,6 +48,9 @@ class ReplicaOptimizers(OptimizersContainer):
         """Bytes that this rank would send in a step that all-reduces all its gradients in FP32."""
         entries = sum(local(p).numel() for group in self.optimizers[0].param_groups for p in group["params"])
         return self.collectives.reduced_bytes(entries)
+
+    def collect(self) -> None:
+        """What a simulated replica leaves behind its last backward pass is taken; dense gradients just add up."""
 
     def settle(self) -> None:
         """Learns whether the last step was applied; `step` does it for the one before."""
@@ -147,6 +151,9 @@ class ScapeOptimizers(ReplicaOptimizers):
     def statistics(self) -> dict[str, float]:
         return self.scape.statistics()
 
+    def collect(self) -> None:
+        self.scape.collect()
+
     def settle(self) -> None:
         self.scape.settle()
 
@@ -192,7 +199,11 @@ def build_optimizers(
     """The optimizers that `[sync] method` and `[optimizer] name` ask for."""
     assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
     sync, scape = job_config.sync, job_config.sync.scape
+    layout, played = parallel_dims.groups.layout, job_config.topology.simulate_replicas
+    assert layout is not None
     collectives = ReplicaCollectives(parallel_dims.groups)
+    if played > 1:
+        layout, collectives = played_layout(layout, played), SimulatedCollectives(played, parallel_dims.groups)
     common: dict[str, Any] = dict(
         lr=optimizer_config.lr,
         betas=(optimizer_config.beta1, optimizer_config.beta2),
@@ -219,7 +230,7 @@ def build_optimizers(
                 max_skipped_steps=sync.max_skipped_steps,
                 kernels=sync.kernels,
                 wire_dtype=scape.wire_dtype,
-                chunk_bytes=scape.chunk_bytes or _chunk_bytes(model_parts, scape, parallel_dims.groups),
+                chunk_bytes=scape.chunk_bytes or _chunk_bytes(model_parts, scape, layout, collectives),
             )
             return ScapeOptimizers(model_parts, make)
         case "dense", "AdamS":
@@ -237,10 +248,10 @@ def build_optimizers(
     return DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps, sync.kernels)
 
 
-def _chunk_bytes(model_parts: list[nn.Module], scape: ScapeConfig, groups: ReplicaGroups) -> int:
+def _chunk_bytes(
+    model_parts: list[nn.Module], scape: ScapeConfig, layout: Layout, collectives: ReplicaCollectives
+) -> int:
     """The payload's chunk that the cost model finds best, from the nominal figures of the machine's preset."""
-    layout = groups.layout
-    assert layout is not None
     shapes = [tuple(local(p).shape) for _, p in _named_parameters(model_parts)]
     # Of the whole group, so that all its ranks agree: the links of one rank's own rings may differ from the next one's.
     tiers = layout.hierarchy(layout.replicate_group(dist.get_rank()))
@@ -253,7 +264,7 @@ def _chunk_bytes(model_parts: list[nn.Module], scape: ScapeConfig, groups: Repli
         [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
         scape.wire_dtype,
-        flat=len(groups.rings) < len(tiers),
+        flat=len(collectives.rings) < len(tiers),
     )
 
 

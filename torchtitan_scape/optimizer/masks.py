@@ -45,13 +45,13 @@ class DelayedMasks:
         """
         handle, received = Handle(), own
         if own is not None and not self.collectives.is_fake and self.collectives.replicas > 1:
-            received = self._room(self.collectives.replicas * own.numel())
+            received = self._room(self.collectives.replicas * own.shape[-1])
             handle = self.collectives.all_gather(received, own)
         self._arriving = (handle, received, density)
         self._waiting.copy_(applied)
 
     def _room(self, size: int) -> Tensor:
-        spare = self._passes.payload.view(torch.uint8)
+        spare = self._passes.payload.view(-1).view(torch.uint8)
         if spare.numel() >= size:
             self._received = spare[:0]
             return spare[:size]

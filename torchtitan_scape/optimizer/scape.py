@@ -58,6 +58,10 @@ class Scape(Optimizer):
         chunk_bytes: the payload goes in parts of about so many bytes (FP32), each some tensors: one part is packed
             while the one before it is exchanged, and without `max_norm` updated while the one behind it is.
 
+    With `replicas=topology.simulated.SimulatedCollectives(N)` this process plays all N replicas: call `collect()` after
+    the backward pass of each, then `step()` once. N states and N gradients exist at the same time, N x 8 bytes a
+    parameter: no state may be written before all gradients are known to be finite.
+
     On a GPU the host never waits for the step it is in, only for the finite check of the one before. At a fixed
     density, with FP32 gradients that keep their storage, a step of a single replica can be captured in a CUDA graph
     after three steps. Replays keep the learning rates of the capture, leave `attempted_steps` as it is, and skip steps
@@ -131,7 +135,8 @@ class Scape(Optimizer):
             [s.size for s in self._dense],
             selection,
             density,
-            None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
+            # In a dry run nobody else selects.
+            "all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
             device,
             chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
             granularity=replicas.granularity(self._rounds),
@@ -141,8 +146,12 @@ class Scape(Optimizer):
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
             self.state[shard.parameter]["moment_residual"] = state
 
+        self._collected: list[Tensor] = []
+        names = [s.name for s in self._ordered]
         self.guard = FiniteGuard(
-            [s.name for s in self._ordered],
+            names
+            if not replicas.simulated
+            else [f"{name} (simulated replica {i})" for i in range(replicas.replicas) for name in names],
             finite_check(backend),
             replicas.all_true,
             replicas.gather_objects,
@@ -170,7 +179,7 @@ class Scape(Optimizer):
         next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
 
         with phase("check"):
-            gradients = [flat_gradient(shard) for shard in self._ordered]
+            gradients = self._gradients()
             applied = self.guard.check(gradients)
         with phase("pack"):
             passes.bind(
@@ -214,14 +223,34 @@ class Scape(Optimizer):
             masks.exchange(selected, next_density, applied)
         return loss
 
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Takes the present gradients for those of the next simulated replica, and sets them to None."""
+        self._collected += [flat_gradient(shard) for shard in self._ordered]
+        for shard in self._ordered:
+            shard.parameter.grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        """The flat gradients of the step; of all simulated replicas, one behind the other."""
+        if not self.collectives.simulated:
+            return [flat_gradient(shard) for shard in self._ordered]
+        gradients, self._collected = self._collected, []
+        played = len(gradients) // len(self._ordered)
+        if played != self.collectives.replicas:
+            raise ValueError(
+                f"{played} replicas' gradients were collected, and {self.collectives.replicas} replicas are simulated; "
+                "call collect() after the backward pass of each of them, then step()"
+            )
+        return gradients
+
     def _exchange(self, part: Part) -> tuple[Handle, Tensor | None]:
         """Starts averaging a part of the payload; the errors are there once it has arrived, None without rounding."""
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
             collectives.all_reduce_chunked(passes.pieces())
             return Handle(), None
-        payload = passes.payload[part.start : part.stop]
-        payload[part.filled - part.start :].zero_()  # masks have lain there
+        payload = passes.payload[..., part.start : part.stop]
+        payload[..., part.filled - part.start :].zero_()  # masks have lain there
         errors = torch.empty_like(payload) if self._rounds and not collectives.is_fake else None
         return collectives.all_reduce(payload, error=errors), errors
 
@@ -311,13 +340,14 @@ class Scape(Optimizer):
                 continue
             used = _unpacked(self._layout.bits(in_use, i), shard.size, sums.device)
             before = _unpacked(self._layout.bits(previous, i), shard.size, sums.device)
-            residual = torch.where(used, 0.0, self.passes.states[i])
+            states = torch.atleast_2d(self.passes.states[i])  # a row a simulated replica
+            residuals = [torch.where(used, 0.0, state).double().square().sum() for state in states]
             sums += torch.stack(
                 [
                     torch.tensor(float(shard.size), dtype=torch.float64, device=sums.device),
                     used.sum().double(),
                     (used & before).sum().double(),
-                    residual.double().square().sum(),
+                    torch.stack(residuals).mean(),
                 ]
             )
         entries, nnz, common, squares = (self.collectives.sum_over_all(sums) / self.collectives.replicas).tolist()
@@ -333,7 +363,7 @@ class Scape(Optimizer):
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
         collectives = self.collectives
-        entries = self.passes.payload.numel() or sum(self.passes.sizes)
+        entries = self.passes.entries or sum(self.passes.sizes)
         own = self._layout.wire_bytes(self.density, self.passes.selection)
         return collectives.reduced_bytes(entries, self._rounds) + collectives.gathered_bytes(own)
 

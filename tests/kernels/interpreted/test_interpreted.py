@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from kernels import launching
 from kernels.triton_passes import TritonScape
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
+from tests.optimizer.test_simulated import check_alike
 from tests.optimizer.toy import flat, train
 from tests.replicas import run_replicas
 
@@ -192,13 +193,7 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
 )
 def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole optimizer, six steps of it; only the update rounds apart."""
-    lock, launch = threading.Lock(), launching.launch
-
-    def one_at_a_time(*arguments: Any, **constants: Any) -> None:
-        with lock:  # the interpreter is not made for threads
-            launch(*arguments, **constants)
-
-    monkeypatch.setattr(launching, "launch", one_at_a_time)
+    launch_one_at_a_time(monkeypatch)
     twin, kernel = (
         run_replicas(replicas, lambda c, k=k: train(c, 6, kernels=k, **options)) for k in ("torch", "triton")
     )
@@ -206,3 +201,27 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
         assert (flat(ours) - flat(theirs)).norm() <= 1e-6 * flat(ours).norm()
     for other in kernel[1:]:
         assert torch.equal(flat(other[-1]), flat(kernel[0][-1]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(density=0.1, density_warmup_steps=3, wire_dtype="bfloat16"),
+        dict(density=0.1, density_warmup_steps=3, selection="tensor"),
+    ],
+)
+def test_simulated_replicas_are_the_replicas(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps of two replicas, the third skipped for a NaN of the second's."""
+    launch_one_at_a_time(monkeypatch)
+    check_alike(2, 2, 4, kernels="triton", **options)
+
+
+def launch_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is not made for threads."""
+    lock, launch = threading.Lock(), launching.launch
+
+    def one_at_a_time(*arguments: Any, **constants: Any) -> None:
+        with lock:
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(launching, "launch", one_at_a_time)

@@ -1,0 +1,38 @@
+"""The data of several replicas that one rank plays: each reads what a rank of its own would read."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+class SimulatedDataLoader(BaseDataLoader):
+    """`each` batches of the first replica's loader, then as many of the next one's, and round again.
+
+    It ends where one of them does, as a run of N ranks does. Its state is those of all loaders, under the names that
+    they have on N ranks; TorchTitan saves between two steps, where every loader has given as many batches.
+    """
+
+    def __init__(self, loaders: Sequence[BaseDataLoader], each: int = 1) -> None:
+        self.loaders, self.each = tuple(loaders), each
+
+    def __iter__(self) -> Iterator[Batch]:
+        replicas = [iter(loader) for loader in self.loaders]
+        while True:
+            for batches in replicas:
+                for _ in range(self.each):
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                    yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for loader in self.loaders:
+            loader.load_state_dict(state_dict)
