@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import BlockLayout, Mask
+from kernels.visits import VisitRates
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class ScapePasses:
         chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
         granularity: each part's stretch is padded to a multiple of so many entries.
         carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
+        columns: length of the sparsified tensors' rows, for waiting times by row and column; None for one a tensor.
+        resets: with scaling by waiting times, a newly entered entry keeps no moment after its step.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class ScapePasses:
         chunk_entries: int = 0,
         granularity: int = 1,
         carries: bool = False,
+        columns: Sequence[int] | None = None,
+        resets: bool = False,
     ) -> None:
         self.layout, self.selection, self.device, self.density = layout, selection, device, density
         self.sparsified = len(layout.sizes)
@@ -88,6 +93,8 @@ class ScapePasses:
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
         self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
+        self.visits = None if columns is None else VisitRates(layout.sizes, columns, device)
+        self.resets = resets
         self.compact = False
         self.release()
 

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import offset_bits
+from kernels.visits import LEAST_RATE
 
 __all__ = [
     "adams_update_",
     "carry_",
+    "count_entering_",
     "finite",
     "mask_indices",
     "new_moment_",
@@ -239,6 +241,25 @@ def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -
     payload.sub_(last_moment, alpha=beta1).div_(1.0 - beta1)
 
 
+def entering(indices: Tensor, previous: Tensor, n: int) -> Tensor:
+    """bool (nnz(A),): which of the positions of A are not in P."""
+    return ~unpack_bits(previous, n).index_select(0, indices)
+
+
+def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Newly entered entries of each row and column of a tensor.
+
+    Args:
+        indices: positions of A, int64 (nnz(A),).
+        previous: packed P.
+        rows, columns: int32 (rows,) and (columns,), written.
+    """
+    width = max(1, columns.numel())
+    fresh = entering(indices, previous, rows.numel() * width).int()
+    rows.zero_().index_add_(0, indices // width, fresh)
+    columns.zero_().index_add_(0, indices % width, fresh)
+
+
 def update_(
     parameter: Tensor,
     gradient: Tensor,
@@ -256,6 +277,8 @@ def update_(
     bias_corrections: tuple[Tensor, Tensor],
     max_wait: float | None,
     applied: Tensor,
+    relative: tuple[Tensor, Tensor] | None = None,
+    resets: bool = False,
 ) -> None:
     """The AdamS update on A, weight decay everywhere; writes `parameter` and `state` unless not `applied`.
 
@@ -269,6 +292,10 @@ def update_(
         clip: FP32 (), factor on gh. `clip_moment` false is the paper's printed form: v alone sees it.
         bias_corrections: (1 - beta1^t, 1 - beta2^t), t counting applied steps.
         max_wait: upper clamp of the waiting time; None for no scaling.
+        relative: rates at which the mask visits rows and columns, FP32 (rows,) and (columns,), over their mean
+            (`VisitRates`): entries of a row and column that are visited more often have waited less. None: one mean
+            waiting time for the tensor.
+        resets: entries whose step was scaled keep no moment; the step has spent it.
     """
     beta1, beta2 = betas
     n, nnz = parameter.numel(), gradient.numel()
@@ -281,10 +308,17 @@ def update_(
     moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
     step = (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
     if max_wait is not None and indices is not None and previous is not None:
-        fresh = ~unpack_bits(previous, n).index_select(0, indices)
+        fresh = entering(indices, previous, n)
         # Little's law: entries outside the mask over entries entering per step.
         wait = ((n - nnz) / fresh.sum().float()).clamp(1.0, max_wait)
+        if relative is not None:
+            rows, columns = relative
+            width = max(1, columns.numel())
+            often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
+            wait = (wait / often.clamp(min=LEAST_RATE)).clamp(1.0, max_wait)
         step = torch.where(fresh, step * wait, step)
+        if resets:
+            moment = torch.where(fresh, 0.0, moment)
     _decay_(parameter, lr * weight_decay, applied)
     step = _gated(applied, step * lr, torch.zeros_like(step))
     moment = _gated(applied, moment, last)

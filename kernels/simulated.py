@@ -42,6 +42,7 @@ class SimulatedPasses(ScapePasses):
             passes.use(self.state[i], self.payload[i], self.last, self.errors[i])
             self._replicas.append(passes)
         self._first = self._replicas[0]
+        self.visits = self._first.visits
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         rows, payload, errors = self.layout.replicas, -(-payload // 4) * 4, -(-errors // 4) * 4

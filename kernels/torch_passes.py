@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.blocks import Mask, entries_per_block, offset_bytes
 from kernels.passes import Part, Rates, ScapePasses
+from kernels.visits import VisitRates
 
 # Blocks that are selected or decoded at a time; bounds the temporaries. A multiple of 8, so that packed
 # offsets of that many blocks end on a byte.
@@ -98,6 +99,11 @@ class TorchScape(ScapePasses):
         max_wait: float | None,
         applied: Tensor,
     ) -> None:
+        by_entry = max_wait is not None and not (self.in_use.dense or self.previous.dense)
+        visits = self.visits if by_entry else None
+        if visits is not None and part.first == 0:
+            self._count_entering(visits)
+            visits.learn(applied)
         for i in range(part.first, part.end):
             rates, parameter = self.rates[i], _Flat(self.parameters[i])
             reference.update_(
@@ -116,8 +122,16 @@ class TorchScape(ScapePasses):
                 bias_corrections=(1 - rates.beta1**steps, 1 - rates.beta2**steps),
                 max_wait=max_wait,
                 applied=applied,
+                relative=visits.of(visits.relative, i) if visits is not None and i < self.sparsified else None,
+                resets=self.resets,
             )
             parameter.store()
+
+    def _count_entering(self, visits: VisitRates) -> None:
+        for i in range(self.sparsified):
+            indices, held = self._indices(i), self._bits(self.previous, i)
+            assert indices is not None and held is not None
+            reference.count_entering_(indices, held, *visits.of(visits.counts, i))
 
     def release(self) -> None:
         super().release()

@@ -39,6 +39,9 @@ class LayoutRecord(Stateful):
                 "block_size": scape.block_size,
                 "selection": scape.selection,
                 "dense_names": sorted(scape.dense_names),
+                "wait_scaling": scape.wait_scaling,
+                "wait_by": scape.wait_by,
+                "reset_moment": scape.reset_moment,
                 "wire_dtype": scape.wire_dtype,
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,

@@ -54,6 +54,12 @@ class Scape:
     max_wait: float = 1000
     """Upper limit of that factor"""
 
+    wait_by: Literal["tensor", "row_column"] = "row_column"
+    """One mean waiting time for a tensor, or by how often the mask visits an entry's row and column"""
+
+    reset_moment: bool = True
+    """Newly entered entries keep no moment after their scaled step, which has spent it"""
+
     dense_names: list[str] = field(default_factory=list)
     """Parameters exchanged whole although they have two dimensions or more"""
 
@@ -75,6 +81,7 @@ class Scape:
                 block_size=self.block_size,
                 selection=self.selection,
                 max_wait=self.max_wait,
+                wait_by=self.wait_by,
                 max_norm=None,
                 clip_mode=self.clip_mode,
                 reduction="sum",

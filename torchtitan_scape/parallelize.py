@@ -1,5 +1,6 @@
 """TorchTitan's parallelisation with the replicate axis hidden from it: that axis belongs to the optimizer."""
 
+import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,10 +19,11 @@ class ReplicaParallelDims(ParallelDims):
 
     TorchTitan asks `dp_replicate_enabled` in order to hand the replicate axis to FSDP2 or DDP: the answer is
     no. FSDP2 is always on, over the one-dimensional shard axis, of size 1 too: it then runs no collective,
-    keeps mixed precision, and leaves the local gradient in `p.grad`.
+    keeps mixed precision, and leaves the local gradient in `p.grad`. `bare` says that it has nothing to do at all.
     """
 
     groups: ReplicaGroups | None = None
+    bare: bool = False
 
     def _mesh_exist(self, name: str, degree: int) -> bool:
         return name == "fsdp" or super()._mesh_exist(name, degree)
@@ -32,15 +34,22 @@ class ReplicaParallelDims(ParallelDims):
 
     @property
     def fsdp_enabled(self) -> bool:
-        return True
+        return not self.bare
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """TorchTitan's `parallelize_llama`, then sums instead of scaled sums in FSDP2's reduce-scatter.
 
     TorchTitan turns FSDP2's gradient division off by a factor of 1, which becomes a pre-multiplied sum, and
-    gloo has none.
+    gloo has none. A model of one shard that keeps FP32 gets no FSDP2: its hooks would move nothing and cast nothing,
+    and take a quarter of a small model's step.
     """
+    training = job_config.training
+    if parallel_dims.non_data_parallel_size * parallel_dims.dp_shard * parallel_dims.cp == 1 and (
+        training.mixed_precision_param == training.mixed_precision_reduce == training.dtype == "float32"
+    ):
+        parallel_dims = copy.copy(parallel_dims)
+        cast(ReplicaParallelDims, parallel_dims).bare = True
     model = cast(nn.Module, parallelize_llama(model, parallel_dims, job_config))
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -222,6 +222,8 @@ def build_optimizers(
                 selection=scape.selection,
                 wait_scaling=scape.wait_scaling,
                 max_wait=scape.max_wait,
+                wait_by=scape.wait_by,
+                reset_moment=scape.reset_moment,
                 dense_names=scape.dense_names,
                 max_norm=max_norm,
                 clip_mode=scape.clip_mode,

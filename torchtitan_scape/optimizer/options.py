@@ -18,6 +18,7 @@ def check_scape_options(
     block_size: int,
     selection: str,
     max_wait: float,
+    wait_by: str,
     max_norm: float | None,
     clip_mode: str,
     reduction: str,
@@ -35,6 +36,8 @@ def check_scape_options(
         raise ValueError(f"selection is {selection!r}; it must be 'block' or 'tensor'")
     if not max_wait >= 1:
         raise ValueError(f"max_wait is {max_wait}; it must be 1 or more")
+    if wait_by not in ("tensor", "row_column"):
+        raise ValueError(f"wait_by is {wait_by!r}; it must be 'tensor' or 'row_column'")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
     if clip_mode not in ("moment", "literal"):

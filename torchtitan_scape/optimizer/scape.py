@@ -41,6 +41,10 @@ class Scape(Optimizer):
             owned run).
         wait_scaling: multiply the step of newly entered entries by their mean waiting time, at most
             `max_wait` (not in the paper).
+        wait_by: "tensor" (one mean waiting time for a tensor) or "row_column" (by how often the mask visits an
+            entry's row and column; costs a number for each of them).
+        reset_moment: an entry whose step was scaled keeps no moment: the step has spent it. Else it goes on moving by
+            it, and what is left when it leaves the mask is sent once more.
         dense_names: parameters that are exchanged whole although they have two dimensions or more.
         max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
         clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
@@ -83,6 +87,8 @@ class Scape(Optimizer):
         selection: str = "block",
         wait_scaling: bool = True,
         max_wait: float = 1000,
+        wait_by: str = "tensor",
+        reset_moment: bool = False,
         dense_names: Sequence[str] = (),
         max_norm: float | None = 1.0,
         clip_mode: str = "moment",
@@ -100,6 +106,7 @@ class Scape(Optimizer):
             block_size,
             selection,
             max_wait,
+            wait_by,
             max_norm,
             clip_mode,
             reduction,
@@ -122,7 +129,9 @@ class Scape(Optimizer):
         self._sparse, self._dense = _split(self._shards, dense_names)
         self._ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
-        self._fingerprint = self._make_fingerprint(selection, clip_mode, reduction, wire_dtype)
+        self._fingerprint = self._make_fingerprint(
+            selection, wait_by if wait_scaling else None, reset_moment, clip_mode, reduction, wire_dtype
+        )
         self._check_replicas_agree({"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes})
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
 
@@ -141,6 +150,8 @@ class Scape(Optimizer):
             chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
             granularity=replicas.granularity(self._rounds),
             carries=self._rounds,
+            columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
+            resets=reset_moment and wait_scaling,
         )
         self.masks = DelayedMasks(self.passes, replicas, device)
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
@@ -283,7 +294,15 @@ class Scape(Optimizer):
         lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
 
-    def _make_fingerprint(self, selection: str, clip_mode: str, reduction: str, wire_dtype: str) -> dict[str, Any]:
+    def _make_fingerprint(
+        self,
+        selection: str,
+        wait_by: str | None,
+        reset_moment: bool,
+        clip_mode: str,
+        reduction: str,
+        wire_dtype: str,
+    ) -> dict[str, Any]:
         return {
             "parameters": zlib.crc32(repr([(s.name, s.size, s.group) for s in self._ordered]).encode()),
             "sparsified": len(self._sparse),
@@ -293,6 +312,8 @@ class Scape(Optimizer):
             "density": self.density,
             "density_warmup_steps": self.density_warmup_steps,
             "max_wait": self.max_wait,
+            "wait_by": wait_by,
+            "reset_moment": reset_moment and self.max_wait is not None,
             "max_norm": self.max_norm,
             "clip_mode": clip_mode,
             "reduction": reduction,
@@ -380,6 +401,7 @@ class Scape(Optimizer):
             "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
             "moment_residual": self.passes.state,
             "rounding_errors": self.passes.errors_by_tensor(),
+            "visit_rates": self.passes.visits.rates if self.passes.visits else torch.zeros(0),
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
             "previous": masks.previous.bits,
@@ -413,6 +435,8 @@ class Scape(Optimizer):
             self.state[shard.parameter]["moment_residual"] = state
         self.passes.state.copy_(saved["moment_residual"])
         self.passes.put_errors(saved["rounding_errors"])
+        if self.passes.visits:
+            self.passes.visits.rates.copy_(saved["visit_rates"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

@@ -1,5 +1,6 @@
 """Local views of parameters and gradients, plain tensors or DTensors."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,6 +32,11 @@ class Shard:
     @property
     def size(self) -> int:
         return local(self.parameter).numel()
+
+    @property
+    def columns(self) -> int:
+        """Entries of a row: of all dimensions but the first."""
+        return max(1, math.prod(local(self.parameter).shape[1:]))
 
 
 def plain_name(name: str) -> str:

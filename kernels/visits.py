@@ -1,0 +1,65 @@
+"""How often the mask visits the rows and columns of a tensor: waiting times finer than a tensor's mean, at no age per
+entry.
+
+Little's law gives the mean time that entries wait outside the mask from the number that enters per step. Entries differ:
+an input that is rarely active has small gradients in its whole column, so that its entries wait longer. The rate at
+which entry (r, c) enters is estimated as rate[r] * rate[c] / rate of the tensor, the rank-1 form in which Adafactor
+(Shazeer and Stern 2018, Section 3) keeps second moments. It costs rows + columns numbers a tensor.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+# Of the means over steps; some twenty steps count.
+SMOOTHING = 0.95
+# No entry is taken to enter less often than this, against its tensor's mean.
+LEAST_RATE = 1e-3
+
+
+class VisitRates:
+    """Newly entered entries per step of every row and column, smoothed; the same on all replicas to the last bit.
+
+    Args:
+        sizes: entries of each sparsified tensor's local shard.
+        columns: length of its rows; a shard of several dimensions counts as (first, all others).
+
+    Attributes:
+        rates: FP32 (rows and columns of all tensors, then one for each tensor,): the means; the state.
+        relative: FP32 (rows and columns of all tensors,): rate over that of the tensor's average row or column.
+        counts: int32, likewise: what entered in this step, to be filled before `learn`.
+    """
+
+    def __init__(self, sizes: Sequence[int], columns: Sequence[int], device: torch.device) -> None:
+        self.columns = tuple(columns)
+        self.rows = tuple(n // c for n, c in zip(sizes, columns, strict=True))
+        lengths = [length for pair in zip(self.rows, self.columns, strict=True) for length in pair]
+        self.places = (0, *accumulate(lengths))  # of rows and columns in turn
+        axes = torch.tensor(lengths, dtype=torch.int64)
+        self._axis_lengths = axes.repeat_interleave(axes).float().to(device)
+        self._tensor = (torch.arange(len(lengths)) // 2).repeat_interleave(axes).to(device)
+        self._first_axis = (torch.arange(len(lengths)) % 2 == 0).repeat_interleave(axes).to(device)
+        self.counts = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
+        self.rates = torch.zeros(self.places[-1] + len(self.rows), dtype=torch.float32, device=device)
+        self.relative = torch.ones(self.places[-1], dtype=torch.float32, device=device)
+
+    def of(self, values: Tensor, tensor: int) -> tuple[Tensor, Tensor]:
+        """The tensor's rows and columns of `counts`, `rates` or `relative`."""
+        rows, columns, end = self.places[2 * tensor : 2 * tensor + 3]
+        return values[rows:columns], values[columns:end]
+
+    def learn(self, applied: Tensor) -> None:
+        """Takes `counts` into `rates`, unless not `applied`, and renews `relative`.
+
+        Sums are of integers: the result does not depend on their order.
+        """
+        entered = torch.where(self._first_axis, self.counts, 0)
+        totals = torch.zeros(len(self.rows), dtype=torch.int32, device=entered.device)
+        totals.index_add_(0, self._tensor, entered)
+        new = self.rates * SMOOTHING + torch.cat((self.counts, totals)) * (1.0 - SMOOTHING)
+        self.rates.copy_(torch.where(applied, new, self.rates))
+        axes, tensors = self.rates.split((self.places[-1], len(self.rows)))
+        mean = tensors[self._tensor] / self._axis_lengths
+        self.relative.copy_(torch.where(mean > 0, axes / mean, 1.0))
