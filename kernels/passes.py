@@ -65,7 +65,9 @@ class ScapePasses:
         granularity: each part's stretch is padded to a multiple of so many entries.
         carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
         columns: length of the sparsified tensors' rows, for waiting times by row and column; None for one a tensor.
-        resets: with scaling by waiting times, a newly entered entry keeps no moment after its step.
+        resets: with scaling by waiting times, a newly entered entry keeps no moment after its step. At the target
+            density it is not selected for the next mask either, unless nothing else is left: its mt, large as it is,
+            is about to be spent.
     """
 
     def __init__(

@@ -182,6 +182,11 @@ class TorchScape(ScapePasses):
             if start == end:
                 continue
             own = self.gradients[tensor][start:end]
+            if self.resets and self.compact and not self.previous.dense:
+                used, held = (self._bits(mask, tensor) for mask in (self.in_use, self.previous))
+                assert used is not None and held is not None
+                spent = reference.unpack_bits((used & ~held)[start // 8 :], end - start)
+                own = torch.where(spent, 0.0, own)
             first = layout.first_block[tensor] + start // size - replica * layout.run_blocks
             if self.selection == "tensor":
                 bits = torch.zeros(-(-own.numel() // size) * size, dtype=torch.bool, device=self.device)

@@ -23,7 +23,10 @@ FIRST_BLOCK = tl.constexpr(4)  # in the masks; -1 for a tensor that is exchanged
 PAYLOAD = tl.constexpr(5)  # position of its first entry in the payload
 PER_BLOCK = tl.constexpr(6)  # entries of a full block in the payload
 WAITING = tl.constexpr(7)  # entries outside the mask in use
-WIDTH = tl.constexpr(8)
+ROW = tl.constexpr(8)  # entries of a row
+VISITED_ROWS = tl.constexpr(9)  # position of its first row in the rates of visits
+VISITED_COLUMNS = tl.constexpr(10)  # and of its first column
+WIDTH = tl.constexpr(11)
 
 # Columns of the rates, FP32.
 BETA1 = tl.constexpr(0)

@@ -91,6 +91,30 @@ def count_blocks_kernel(mask, counts, blocks, ROWS: tl.constexpr, BYTES: tl.cons
     tl.store(counts + row, tl.sum(count_bits(bits), 1), mask=row < blocks)
 
 
+@triton.jit
+def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Adds the newly entered entries of each row and column to `counts`, int32.
+
+    Tiles, int64: byte of the masks where it begins, bytes of a row, rows and bytes that are left from there, positions
+    of its first row and column in `counts`. ROWS: at most 255, as columns are added up four to a word.
+    """
+    at = tiles + 6 * tl.program_id(0)
+    start, width, height, left = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    row, byte = tl.arange(0, ROWS), tl.arange(0, BYTES)
+    inside = (row[:, None] < height) & (byte[None, :] < left)
+    place = start + row[:, None] * width + byte[None, :]
+    used = tl.load(in_use + place, mask=inside, other=0).to(tl.int32)
+    entering = used & ~tl.load(previous + place, mask=inside, other=0).to(tl.int32)
+    tl.atomic_add(counts + tl.load(at + 4) + row, tl.sum(count_bits(entering), 1), mask=row < height, sem="relaxed")
+    first = counts + tl.load(at + 5) + byte * 8
+    for half in tl.static_range(2):
+        # Bit i of a nibble goes to the lowest bit of byte i.
+        bits = (((entering >> (4 * half)) & 15) * 0x00204081) & 0x01010101
+        sums = tl.sum(bits, 0)
+        for i in tl.static_range(4):
+            tl.atomic_add(first + 4 * half + i, (sums >> (8 * i)) & 255, mask=byte < left, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["in_use_masked", "chunk_first", "chunk_entries"])
 def move_kernel(
     tiles,

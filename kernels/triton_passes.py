@@ -1,18 +1,20 @@
 """SCAPE's passes as Triton kernels, a few launches for all tensors of a model. Nothing here waits for the device."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kernels import launching, triton_masks, triton_scape
+from kernels import launching, reference, triton_masks, triton_scape
 from kernels.blocks import BlockLayout, Mask, entries_per_block, offset_bits
 from kernels.launching import Range, Table, Tiles, Writable, aligned, as_flag, to_device
 from kernels.passes import Part, Rates, ScapePasses
 from kernels.triton_common import RATES, WIDTH
 from kernels.triton_dense_passes import DTYPES, rates_row
 from kernels.triton_radix import RadixSelection
+from kernels.visits import LEAST_RATE, VisitRates
 
 # Entries of a tile and for each of its warps. Many entries a thread spread a program's fixed cost, which pays where
 # only the mask's entries are worked on, and spills where all are. Selection wants a block in few warps: they agree
@@ -21,6 +23,8 @@ COMPACT_TILE, COMPACT_WARP = 4096, 1024
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096
+# A tile of `entering_kernel`: at most 255 rows, whose sums fit a byte.
+_VISIT_ROWS, _VISIT_BYTES = 64, 128
 
 
 class TritonScape(ScapePasses):
@@ -37,8 +41,22 @@ class TritonScape(ScapePasses):
         chunk_entries: int = 0,
         granularity: int = 1,
         carries: bool = False,
+        columns: Sequence[int] | None = None,
+        resets: bool = False,
     ) -> None:
-        super().__init__(layout, whole_sizes, selection, density, replica, device, chunk_entries, granularity, carries)
+        super().__init__(
+            layout,
+            whole_sizes,
+            selection,
+            density,
+            replica,
+            device,
+            chunk_entries,
+            granularity,
+            carries,
+            columns,
+            resets,
+        )
         count, size = len(self.sizes), layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
         self._rates = Table(count, RATES.value, torch.float32, device)
@@ -53,6 +71,7 @@ class TritonScape(ScapePasses):
         self._padding: Tensor | None = None
         self._radix: RadixSelection | None = None
         self._any_kinds = ((False, None),) * count
+        self._visit_tiles: Tensor | None = None
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
         self._static = selection == "block"
         self._own_block = self.first_run * layout.run_blocks
@@ -96,7 +115,7 @@ class TritonScape(ScapePasses):
             # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
             self.gradients = [g.float() for g in gradients]
         self._writable = Writable(parameters)
-        layout, flat, positions = self.layout, self._writable.flat, self.positions()
+        layout, flat, positions, visits = self.layout, self._writable.flat, self.positions(), self.visits
         k = entries_per_block(in_use.density, layout.block_size) if not in_use.dense else layout.block_size
         rows = []
         for i, count in enumerate(self.counts):
@@ -111,6 +130,7 @@ class TritonScape(ScapePasses):
                     positions[i],
                     k if sparse else layout.block_size,
                     self.sizes[i] - count,
+                    *((visits.columns[i], *visits.places[2 * i : 2 * i + 2]) if sparse and visits else (1, 0, 0)),
                 )
             )
         self._table.set(rows)
@@ -217,6 +237,7 @@ class TritonScape(ScapePasses):
                 COMPACT=self.compact,
                 STATIC=self._static,
                 KEEP_MOMENT=keep,
+                SKIP_NEW=self.resets and self.compact and not self.previous.dense and (keep or select != "none"),
                 SELECT=select,
             )
 
@@ -271,7 +292,12 @@ class TritonScape(ScapePasses):
         applied: Tensor,
     ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        tiles = self._tiles
+        tiles, visits, wait = self._tiles, self.visits, "none"
+        if max_wait is not None and not self.in_use.dense and not self.previous.dense:
+            wait = "tensor" if visits is None else "row_column"
+            if visits is not None and part.first == 0:
+                self._count_entering(visits)
+                visits.learn(applied)
         for listed, easy, dtype in tiles.lists(self._of(part, "all"), self._parameter_kinds):
             launching.launch(
                 triton_scape.update_kernel,
@@ -288,6 +314,7 @@ class TritonScape(ScapePasses):
                 self.payload,
                 self.last,
                 self._fresh,
+                self.last if visits is None else visits.relative,
                 0.0 if max_wait is None else max_wait,
                 clip,
                 as_flag(applied),
@@ -297,7 +324,9 @@ class TritonScape(ScapePasses):
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
                 STATIC=self._static,
-                WAIT=max_wait is not None and not self.in_use.dense and not self.previous.dense,
+                WAIT=wait,
+                RESETS=self.resets,
+                LEAST=LEAST_RATE,
                 CLIP_MOMENT=clip_moment,
             )
         self._writable.store(range(part.first, part.end))
@@ -368,6 +397,43 @@ class TritonScape(ScapePasses):
             TILE=1024,
         )
         return wire
+
+    def _count_entering(self, visits: VisitRates) -> None:
+        visits.counts.zero_()
+        if self._visit_tiles is None:
+            self._visit_tiles = self._tile_rows(visits)
+        launching.launch(
+            triton_masks.entering_kernel,
+            (len(self._visit_tiles),),
+            self._visit_tiles,
+            self.in_use.bits,
+            self.previous.bits,
+            visits.counts,
+            warps=4,
+            ROWS=_VISIT_ROWS,
+            BYTES=_VISIT_BYTES,
+        )
+        for i, columns in enumerate(visits.columns):
+            if columns % 8:  # rows that begin inside a byte
+                used, held = (self.layout.bits(mask, i) for mask in (self.in_use, self.previous))
+                assert used is not None and held is not None
+                fresh = reference.unpack_bits(used & ~held, self.sizes[i]).view(-1, columns)
+                for counts, axis in zip(visits.of(visits.counts, i), (1, 0), strict=True):
+                    counts.copy_(fresh.sum(axis))
+
+    def _tile_rows(self, visits: VisitRates) -> Tensor:
+        """Tiles of `entering_kernel`, int64 (tiles, 6), over the tensors whose rows are whole bytes."""
+        rows = []
+        for i, columns in enumerate(visits.columns):
+            if columns % 8:
+                continue
+            width, height = columns // 8, visits.rows[i]
+            start = self.layout.first_block[i] * self.layout.block_size // 8
+            for row in range(0, height, _VISIT_ROWS):
+                for byte in range(0, width, _VISIT_BYTES):
+                    first, second = visits.places[2 * i] + row, visits.places[2 * i + 1] + 8 * byte
+                    rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
+        return to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), self.device)
 
     def _find_starts(self, mask: Mask) -> Tensor:
         """Position in the payload of each block's first entry, int64 (blocks,), where blocks differ in count."""

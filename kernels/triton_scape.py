@@ -20,7 +20,10 @@ from kernels.triton_common import (
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
     PARAMETER,
+    ROW,
     STATE,
+    VISITED_COLUMNS,
+    VISITED_ROWS,
     WAITING,
     cell,
     count_bits,
@@ -68,12 +71,14 @@ def pack_kernel(
     COMPACT: tl.constexpr,
     STATIC: tl.constexpr,
     KEEP_MOMENT: tl.constexpr,
+    SKIP_NEW: tl.constexpr,
     SELECT: tl.constexpr,
 ):
     """New moment, payload, last step's moment on it, residual, and the next mask of owned blocks, in one pass.
 
     COMPACT: mt on A goes to `payload`, last step's m there to `last`; else mt goes over the gradient, FP32.
-    KEEP_MOMENT writes mt over the gradient in any case. SELECT: "none", "bitmap" (uint8, the bits of the own run)
+    KEEP_MOMENT writes mt over the gradient in any case. SKIP_NEW: newly entered entries count as zeros in the selection,
+    and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own run)
     or "offsets" (int16 (owned blocks, k)), written to `chosen`.
     """
     if tl.load(applied) == 0:
@@ -116,6 +121,8 @@ def pack_kernel(
     moment = gradient * gradient_rate + tl.where(was_held, state * beta1, state)
     kept = tl.where(was_held, state, 0.0)
     tl.store(states + local, tl.where(spread(used), kept, moment), mask=inside)
+    if SKIP_NEW:
+        moment = tl.where(spread(used & ~held), 0.0, moment)
     if KEEP_MOMENT or not COMPACT:
         tl.store(gradients + local, moment.to(DTYPE), mask=inside)
     if SELECT != "none":
@@ -235,6 +242,22 @@ def adams(
     return moment, moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
 
 
+@triton.jit
+def waiting_time(table, tensor, relative, wait, max_wait, first, local, here, LEAST: tl.constexpr):
+    """Mean waiting time by how often the mask visits an entry's row and column; `here` says which are wanted.
+
+    first: the tile's first entry in the tensor, int64 (); local: numbers of entries behind it.
+    """
+    columns = cell(table, tensor, ROW)
+    column = (first % columns).to(tl.int32) + local
+    row = column // columns.to(tl.int32)
+    column -= row * columns.to(tl.int32)
+    rows = relative + cell(table, tensor, VISITED_ROWS) + first // columns
+    often = tl.load(rows + row, mask=here, other=1.0)
+    often = often * tl.load(relative + cell(table, tensor, VISITED_COLUMNS) + column, mask=here, other=1.0)
+    return tl.minimum(tl.maximum(wait / tl.maximum(often, LEAST), 1.0), max_wait)
+
+
 @triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_wait"])
 def update_kernel(
     tiles,
@@ -249,6 +272,7 @@ def update_kernel(
     payload,
     last,
     fresh_counts,
+    relative,
     max_wait,
     clip,
     applied,
@@ -260,11 +284,13 @@ def update_kernel(
     COMPACT: tl.constexpr,
     STATIC: tl.constexpr,
     WAIT: tl.constexpr,
+    RESETS: tl.constexpr,
+    LEAST: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
 
-    Where not COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
+    WAIT: "none", "tensor" or "row_column" (by `relative`). RESETS: entries whose step was scaled keep no moment. Where not COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
     """
     if tl.load(applied) == 0:
         return
@@ -277,7 +303,7 @@ def update_kernel(
     block, sparse = _masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
-    held = mask_bytes(previous, block, left, sparse & (previous_masked != 0) & WAIT, ROWS, BYTES, BLOCK)
+    held = mask_bytes(previous, block, left, sparse & (previous_masked != 0) & (WAIT != "none"), ROWS, BYTES, BLOCK)
     states = pointer(table, tensor, STATE, tl.float32, EASY) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, ONE_MINUS_BETA1)
     beta2, square_rate = rate(rates, tensor, BETA2), rate(rates, tensor, ONE_MINUS_BETA2)
@@ -286,7 +312,7 @@ def update_kernel(
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
     to_gradient = 1.0 / gradient_rate
     wait = 1.0
-    if WAIT:
+    if WAIT != "none":
         entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
         wait = tl.minimum(tl.maximum(cell(table, tensor, WAITING).to(tl.float32) / entering, 1.0), max_wait)
     if COMPACT:
@@ -307,7 +333,14 @@ def update_kernel(
             moment, step = adams(
                 before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
             )
-            step = tl.where((held & (bits & -bits)) != 0, step, step * wait)
+            if WAIT != "none":
+                newly = some & ((held & (bits & -bits)) == 0)
+                scale = wait
+                if WAIT == "row_column":
+                    scale = waiting_time(table, tensor, relative, wait, max_wait, first, at, newly, LEAST)
+                step = tl.where(newly, step * scale, step)
+                if RESETS:
+                    moment = tl.where(newly, 0.0, moment)
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
             tl.store(states + at, moment, mask=some)
@@ -321,8 +354,15 @@ def update_kernel(
         moment, step = adams(
             state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
         )
-        step = tl.where(spread(held), step, step * wait)
         changed = spread(used)
+        if WAIT != "none":
+            newly = changed & ~spread(held)
+            scale = wait
+            if WAIT == "row_column":
+                scale = waiting_time(table, tensor, relative, wait, max_wait, first, local, newly, LEAST)
+            step = tl.where(newly, step * scale, step)
+            if RESETS:
+                moment = tl.where(newly, 0.0, moment)
         value = decayed - tl.where(changed, step * lr, 0.0)
         tl.store(parameters + local, value.to(DTYPE), mask=inside)
         tl.store(states + local, tl.where(changed, moment, state), mask=inside)

@@ -27,6 +27,8 @@ class Literal:
     selection: str = "block"
     wait_scaling: bool = True
     max_wait: float = 1000.0
+    wait_by: str = "tensor"
+    reset_moment: bool = False
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire_dtype: str = "float32"
@@ -38,6 +40,7 @@ class Literal:
     A: list[Tensor] = field(default_factory=list)
     P: list[Tensor] = field(default_factory=list)
     mt: list[list[Tensor]] = field(default_factory=list)
+    visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of rows and columns, FP64
 
     def __post_init__(self) -> None:
         theta = self.theta
@@ -45,6 +48,10 @@ class Literal:
         self.e = [[torch.zeros(p.numel()) for p in theta] for _ in range(self.replicas)]
         self.A = [torch.ones(p.numel(), dtype=torch.bool) for p in theta]
         self.P = [a.clone() for a in self.A]
+        for p in self.sparse:
+            self.visits.append(
+                (torch.zeros(p.shape[0]).double(), torch.zeros(p.numel() // max(1, p.shape[0])).double())
+            )
 
     @property
     def theta(self) -> list[Tensor]:
@@ -66,7 +73,7 @@ class Literal:
             [b1 * m + (1 - b1) * g.view(-1) + e for m, g, e in zip(self.m, gradients[r], self.e[r], strict=True)]
             for r in range(n)
         ]
-        new_mask = self.refresh(self.density_at(self.t + 1))
+        new_mask = self.refresh(self.density_at(self.t + 1), skip_new=self.at_target)
         b, q, gh = [], [], []
         means, lost = self.average([[self.mt[r][i][a] for i, a in enumerate(self.A)] for r in range(n)])
         for i, a in enumerate(self.A):
@@ -86,12 +93,33 @@ class Literal:
             u = torch.zeros_like(self.m[i])
             u[a] = (moment / (1 - b1**self.applied)) / (torch.sqrt(v / (1 - b2**self.applied)) + self.eps)
             fresh = a & ~self.P[i]
-            if self.wait_scaling and fresh.any():
-                waiting = a.numel() - int(a.sum())
-                u[fresh] *= min(max(waiting / int(fresh.sum()), 1.0), self.max_wait)
+            if self.wait_scaling:
+                u *= self.waiting(i, a, fresh)
+                if self.reset_moment:
+                    self.m[i][fresh] = 0.0
             p = self.theta[i].view(-1)
             p.copy_(p - self.lr * (u + self.weight_decay * p))
         self.P, self.A = self.A, new_mask
+
+    def waiting(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
+        """The factor on the step of every entry of a tensor: the mean waiting time of those that enter, else 1."""
+        factor = torch.ones(a.numel())
+        if self.wait_by == "row_column" and i < len(self.sparse):
+            rows, columns = self.visits[i]
+            entered = fresh.view(rows.numel(), -1).double()
+            if not all(a.all() for a in self.A) and not all(p.all() for p in self.P):
+                rows *= 0.95
+                rows += 0.05 * entered.sum(1)
+                columns *= 0.95
+                columns += 0.05 * entered.sum(0)
+        if fresh.any():
+            wait = min(max((a.numel() - int(a.sum())) / int(fresh.sum()), 1.0), self.max_wait)
+            factor[fresh] = wait
+            if self.wait_by == "row_column":
+                often = (rows[:, None] / rows.mean()) * (columns / columns.mean())
+                finer = (wait / often.clamp(min=1e-3)).clamp(1.0, self.max_wait).float()
+                factor[fresh] = finer.flatten()[fresh]
+        return factor
 
     def average(self, payloads: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """The mean over replicas of what each sends, tensor by tensor, and what each has to keep for the rounding.
@@ -101,8 +129,7 @@ class Literal:
         """
         n, counts = self.replicas, [p.numel() for p in payloads[0]]
         whole = [torch.cat(p) for p in payloads]
-        target = sum(int(a.sum()) for a in self.refresh(self.density)) if self.density < 1.0 else None
-        if self.wire_dtype == "float32" or n == 1 or sum(counts) != target:
+        if self.wire_dtype == "float32" or n == 1 or not self.at_target:
             total = whole[0].clone()
             for other in whole[1:]:
                 total += other
@@ -121,8 +148,17 @@ class Literal:
             lost[r][own] += (mean - arrived)[own] * n
         return list(arrived.split(counts)), [list(one.split(counts)) for one in lost]
 
-    def refresh(self, density: float) -> list[Tensor]:
-        """M(t): every replica selects in its own run of blocks, from its own mt."""
+    @property
+    def at_target(self) -> bool:
+        """Whether the mask in use has as many entries as at the target density."""
+        used = [int(a.sum()) for a in self.A]
+        return self.density < 1.0 and used == [int(a.sum()) for a in self.refresh(self.density)]
+
+    def refresh(self, density: float, skip_new: bool = False) -> list[Tensor]:
+        """M(t): every replica selects in its own run of blocks, from its own mt.
+
+        skip_new: newly entered entries count as zeros, as their mt is about to be spent.
+        """
         masks = [torch.ones_like(a) for a in self.A]
         if density >= 1.0:
             return masks
@@ -141,7 +177,10 @@ class Literal:
             for i, s, end in own:
                 size = self.block_size if self.selection == "block" else end - s
                 k = min(max(1, round(density * size)), end - s)
-                values = self.mt[r][i][s:end].abs().tolist()
+                values = self.mt[r][i][s:end].abs()
+                if skip_new and self.reset_moment and self.wait_scaling:
+                    values[(self.A[i] & ~self.P[i])[s:end]] = 0.0
+                values = values.tolist()
                 chosen = sorted(range(end - s), key=lambda j: (-values[j], j))[:k]
                 masks[i][[s + j for j in chosen]] = True
         return masks

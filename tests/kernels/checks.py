@@ -14,6 +14,7 @@ from kernels.blocks import BlockLayout, Mask, entries_per_block
 from kernels.passes import Rates, ScapePasses
 from kernels.torch_passes import TorchScape
 from kernels.triton_passes import TritonScape
+from kernels.visits import LEAST_RATE
 
 ULP = 2.0**-22  # of a division on a GPU, which errs by two units in the last place; twice four roundings to nearest
 
@@ -42,6 +43,8 @@ class Case:
     chunk_entries: int = 0
     granularity: int = 1
     carries: bool = False  # rounding errors of the step before
+    columns: tuple[int, ...] | None = None  # waiting times by row and column
+    resets: bool = False
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
     device: str = "cpu"
     rates: Rates = field(init=False)
@@ -70,6 +73,8 @@ class Case:
             self.chunk_entries,
             self.granularity,
             self.carries,
+            self.columns,
+            self.resets,
         )
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
@@ -220,11 +225,17 @@ def check_update(
             error / normaliser + 6 * ULP
         )
         if case.max_wait is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
-            wait = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), case.max_wait)
+            wait = torch.full_like(u, min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), case.max_wait))
+            if case.columns is not None:
+                entering = fresh.view(-1, case.columns[i]).double()
+                often = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
+                wait = (wait / often.flatten()[on].clamp(min=LEAST_RATE)).clamp(1.0, case.max_wait)
             u, u_error = (
                 torch.where(fresh[on], u * wait, u),
-                torch.where(fresh[on], (u_error + 3 * ULP * u.abs()) * wait, u_error),
+                torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * wait, u_error),
             )
+            if case.resets:
+                m = torch.where(fresh[on], 0.0, m)
         expected = theta - r.lr * r.weight_decay * theta
         bound = 3 * ULP * theta.abs()
         expected[on] -= r.lr * u

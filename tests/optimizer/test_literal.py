@@ -24,6 +24,8 @@ GRID = [
                 {"clip_mode": "literal", "density_warmup_steps": 20},
                 {"max_norm": None},
                 {"density_warmup_steps": 20, "max_wait": 3.0},
+                {"wait_by": "row_column", "reset_moment": True},
+                {"wait_by": "row_column", "reset_moment": True, "selection": "tensor", "density_warmup_steps": 20},
             )
         ),
         strict=False,

@@ -29,8 +29,13 @@ sizes = st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple)
 @st.composite
 def cases(draw: Any, **fixed: Any) -> Case:
     replicas = draw(st.integers(1, 3))
+    sparse = draw(sizes)
+    # Rows of whole bytes and others.
+    columns = tuple(draw(st.sampled_from([c for c in range(1, n + 1) if n % c == 0] or [8])) for n in sparse)
     options = dict(
-        sparse=draw(sizes),
+        sparse=sparse,
+        columns=draw(st.sampled_from([None, columns])),
+        resets=draw(st.booleans()),
         whole=draw(st.lists(st.integers(0, 40), max_size=2).map(tuple)),
         block_size=draw(st.sampled_from([8, 16, 24, 64])),
         replicas=replicas,
