@@ -3,6 +3,7 @@
 Importing this file registers the data sets below with TorchTitan, whose names are lower-case:
 
     standard_library, standard_library_validation   the embedded corpus; needs no network
+    standard_library_short, ..._short_validation    the same in pieces of 126 bytes: short sequences, all different
     slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
@@ -199,9 +200,16 @@ def _hub(hub: str, split: str) -> DatasetConfig:
     return DatasetConfig(path=hub, loader=functools.partial(_load_hub, hub=hub, split=split), sample_processor=_text)
 
 
+def _short(loader: Any) -> DatasetConfig:
+    cut = functools.partial(loader, max_bytes=standard_library.SHORT_DOCUMENT_BYTES)
+    return DatasetConfig("the running Python", cut, _text)
+
+
 _OURS = {
     "standard_library": DatasetConfig("the running Python", standard_library.load_train, _text),
     "standard_library_validation": DatasetConfig("the running Python", standard_library.load_validation, _text),
+    "standard_library_short": _short(standard_library.load_train),
+    "standard_library_short_validation": _short(standard_library.load_validation),
     "slimpajama_6b": _hub("DKYoon/SlimPajama-6B", "train"),
     "slimpajama_6b_validation": _hub("DKYoon/SlimPajama-6B", "validation"),
     "openwebtext": _hub("Skylion007/openwebtext", "train"),

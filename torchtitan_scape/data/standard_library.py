@@ -20,6 +20,8 @@ from pathlib import Path
 from datasets import Dataset
 
 MAX_DOCUMENT_BYTES = 1024
+# Pieces of about one short sequence, so that the sequences of a batch have nothing to do with each other.
+SHORT_DOCUMENT_BYTES = 126
 VALIDATION_SHARE = 0.05
 SHUFFLE_SEED = 0
 
@@ -41,7 +43,8 @@ class Corpus:
     Attributes:
         train_files: paths relative to the standard library, sorted.
         validation_files: the last paths in that order, about 5 % of the bytes.
-        train: training documents, at most 1 KiB of UTF-8 each (a single longer line stays whole), shuffled.
+        train: training documents, at most 1 KiB (or what was asked for) of UTF-8 each, shuffled; a single longer line
+            stays whole.
         validation: validation documents, likewise; none equals a training document.
         n_bytes: UTF-8 bytes of all files together.
         digest: first 12 hexadecimal digits of the SHA-256 over all documents in their order.
@@ -110,11 +113,12 @@ def read_sources(root: Path) -> dict[str, str]:
 
 
 @functools.cache
-def read_corpus(root: Path | None = None) -> Corpus:
+def read_corpus(root: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Corpus:
     """Reads, splits, cuts and shuffles the corpus, once a process; equal on all ranks with one Python.
 
     Args:
         root: folder of the sources; None is the running Python's standard library.
+        max_bytes: of a document, UTF-8.
 
     Raises:
         ValueError: no source was found, or a single one, which leaves nothing to validate on.
@@ -133,7 +137,7 @@ def read_corpus(root: Path | None = None) -> Corpus:
         first_validation -= 1
 
     def documents(paths: list[str]) -> tuple[str, ...]:
-        cuts = [piece for path in paths for piece in cut(sources[path])]
+        cuts = [piece for path in paths for piece in cut(sources[path], max_bytes)]
         # Replicas read contiguous parts: shuffled, each of them and each batch mixes topics.
         random.Random(SHUFFLE_SEED).shuffle(cuts)
         return tuple(cuts)
@@ -164,11 +168,11 @@ def corpus_digest() -> str:
     return read_corpus().digest
 
 
-def load_train(_path: str | None = None) -> Dataset:
+def load_train(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
     """Training documents, map-style in memory, column "text". The path that TorchTitan passes is ignored."""
-    return Dataset.from_dict({"text": list(read_corpus().train)})
+    return Dataset.from_dict({"text": list(read_corpus(None, max_bytes).train)})
 
 
-def load_validation(_path: str | None = None) -> Dataset:
+def load_validation(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
     """Validation documents, as `load_train`."""
-    return Dataset.from_dict({"text": list(read_corpus().validation)})
+    return Dataset.from_dict({"text": list(read_corpus(None, max_bytes).validation)})
