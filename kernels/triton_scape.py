@@ -77,8 +77,8 @@ def pack_kernel(
     """New moment, payload, last step's moment on it, residual, and the next mask of owned blocks, in one pass.
 
     COMPACT: mt on A goes to `payload`, last step's m there to `last`; else mt goes over the gradient, FP32.
-    KEEP_MOMENT writes mt over the gradient in any case. SKIP_NEW: newly entered entries count as zeros in the selection,
-    and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own run)
+    KEEP_MOMENT writes mt over the gradient in any case. SKIP_NEW: newly entered entries count as zeros in the
+    selection, and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own run)
     or "offsets" (int16 (owned blocks, k)), written to `chosen`.
     """
     if tl.load(applied) == 0:
@@ -290,7 +290,8 @@ def update_kernel(
 ):
     """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
 
-    WAIT: "none", "tensor" or "row_column" (by `relative`). RESETS: entries whose step was scaled keep no moment. Where not COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
+    WAIT: "none", "tensor" or "row_column" (by `relative`). RESETS: entries whose step was scaled keep no moment. Where
+    not COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
     """
     if tl.load(applied) == 0:
         return

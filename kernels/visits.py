@@ -1,10 +1,10 @@
 """How often the mask visits the rows and columns of a tensor: waiting times finer than a tensor's mean, at no age per
 entry.
 
-Little's law gives the mean time that entries wait outside the mask from the number that enters per step. Entries differ:
-an input that is rarely active has small gradients in its whole column, so that its entries wait longer. The rate at
-which entry (r, c) enters is estimated as rate[r] * rate[c] / rate of the tensor, the rank-1 form in which Adafactor
-(Shazeer and Stern 2018, Section 3) keeps second moments. It costs rows + columns numbers a tensor.
+Little's law gives the mean time that entries wait outside the mask from the number that enters per step. Entries
+differ: an input that is rarely active has small gradients in its whole column, so that its entries wait longer. The
+rate at which entry (r, c) enters is estimated as rate[r] * rate[c] / rate of the tensor, the rank-1 form in which
+Adafactor (Shazeer and Stern 2018, Section 3) keeps second moments. It costs rows + columns numbers a tensor.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Of the means over steps; some twenty steps count.
-SMOOTHING = 0.95
+# Of the means over steps: the last five count most.
+SMOOTHING = 0.8
 # No entry is taken to enter less often than this, against its tensor's mean.
 LEAST_RATE = 1e-3
 

@@ -108,10 +108,10 @@ class Literal:
             rows, columns = self.visits[i]
             entered = fresh.view(rows.numel(), -1).double()
             if not all(a.all() for a in self.A) and not all(p.all() for p in self.P):
-                rows *= 0.95
-                rows += 0.05 * entered.sum(1)
-                columns *= 0.95
-                columns += 0.05 * entered.sum(0)
+                rows *= 0.8
+                rows += 0.2 * entered.sum(1)
+                columns *= 0.8
+                columns += 0.2 * entered.sum(0)
         if fresh.any():
             wait = min(max((a.numel() - int(a.sum())) / int(fresh.sum()), 1.0), self.max_wait)
             factor[fresh] = wait
