@@ -78,8 +78,8 @@ def pack_kernel(
 
     COMPACT: mt on A goes to `payload`, last step's m there to `last`; else mt goes over the gradient, FP32.
     KEEP_MOMENT writes mt over the gradient in any case. SKIP_NEW: newly entered entries count as zeros in the
-    selection, and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own run)
-    or "offsets" (int16 (owned blocks, k)), written to `chosen`.
+    selection, and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own
+    run) or "offsets" (int16 (owned blocks, k)), written to `chosen`.
     """
     if tl.load(applied) == 0:
         return
