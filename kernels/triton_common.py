@@ -28,6 +28,12 @@ VISITED_ROWS = tl.constexpr(9)  # position of its first row in the rates of visi
 VISITED_COLUMNS = tl.constexpr(10)  # and of its first column
 WIDTH = tl.constexpr(11)
 
+
+def table_row(*values: int) -> tuple[int, ...]:
+    """A row of the pointer table; columns that the caller's kernels do not read are left out at the end."""
+    return *values, *(0,) * (WIDTH.value - len(values))
+
+
 # Columns of the rates, FP32.
 BETA1 = tl.constexpr(0)
 GRADIENT_RATE = tl.constexpr(1)  # (1 - beta1) * scale

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import launching, triton_dense
 from kernels.launching import Table, Tiles, Writable, aligned, as_flag
 from kernels.passes import Rates
-from kernels.triton_common import RATES, WIDTH
+from kernels.triton_common import RATES, WIDTH, table_row
 
 # Entries of a tile and of each of its warps.
 _TILE, _WARP = 4096, 512
@@ -42,7 +42,7 @@ class Finite:
             self._tiles = Tiles(sizes, 1024, _TILE, _WARP, device)
             self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
         tiles = self._tiles
-        table = self._table.set([(g.data_ptr(), 0, 0, g.numel(), -1, 0, 0, 0) for g in gradients])
+        table = self._table.set([table_row(g.data_ptr(), 0, 0, g.numel(), -1) for g in gradients])
         kinds = tuple((aligned(g), g.dtype) for g in gradients)
         bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
         for listed, easy, dtype in tiles.lists(tuple(tiles.whole()), kinds):
@@ -88,7 +88,7 @@ class TritonAdams:
         flat_moments = Writable(moments)
         columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
         table = self._table.set(
-            [(g.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), -1, 0, 0, 0) for g, p, m in columns]
+            [table_row(g.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), -1) for g, p, m in columns]
         )
         rows = self._rates.set([rates_row(r) for r in rates])
         betas = self._betas.set([(r.beta1, r.beta2) for r in rates])

@@ -11,7 +11,7 @@ from kernels import launching, reference, triton_masks, triton_scape
 from kernels.blocks import BlockLayout, Mask, entries_per_block, offset_bits
 from kernels.launching import Range, Table, Tiles, Writable, aligned, as_flag, to_device
 from kernels.passes import Part, Rates, ScapePasses
-from kernels.triton_common import RATES, WIDTH
+from kernels.triton_common import RATES, WIDTH, table_row
 from kernels.triton_dense_passes import DTYPES, rates_row
 from kernels.triton_radix import RadixSelection
 from kernels.visits import LEAST_RATE, VisitRates
@@ -120,8 +120,9 @@ class TritonScape(ScapePasses):
         rows = []
         for i, count in enumerate(self.counts):
             sparse = i < self.sparsified
+            axes = (visits.columns[i], *visits.places[2 * i : 2 * i + 2]) if sparse and visits else (1,)
             rows.append(
-                (
+                table_row(
                     self.gradients[i].data_ptr(),
                     flat[i].data_ptr(),
                     self.states[i].data_ptr(),
@@ -130,7 +131,7 @@ class TritonScape(ScapePasses):
                     positions[i],
                     k if sparse else layout.block_size,
                     self.sizes[i] - count,
-                    *((visits.columns[i], *visits.places[2 * i : 2 * i + 2]) if sparse and visits else (1, 0, 0)),
+                    *axes,
                 )
             )
         self._table.set(rows)
@@ -402,17 +403,18 @@ class TritonScape(ScapePasses):
         visits.counts.zero_()
         if self._visit_tiles is None:
             self._visit_tiles = self._tile_rows(visits)
-        launching.launch(
-            triton_masks.entering_kernel,
-            (len(self._visit_tiles),),
-            self._visit_tiles,
-            self.in_use.bits,
-            self.previous.bits,
-            visits.counts,
-            warps=4,
-            ROWS=_VISIT_ROWS,
-            BYTES=_VISIT_BYTES,
-        )
+        if len(self._visit_tiles):
+            launching.launch(
+                triton_masks.entering_kernel,
+                (len(self._visit_tiles),),
+                self._visit_tiles,
+                self.in_use.bits,
+                self.previous.bits,
+                visits.counts,
+                warps=4,
+                ROWS=_VISIT_ROWS,
+                BYTES=_VISIT_BYTES,
+            )
         for i, columns in enumerate(visits.columns):
             if columns % 8:  # rows that begin inside a byte
                 used, held = (self.layout.bits(mask, i) for mask in (self.in_use, self.previous))

@@ -91,7 +91,8 @@ def minimal_bytes(shapes: list[tuple[int, ...]], density: float) -> dict[str, fl
         "finite": 4 * n,
         "pack": 12 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
         "squares": 8 * k,
-        "update": 8 * n + masks + 8 * k + 4 * k,  # parameter twice; payload and last moment, new moment
+        # Parameter twice; payload and last moment, new moment; the masks once more for what enters each row and column.
+        "update": 8 * n + 2 * masks + 8 * k + 4 * k,
     }
 
 
@@ -125,7 +126,10 @@ class Bench:
         sparse, whole = sizes_of(shapes)
         self.density, self.device = density, device
         self.layout = BlockLayout(sparse, 1024, REPLICAS)
-        self.passes = TritonScape(self.layout, whole, selection, density, REPLICAS // 2, device)
+        columns = tuple(s[1] for s in shapes if len(s) > 1)
+        self.passes = TritonScape(
+            self.layout, whole, selection, density, REPLICAS // 2, device, columns=columns, resets=True
+        )
         self.parameters = [torch.randn(n, device=device) for n in (*sparse, *whole)]
         self.gradients = [torch.randn(n, device=device) * 1e-3 for n in (*sparse, *whole)]
         self.applied = torch.ones((), dtype=torch.bool, device=device)

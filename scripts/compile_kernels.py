@@ -80,7 +80,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         in_use=0.1,
         dtype=torch.float32,
         clip=True,
-        wait=1000.0,
+        wait="row_column",
         carries=False,
     )
     others: list[dict[str, Any]] = [
@@ -95,7 +95,9 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(carries=True),  # a BF16 wire
         dict(carries=True, selection="tensor"),
         dict(clip=False),
-        dict(wait=None),
+        dict(wait="tensor"),
+        dict(wait="none"),
+        dict(wait="row_column", selection="tensor", dtype=torch.bfloat16),
         dict(block=8, density=0.3, in_use=0.3),
         dict(block=40),
         dict(block=8192),
@@ -115,12 +117,15 @@ def _scape_step(
     in_use: float,
     dtype: torch.dtype,
     clip: bool,
-    wait: float | None,
+    wait: str,
     carries: bool,
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
-    passes = TritonScape(layout, whole, selection, density, 0, cpu, carries=carries)
+    columns = (16, 8) if wait == "row_column" else None
+    passes = TritonScape(
+        layout, whole, selection, density, 0, cpu, carries=carries, columns=columns, resets=wait == "row_column"
+    )
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
     passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)
@@ -131,7 +136,7 @@ def _scape_step(
         chunk = torch.zeros(64)
         passes.pieces().fill(chunk, 0)
         passes.pieces().land(chunk, 0)
-    passes.update_all(torch.ones(()), clip, steps, wait, applied)
+    passes.update_all(torch.ones(()), clip, steps, None if wait == "none" else 1000.0, applied)
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, selection), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits, applied)
