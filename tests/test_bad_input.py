@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\ndensity_warmup_steps = 1.5", "density_warmup_steps = 1.5; it must be an integer"),
         ("[sync.scape]\nblock_size = 1000.0", "block_size = 1000.0"),
         ("[sync.scape]\nwait_scaling = 'yes'", "wait_scaling = 'yes'; it must be bool"),
+        ("[sync.scape]\nwait_by = 'row'", r"wait_by = 'row'; it must be 'tensor' \| 'row_column'"),
         ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
         ("[sync.scape]\nwire_dtype = 'fp16'", r"wire_dtype = 'fp16'; it must be 'float32' \| 'bfloat16'"),
         ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes is 2; it must be 4 or more"),
@@ -90,6 +92,18 @@ def test_wrong_combinations_are_named(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=message):
         check(arguments)
+
+
+def test_the_papers_rule_differs_from_the_recipe_in_the_rule_alone() -> None:
+    recipe, paper = (
+        tomllib.loads((ROOT / "train_configs" / f"{name}.toml").read_text())
+        for name in ("llama_500m", "llama_500m_paper_rule")
+    )
+    rule = {key: paper["sync"]["scape"].pop(key) for key in ("wait_scaling", "selection", "clip_mode")}
+    assert rule == {"wait_scaling": False, "selection": "tensor", "clip_mode": "literal"}
+    assert recipe.pop("job") != paper.pop("job")
+    assert recipe == paper
+    parse(["--job.config_file=train_configs/llama_500m_paper_rule.toml"])
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:

@@ -221,6 +221,10 @@ def test_another_layout_or_method_is_refused_on_every_rank(pool2: Pool, tmp_path
         ([*METHODS["adams"], *LAYOUTS["1x2"]], "method = 'scape', this run has 'dense'"),
         ([*METHODS["scape"], *LAYOUTS["1x2"], "--sync.scape.density=0.2"], "density = 0.1, this run has 0.2"),
         (
+            [*METHODS["scape"], *LAYOUTS["1x2"], "--sync.scape.wait_by=tensor"],
+            "wait_by = 'row_column', this run has 'tensor'",
+        ),
+        (
             [
                 *METHODS["scape"],
                 *LAYOUTS["2x1"],

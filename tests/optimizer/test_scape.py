@@ -251,9 +251,10 @@ def test_first_step_broadcasts_replica_0() -> None:
     assert all(torch.equal(p, torch.zeros(4, 4)) for p in run_replicas(3, work))
 
 
+@pytest.mark.parametrize("rule", [{}, {"wait_by": "row_column", "reset_moment": True}])
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_state_dict_resumes_bitwise(at: int, wire_dtype: str) -> None:
+def test_state_dict_resumes_bitwise(at: int, wire_dtype: str, rule: dict[str, Any]) -> None:
     """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
 
     def work(collectives: ThreadCollectives) -> None:
@@ -263,6 +264,7 @@ def test_state_dict_resumes_bitwise(at: int, wire_dtype: str) -> None:
             "density_warmup_steps": 4,
             "replicas": collectives,
             "wire_dtype": wire_dtype,
+            **rule,
         }
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
         optimizer = Scape(parameters, **options)
@@ -358,6 +360,7 @@ def test_non_contiguous_parameter_is_updated() -> None:
         ({"block_size": 65536}, "block_size is 65536"),
         ({"selection": "row"}, "selection is 'row'"),
         ({"max_wait": 0.5}, "max_wait is 0.5"),
+        ({"wait_by": "column"}, "wait_by is 'column'; it must be 'tensor' or 'row_column'"),
         ({"max_norm": 0.0}, "max_norm is 0.0"),
         ({"clip_mode": "none"}, "clip_mode is 'none'"),
         ({"reduction": "max"}, "reduction is 'max'"),
