@@ -68,6 +68,8 @@ class ScapePasses:
         resets: with scaling by waiting times, a newly entered entry keeps no moment after its step. At the target
             density it is not selected for the next mask either, unless nothing else is left: its mt, large as it is,
             is about to be spent.
+        signs: with scaling by waiting times, the sign of every entry's last step is kept, a bit each, and scales its
+            next one.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ScapePasses:
         carries: bool = False,
         columns: Sequence[int] | None = None,
         resets: bool = False,
+        signs: bool = False,
     ) -> None:
         self.layout, self.selection, self.device, self.density = layout, selection, device, density
         self.sparsified = len(layout.sizes)
@@ -97,6 +100,7 @@ class ScapePasses:
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
         self.visits = None if columns is None else VisitRates(layout.sizes, columns, device)
         self.resets = resets
+        self.signs = torch.zeros(layout.mask_bytes(), dtype=torch.uint8, device=device) if signs else None
         self.compact = False
         self.release()
 

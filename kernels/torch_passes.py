@@ -124,6 +124,7 @@ class TorchScape(ScapePasses):
                 applied=applied,
                 relative=visits.of(visits.relative, i) if visits is not None and i < self.sparsified else None,
                 resets=self.resets,
+                signs=None if self.signs is None or i >= self.sparsified else self.layout.part(self.signs, i),
             )
             parameter.store()
 

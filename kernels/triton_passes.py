@@ -43,6 +43,7 @@ class TritonScape(ScapePasses):
         carries: bool = False,
         columns: Sequence[int] | None = None,
         resets: bool = False,
+        signs: bool = False,
     ) -> None:
         super().__init__(
             layout,
@@ -56,6 +57,7 @@ class TritonScape(ScapePasses):
             carries,
             columns,
             resets,
+            signs,
         )
         count, size = len(self.sizes), layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
@@ -316,6 +318,7 @@ class TritonScape(ScapePasses):
                 self.last,
                 self._fresh,
                 self.last if visits is None else visits.relative,
+                self._fresh if self.signs is None else self.signs,
                 0.0 if max_wait is None else max_wait,
                 clip,
                 as_flag(applied),
@@ -327,6 +330,9 @@ class TritonScape(ScapePasses):
                 STATIC=self._static,
                 WAIT=wait,
                 RESETS=self.resets,
+                SIGNS=self.signs is not None,
+                AGREES=reference.AGREES,
+                OPPOSES=reference.OPPOSES,
                 LEAST=LEAST_RATE,
                 CLIP_MOMENT=clip_moment,
             )

@@ -29,6 +29,7 @@ class Literal:
     max_wait: float = 1000.0
     wait_by: str = "tensor"
     reset_moment: bool = False
+    sign_memory: bool = False
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire_dtype: str = "float32"
@@ -40,6 +41,7 @@ class Literal:
     A: list[Tensor] = field(default_factory=list)
     P: list[Tensor] = field(default_factory=list)
     mt: list[list[Tensor]] = field(default_factory=list)
+    negative: list[Tensor] = field(default_factory=list)  # whether an entry's last step was
     visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of rows and columns, FP64
 
     def __post_init__(self) -> None:
@@ -48,6 +50,7 @@ class Literal:
         self.e = [[torch.zeros(p.numel()) for p in theta] for _ in range(self.replicas)]
         self.A = [torch.ones(p.numel(), dtype=torch.bool) for p in theta]
         self.P = [a.clone() for a in self.A]
+        self.negative = [torch.zeros_like(a) for a in self.A]
         for p in self.sparse:
             self.visits.append(
                 (torch.zeros(p.shape[0]).double(), torch.zeros(p.numel() // max(1, p.shape[0])).double())
@@ -95,6 +98,9 @@ class Literal:
             fresh = a & ~self.P[i]
             if self.wait_scaling:
                 u *= self.waiting(i, a, fresh)
+                if self.sign_memory:
+                    u[fresh] *= torch.where((u < 0) == self.negative[i], 1.6, 0.4)[fresh]
+                    self.negative[i][a] = u[a] < 0
                 if self.reset_moment:
                     self.m[i][fresh] = 0.0
             p = self.theta[i].view(-1)

@@ -42,6 +42,7 @@ class LayoutRecord(Stateful):
                 "wait_scaling": scape.wait_scaling,
                 "wait_by": scape.wait_by,
                 "reset_moment": scape.reset_moment,
+                "sign_memory": scape.sign_memory,
                 "wire_dtype": scape.wire_dtype,
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,

@@ -60,6 +60,9 @@ class Scape:
     reset_moment: bool = True
     """Newly entered entries keep no moment after their scaled step, which has spent it"""
 
+    sign_memory: bool = True
+    """A bit an entry keeps the sign of its last step: scaled steps that turn back are shortened, others lengthened"""
+
     dense_names: list[str] = field(default_factory=list)
     """Parameters exchanged whole although they have two dimensions or more"""
 

@@ -13,6 +13,7 @@ from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, tr
 from tests.replicas import ThreadCollectives, run_replicas
 from torchtitan_scape import AdamS, Scape
 
+RULE: dict[str, Any] = {"wait_by": "row_column", "reset_moment": True, "sign_memory": True}
 GRID = [
     {"replicas": n, "density": d, "wait_scaling": w, **extra}
     for (n, d, w), extra in zip(
@@ -24,8 +25,8 @@ GRID = [
                 {"clip_mode": "literal", "density_warmup_steps": 20},
                 {"max_norm": None},
                 {"density_warmup_steps": 20, "max_wait": 3.0},
-                {"wait_by": "row_column", "reset_moment": True},
-                {"wait_by": "row_column", "reset_moment": True, "selection": "tensor", "density_warmup_steps": 20},
+                RULE,
+                RULE | {"selection": "tensor", "density_warmup_steps": 20},
             )
         ),
         strict=False,

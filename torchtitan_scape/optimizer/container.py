@@ -224,6 +224,7 @@ def build_optimizers(
                 max_wait=scape.max_wait,
                 wait_by=scape.wait_by,
                 reset_moment=scape.reset_moment,
+                sign_memory=scape.sign_memory,
                 dense_names=scape.dense_names,
                 max_norm=max_norm,
                 clip_mode=scape.clip_mode,

@@ -45,6 +45,8 @@ class Scape(Optimizer):
             entry's row and column; costs a number for each of them).
         reset_moment: an entry whose step was scaled keeps no moment: the step has spent it. Else it goes on moving by
             it, and what is left when it leaves the mask is sent once more.
+        sign_memory: keep the sign of every entry's last step, a bit each. A scaled step that goes on in its direction
+            is lengthened, one that turns back is shortened (as in Rprop): what a second moment tells dense AdamS.
         dense_names: parameters that are exchanged whole although they have two dimensions or more.
         max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
         clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
@@ -89,6 +91,7 @@ class Scape(Optimizer):
         max_wait: float = 1000,
         wait_by: str = "tensor",
         reset_moment: bool = False,
+        sign_memory: bool = False,
         dense_names: Sequence[str] = (),
         max_norm: float | None = 1.0,
         clip_mode: str = "moment",
@@ -130,7 +133,13 @@ class Scape(Optimizer):
         self._ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
         self._fingerprint = self._make_fingerprint(
-            selection, wait_by if wait_scaling else None, reset_moment, clip_mode, reduction, wire_dtype
+            selection,
+            wait_by if wait_scaling else None,
+            reset_moment and wait_scaling,
+            sign_memory and wait_scaling,
+            clip_mode,
+            reduction,
+            wire_dtype,
         )
         self._check_replicas_agree({"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes})
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
@@ -152,6 +161,7 @@ class Scape(Optimizer):
             carries=self._rounds,
             columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
             resets=reset_moment and wait_scaling,
+            signs=sign_memory and wait_scaling,
         )
         self.masks = DelayedMasks(self.passes, replicas, device)
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
@@ -299,6 +309,7 @@ class Scape(Optimizer):
         selection: str,
         wait_by: str | None,
         reset_moment: bool,
+        sign_memory: bool,
         clip_mode: str,
         reduction: str,
         wire_dtype: str,
@@ -313,7 +324,8 @@ class Scape(Optimizer):
             "density_warmup_steps": self.density_warmup_steps,
             "max_wait": self.max_wait,
             "wait_by": wait_by,
-            "reset_moment": reset_moment and self.max_wait is not None,
+            "reset_moment": reset_moment,
+            "sign_memory": sign_memory,
             "max_norm": self.max_norm,
             "clip_mode": clip_mode,
             "reduction": reduction,
@@ -402,6 +414,7 @@ class Scape(Optimizer):
             "moment_residual": self.passes.state,
             "rounding_errors": self.passes.errors_by_tensor(),
             "visit_rates": self.passes.visits.rates if self.passes.visits else torch.zeros(0),
+            "signs": torch.zeros(0, dtype=torch.uint8) if self.passes.signs is None else self.passes.signs,
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
             "previous": masks.previous.bits,
@@ -437,6 +450,8 @@ class Scape(Optimizer):
         self.passes.put_errors(saved["rounding_errors"])
         if self.passes.visits:
             self.passes.visits.rates.copy_(saved["visit_rates"])
+        if self.passes.signs is not None:
+            self.passes.signs.copy_(saved["signs"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

@@ -36,6 +36,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
         sparse=sparse,
         columns=draw(st.sampled_from([None, columns])),
         resets=draw(st.booleans()),
+        signs=draw(st.booleans()),
         whole=draw(st.lists(st.integers(0, 40), max_size=2).map(tuple)),
         block_size=draw(st.sampled_from([8, 16, 24, 64])),
         replicas=replicas,
