@@ -105,13 +105,11 @@ class BlockLayout:
 
     def bits(self, mask: Mask, tensor: int) -> Tensor | None:
         """The packed bits of one tensor's blocks; None for all ones."""
-        return None if mask.dense else self.part(mask.bits, tensor)
-
-    def part(self, packed: Tensor, tensor: int) -> Tensor:
-        """The stretch of one tensor's blocks in uint8 (`mask_bytes()`,), a bit an entry."""
+        if mask.dense:
+            return None
         block_bytes = self.block_size // 8
         first = self.first_block[tensor] * block_bytes
-        return packed[first : first + self.blocks[tensor] * block_bytes]
+        return mask.bits[first : first + self.blocks[tensor] * block_bytes]
 
     def mask_bytes(self) -> int:
         """Bytes of a packed mask, the padding behind the last run included."""

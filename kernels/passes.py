@@ -65,11 +65,9 @@ class ScapePasses:
         granularity: each part's stretch is padded to a multiple of so many entries.
         carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
         columns: length of the sparsified tensors' rows, for waiting times by row and column; None for one a tensor.
-        resets: with scaling by waiting times, a newly entered entry keeps no moment after its step. At the target
-            density it is not selected for the next mask either, unless nothing else is left: its mt, large as it is,
-            is about to be spent.
-        signs: with scaling by waiting times, the sign of every entry's last step is kept, a bit each, and scales its
-            next one.
+        keeps: share of the moment that a newly entered entry keeps after its step, where steps are scaled by waiting
+            times. Below 1, at the target density, it is not selected for the next mask either, unless nothing else is
+            left: its mt, large as it is, is about to be spent.
     """
 
     def __init__(
@@ -84,8 +82,7 @@ class ScapePasses:
         granularity: int = 1,
         carries: bool = False,
         columns: Sequence[int] | None = None,
-        resets: bool = False,
-        signs: bool = False,
+        keeps: float = 1.0,
     ) -> None:
         self.layout, self.selection, self.device, self.density = layout, selection, device, density
         self.sparsified = len(layout.sizes)
@@ -99,8 +96,7 @@ class ScapePasses:
         self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
         self.visits = None if columns is None else VisitRates(layout.sizes, columns, device)
-        self.resets = resets
-        self.signs = torch.zeros(layout.mask_bytes(), dtype=torch.uint8, device=device) if signs else None
+        self.keeps = keeps
         self.compact = False
         self.release()
 

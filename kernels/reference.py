@@ -17,9 +17,6 @@ from torch import Tensor
 from kernels.blocks import offset_bits
 from kernels.visits import LEAST_RATE
 
-# Factors on a scaled step that goes where the entry's last one went, and on one that turns back.
-AGREES, OPPOSES = 1.6, 0.4
-
 __all__ = [
     "adams_update_",
     "carry_",
@@ -263,27 +260,6 @@ def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Te
     columns.zero_().index_add_(0, indices % width, fresh)
 
 
-def recall_and_keep_(signs: Tensor, negative: Tensor, indices: Tensor | None, applied: Tensor) -> Tensor:
-    """Whether the entries' last step was negative, bool as `negative`; keeps `negative` instead, unless not `applied`.
-
-    Args:
-        signs: packed bits of a tensor, a whole number of blocks; written.
-        negative: bool (nnz,), of the positions `indices`, int64; of all entries where that is None.
-    """
-    if indices is None:
-        before = unpack_bits(signs, negative.numel())
-        new = pack_bits(torch.nn.functional.pad(negative, (0, 8 * signs.numel() - negative.numel())))
-    else:
-        place, bit = indices >> 3, (1 << (indices & 7)).to(torch.uint8)
-        before = (signs.index_select(0, place) & bit) != 0
-        # Every bit comes once: its byte is their sum.
-        here = torch.zeros_like(signs).index_add_(0, place, bit)
-        new = signs & ~here
-        new += torch.zeros_like(signs).index_add_(0, place, torch.where(negative, bit, 0))
-    signs.copy_(_gated(applied, new, signs))
-    return before
-
-
 def update_(
     parameter: Tensor,
     gradient: Tensor,
@@ -302,8 +278,7 @@ def update_(
     max_wait: float | None,
     applied: Tensor,
     relative: tuple[Tensor, Tensor] | None = None,
-    resets: bool = False,
-    signs: Tensor | None = None,
+    keeps: float = 1.0,
 ) -> None:
     """The AdamS update on A, weight decay everywhere; writes `parameter` and `state` unless not `applied`.
 
@@ -320,9 +295,7 @@ def update_(
         relative: rates at which the mask visits rows and columns, FP32 (rows,) and (columns,), over their mean
             (`VisitRates`): entries of a row and column that are visited more often have waited less. None: one mean
             waiting time for the tensor.
-        resets: entries whose step was scaled keep no moment; the step has spent it.
-        signs: of every entry's last step, packed bits; written. A scaled step that goes on in its direction is taken
-            AGREES times, another OPPOSES times.
+        keeps: share of the moment that entries keep whose step was scaled.
     """
     beta1, beta2 = betas
     n, nnz = parameter.numel(), gradient.numel()
@@ -334,8 +307,6 @@ def update_(
     second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
     moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
     step = (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
-    negative = step < 0
-    before = None if signs is None else recall_and_keep_(signs, negative, indices, applied)
     if max_wait is not None and indices is not None and previous is not None:
         fresh = entering(indices, previous, n)
         # Little's law: entries outside the mask over entries entering per step.
@@ -345,11 +316,9 @@ def update_(
             width = max(1, columns.numel())
             often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
             wait = (wait / often.clamp(min=LEAST_RATE)).clamp(1.0, max_wait)
-        if before is not None:
-            wait = wait * torch.where(before == negative, AGREES, OPPOSES)
         step = torch.where(fresh, step * wait, step)
-        if resets:
-            moment = torch.where(fresh, 0.0, moment)
+        if keeps < 1.0:
+            moment = torch.where(fresh, moment * keeps, moment)
     _decay_(parameter, lr * weight_decay, applied)
     step = _gated(applied, step * lr, torch.zeros_like(step))
     moment = _gated(applied, moment, last)

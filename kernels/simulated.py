@@ -37,12 +37,12 @@ class SimulatedPasses(ScapePasses):
         super().__init__(layout, whole_sizes, selection, density, None, device, **options)
         self._replicas: list[ScapePasses] = []
         for i in range(layout.replicas):
-            passes = kind(layout, whole_sizes, selection, density, i, device, **{**options, "signs": False})
+            passes = kind(layout, whole_sizes, selection, density, i, device, **options)
             # Last step's moment on A is the same for all.
             passes.use(self.state[i], self.payload[i], self.last, self.errors[i])
             self._replicas.append(passes)
         self._first = self._replicas[0]
-        self.visits, self._first.signs = self._first.visits, self.signs
+        self.visits = self._first.visits
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         rows, payload, errors = self.layout.replicas, -(-payload // 4) * 4, -(-errors // 4) * 4

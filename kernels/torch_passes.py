@@ -123,8 +123,7 @@ class TorchScape(ScapePasses):
                 max_wait=max_wait,
                 applied=applied,
                 relative=visits.of(visits.relative, i) if visits is not None and i < self.sparsified else None,
-                resets=self.resets,
-                signs=None if self.signs is None or i >= self.sparsified else self.layout.part(self.signs, i),
+                keeps=self.keeps,
             )
             parameter.store()
 
@@ -183,7 +182,7 @@ class TorchScape(ScapePasses):
             if start == end:
                 continue
             own = self.gradients[tensor][start:end]
-            if self.resets and self.compact and not self.previous.dense:
+            if self.keeps < 1.0 and self.compact and not self.previous.dense:
                 used, held = (self._bits(mask, tensor) for mask in (self.in_use, self.previous))
                 assert used is not None and held is not None
                 spent = reference.unpack_bits((used & ~held)[start // 8 :], end - start)

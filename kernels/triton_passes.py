@@ -42,8 +42,7 @@ class TritonScape(ScapePasses):
         granularity: int = 1,
         carries: bool = False,
         columns: Sequence[int] | None = None,
-        resets: bool = False,
-        signs: bool = False,
+        keeps: float = 1.0,
     ) -> None:
         super().__init__(
             layout,
@@ -56,8 +55,7 @@ class TritonScape(ScapePasses):
             granularity,
             carries,
             columns,
-            resets,
-            signs,
+            keeps,
         )
         count, size = len(self.sizes), layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
@@ -240,7 +238,7 @@ class TritonScape(ScapePasses):
                 COMPACT=self.compact,
                 STATIC=self._static,
                 KEEP_MOMENT=keep,
-                SKIP_NEW=self.resets and self.compact and not self.previous.dense and (keep or select != "none"),
+                SKIP_NEW=self.keeps < 1.0 and self.compact and not self.previous.dense and (keep or select != "none"),
                 SELECT=select,
             )
 
@@ -318,7 +316,6 @@ class TritonScape(ScapePasses):
                 self.last,
                 self._fresh,
                 self.last if visits is None else visits.relative,
-                self._fresh if self.signs is None else self.signs,
                 0.0 if max_wait is None else max_wait,
                 clip,
                 as_flag(applied),
@@ -329,10 +326,7 @@ class TritonScape(ScapePasses):
                 COMPACT=self.compact,
                 STATIC=self._static,
                 WAIT=wait,
-                RESETS=self.resets,
-                SIGNS=self.signs is not None,
-                AGREES=reference.AGREES,
-                OPPOSES=reference.OPPOSES,
+                KEEPS=self.keeps,
                 LEAST=LEAST_RATE,
                 CLIP_MOMENT=clip_moment,
             )

@@ -273,7 +273,6 @@ def update_kernel(
     last,
     fresh_counts,
     relative,
-    signs,
     max_wait,
     clip,
     applied,
@@ -285,18 +284,14 @@ def update_kernel(
     COMPACT: tl.constexpr,
     STATIC: tl.constexpr,
     WAIT: tl.constexpr,
-    RESETS: tl.constexpr,
-    SIGNS: tl.constexpr,
-    AGREES: tl.constexpr,
-    OPPOSES: tl.constexpr,
+    KEEPS: tl.constexpr,
     LEAST: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
 
-    WAIT: "none", "tensor" or "row_column" (by `relative`). RESETS: entries whose step was scaled keep no moment. SIGNS:
-    a scaled step is taken AGREES or OPPOSES times, by the sign of the entry's last step, which `signs` keeps. Where not
-    COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
+    WAIT: "none", "tensor" or "row_column" (by `relative`). KEEPS: share of the moment that entries keep whose step was
+    scaled. Where not COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
     """
     if tl.load(applied) == 0:
         return
@@ -317,9 +312,6 @@ def update_kernel(
     unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
     to_gradient = 1.0 / gradient_rate
-    kept = used
-    if SIGNS:
-        kept = mask_bytes(signs, block, left, sparse, ROWS, BYTES, BLOCK)
     wait = 1.0
     if WAIT != "none":
         entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
@@ -334,7 +326,7 @@ def update_kernel(
         bits, left_over = used, tl.max(count_bits(used))
         while left_over > 0:
             left_over -= 1
-            some, low = bits != 0, bits & -bits
+            some = bits != 0
             at = at_byte + lowest(bits)
             mean = tl.load(payload + at_payload, mask=some, other=0.0)
             before = tl.load(last + at_payload, mask=some, other=0.0)
@@ -343,20 +335,16 @@ def update_kernel(
                 before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
             )
             if WAIT != "none":
-                newly = some & ((held & low) == 0)
+                newly = some & ((held & (bits & -bits)) == 0)
                 scale = wait
                 if WAIT == "row_column":
                     scale = waiting_time(table, tensor, relative, wait, max_wait, first, at, newly, LEAST)
-                if SIGNS:
-                    scale = scale * tl.where(((kept & low) != 0) == (step < 0), AGREES, OPPOSES)
                 step = tl.where(newly, step * scale, step)
-                if RESETS:
-                    moment = tl.where(newly, 0.0, moment)
+                if KEEPS < 1:
+                    moment = tl.where(newly, moment * KEEPS, moment)
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
             tl.store(states + at, moment, mask=some)
-            if SIGNS:
-                kept = tl.where(step < 0, kept | low, kept & ~low)
             bits = bits & (bits - 1)
             at_payload += 1
     else:
@@ -368,22 +356,14 @@ def update_kernel(
             state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
         )
         changed = spread(used)
-        if SIGNS:
-            went = spread(kept)
-            negative = tl.sum((step < 0).to(tl.int32) << tl.arange(0, 8)[None, None, :], 2)
-            kept = (kept & ~used) | (negative & used)
         if WAIT != "none":
             newly = changed & ~spread(held)
             scale = wait
             if WAIT == "row_column":
                 scale = waiting_time(table, tensor, relative, wait, max_wait, first, local, newly, LEAST)
-            if SIGNS:
-                scale = scale * tl.where(went == (step < 0), AGREES, OPPOSES)
             step = tl.where(newly, step * scale, step)
-            if RESETS:
-                moment = tl.where(newly, 0.0, moment)
+            if KEEPS < 1:
+                moment = tl.where(newly, moment * KEEPS, moment)
         value = decayed - tl.where(changed, step * lr, 0.0)
         tl.store(parameters + local, value.to(DTYPE), mask=inside)
         tl.store(states + local, tl.where(changed, moment, state), mask=inside)
-    if SIGNS:
-        store_bitmap(signs, kept, block, tl.where(sparse, left, 0), ROWS, BYTES, BLOCK)

@@ -91,9 +91,8 @@ def minimal_bytes(shapes: list[tuple[int, ...]], density: float) -> dict[str, fl
         "finite": 4 * n,
         "pack": 12 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
         "squares": 8 * k,
-        # Parameter twice; payload and last moment, new moment; the signs twice, and the masks once more for what
-        # enters each row and column.
-        "update": 8 * n + 3 * masks + 8 * k + 4 * k,
+        # Parameter twice; payload and last moment, new moment; the masks once more for what enters each row and column.
+        "update": 8 * n + 2 * masks + 8 * k + 4 * k,
     }
 
 
@@ -129,7 +128,7 @@ class Bench:
         self.layout = BlockLayout(sparse, 1024, REPLICAS)
         columns = tuple(s[1] for s in shapes if len(s) > 1)
         self.passes = TritonScape(
-            self.layout, whole, selection, density, REPLICAS // 2, device, columns=columns, resets=True, signs=True
+            self.layout, whole, selection, density, REPLICAS // 2, device, columns=columns, keeps=0.5
         )
         self.parameters = [torch.randn(n, device=device) for n in (*sparse, *whole)]
         self.gradients = [torch.randn(n, device=device) * 1e-3 for n in (*sparse, *whole)]

@@ -122,8 +122,10 @@ def _scape_step(
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
-    rule: dict[str, Any] = dict(columns=(16, 8), resets=True, signs=True) if wait == "row_column" else {}
-    passes = TritonScape(layout, whole, selection, density, 0, cpu, carries=carries, **rule)
+    columns = (16, 8) if wait == "row_column" else None
+    passes = TritonScape(
+        layout, whole, selection, density, 0, cpu, carries=carries, columns=columns, keeps=0.5 if columns else 1.0
+    )
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
     passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)

@@ -200,7 +200,7 @@ class Probe:
         }
         self.rows.append(row)
         # With a reset, what has just entered is not to be selected.
-        self.selected = row, self.best(torch.where(fresh, 0.0, moment)) if passes.resets else best
+        self.selected = row, self.best(torch.where(fresh, 0.0, moment)) if passes.keeps < 1.0 else best
 
     def best(self, moment: Tensor) -> Tensor:
         """The mask of the largest |moment| in the regions in which the method selects."""

@@ -28,8 +28,7 @@ class Literal:
     wait_scaling: bool = True
     max_wait: float = 1000.0
     wait_by: str = "tensor"
-    reset_moment: bool = False
-    sign_memory: bool = False
+    keep_moment: float = 1.0
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire_dtype: str = "float32"
@@ -41,7 +40,6 @@ class Literal:
     A: list[Tensor] = field(default_factory=list)
     P: list[Tensor] = field(default_factory=list)
     mt: list[list[Tensor]] = field(default_factory=list)
-    negative: list[Tensor] = field(default_factory=list)  # whether an entry's last step was
     visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of rows and columns, FP64
 
     def __post_init__(self) -> None:
@@ -50,7 +48,6 @@ class Literal:
         self.e = [[torch.zeros(p.numel()) for p in theta] for _ in range(self.replicas)]
         self.A = [torch.ones(p.numel(), dtype=torch.bool) for p in theta]
         self.P = [a.clone() for a in self.A]
-        self.negative = [torch.zeros_like(a) for a in self.A]
         for p in self.sparse:
             self.visits.append(
                 (torch.zeros(p.shape[0]).double(), torch.zeros(p.numel() // max(1, p.shape[0])).double())
@@ -98,11 +95,7 @@ class Literal:
             fresh = a & ~self.P[i]
             if self.wait_scaling:
                 u *= self.waiting(i, a, fresh)
-                if self.sign_memory:
-                    u[fresh] *= torch.where((u < 0) == self.negative[i], 1.6, 0.4)[fresh]
-                    self.negative[i][a] = u[a] < 0
-                if self.reset_moment:
-                    self.m[i][fresh] = 0.0
+                self.m[i][fresh] *= self.keep_moment
             p = self.theta[i].view(-1)
             p.copy_(p - self.lr * (u + self.weight_decay * p))
         self.P, self.A = self.A, new_mask
@@ -184,7 +177,7 @@ class Literal:
                 size = self.block_size if self.selection == "block" else end - s
                 k = min(max(1, round(density * size)), end - s)
                 values = self.mt[r][i][s:end].abs()
-                if skip_new and self.reset_moment and self.wait_scaling:
+                if skip_new and self.keep_moment < 1.0 and self.wait_scaling:
                     values[(self.A[i] & ~self.P[i])[s:end]] = 0.0
                 values = values.tolist()
                 chosen = sorted(range(end - s), key=lambda j: (-values[j], j))[:k]

@@ -41,8 +41,7 @@ class LayoutRecord(Stateful):
                 "dense_names": sorted(scape.dense_names),
                 "wait_scaling": scape.wait_scaling,
                 "wait_by": scape.wait_by,
-                "reset_moment": scape.reset_moment,
-                "sign_memory": scape.sign_memory,
+                "keep_moment": scape.keep_moment,
                 "wire_dtype": scape.wire_dtype,
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,

@@ -57,11 +57,8 @@ class Scape:
     wait_by: Literal["tensor", "row_column"] = "row_column"
     """One mean waiting time for a tensor, or by how often the mask visits an entry's row and column"""
 
-    reset_moment: bool = True
-    """Newly entered entries keep no moment after their scaled step, which has spent it"""
-
-    sign_memory: bool = True
-    """A bit an entry keeps the sign of its last step: scaled steps that turn back are shortened, others lengthened"""
+    keep_moment: float = 0.5
+    """Share of its moment that a newly entered entry keeps after its scaled step, which has spent it; 1 keeps all"""
 
     dense_names: list[str] = field(default_factory=list)
     """Parameters exchanged whole although they have two dimensions or more"""
@@ -85,6 +82,7 @@ class Scape:
                 selection=self.selection,
                 max_wait=self.max_wait,
                 wait_by=self.wait_by,
+                keep_moment=self.keep_moment,
                 max_norm=None,
                 clip_mode=self.clip_mode,
                 reduction="sum",

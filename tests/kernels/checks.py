@@ -44,8 +44,7 @@ class Case:
     granularity: int = 1
     carries: bool = False  # rounding errors of the step before
     columns: tuple[int, ...] | None = None  # waiting times by row and column
-    resets: bool = False
-    signs: bool = False
+    keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
     device: str = "cpu"
     rates: Rates = field(init=False)
@@ -75,14 +74,11 @@ class Case:
             self.granularity,
             self.carries,
             self.columns,
-            self.resets,
-            self.signs,
+            self.keeps,
         )
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
-        if passes.signs is not None:
-            passes.signs.copy_(torch.randint(256, passes.signs.shape, generator=generator, dtype=torch.uint8))
         passes.errors.copy_(torch.randn(passes.errors.numel(), generator=generator) * 1e-3)
         return passes
 
@@ -202,10 +198,9 @@ def check_update(
     b1, b2 = r.beta1, r.beta2
     steps = torch.tensor(3.0, dtype=torch.float64, device=case.device)
     residuals = [s.clone() for s in kernel.states]
-    signs = None if kernel.signs is None else kernel.signs.clone()
     squares = kernel.squares_all()
-    clipping, applied = torch.tensor(clip, device=case.device), torch.tensor(True, device=case.device)
-    kernel.update_all(clipping, case.clip_moment, steps, case.max_wait, applied)
+    factor, applied = torch.tensor(clip, device=case.device), torch.tensor(True, device=case.device)
+    kernel.update_all(factor, case.clip_moment, steps, case.max_wait, applied)
     exact_squares, error_squares = 0.0, 0.0
     for i, (b, q) in enumerate(zip(payloads, lasts, strict=True)):
         on, held = used(case, masks[0], i), used(case, masks[1], i)
@@ -229,24 +224,17 @@ def check_update(
         u_error = m_error / (1 - b1**3) / (normaliser - error).clamp(min=1e-30) + u.abs() * (
             error / normaliser + 6 * ULP
         )
-        factor, unsure = torch.ones_like(u), m.abs() <= m_error
-        if signs is not None and kernel.signs is not None and i < len(case.sparse):
-            was, now = (reference.unpack_bits(case.layout.part(s, i), n) for s in (signs, kernel.signs))
-            assert torch.equal(now[~on], was[~on]) and torch.equal(now[on][~unsure], (m < 0)[~unsure]), "signs"
-            factor = torch.where(was[on] == (m < 0), reference.AGREES, reference.OPPOSES).double()
         if case.max_wait is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
             wait = torch.full_like(u, min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), case.max_wait))
             if case.columns is not None:
                 entering = fresh.view(-1, case.columns[i]).double()
                 often = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
                 wait = (wait / often.flatten()[on].clamp(min=LEAST_RATE)).clamp(1.0, case.max_wait)
-            scaled_error = (u_error + 16 * ULP * u.abs()) * wait * torch.where(unsure, 2 * reference.AGREES, factor)
             u, u_error = (
-                torch.where(fresh[on], u * wait * factor, u),
-                torch.where(fresh[on], scaled_error, u_error),
+                torch.where(fresh[on], u * wait, u),
+                torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * wait, u_error),
             )
-            if case.resets:
-                m = torch.where(fresh[on], 0.0, m)
+            m = torch.where(fresh[on], m * case.keeps, m)
         expected = theta - r.lr * r.weight_decay * theta
         bound = 3 * ULP * theta.abs()
         expected[on] -= r.lr * u
@@ -266,14 +254,7 @@ def check_skipped(case: Case) -> None:
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     kernel = case.passes(TritonScape)
     parameters = case.draw(case.parameter_dtype, case.seed + 5)
-    lasting = (
-        kernel.state,
-        *parameters,
-        masks[0].bits,
-        masks[1].bits,
-        *([] if kernel.signs is None else [kernel.signs]),
-    )
-    kept = [t.clone() for t in lasting]
+    kept = [t.clone() for t in (kernel.state, *parameters, masks[0].bits, masks[1].bits)]
     applied = torch.tensor(False, device=case.device)
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
     kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks, case.next)
@@ -284,7 +265,7 @@ def check_skipped(case: Case) -> None:
     kernel.update_all(nan, True, steps, 1000.0, applied)
     if wire is not None and case.replica is None:
         kernel.rotate(wire, case.next, masks[0].bits, masks[1].bits, applied)
-    for old, new in zip(kept, lasting, strict=True):
+    for old, new in zip(kept, (kernel.state, *parameters, masks[0].bits, masks[1].bits), strict=True):
         assert torch.equal(old, new)
 
 

@@ -13,7 +13,6 @@ from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, tr
 from tests.replicas import ThreadCollectives, run_replicas
 from torchtitan_scape import AdamS, Scape
 
-RULE: dict[str, Any] = {"wait_by": "row_column", "reset_moment": True, "sign_memory": True}
 GRID = [
     {"replicas": n, "density": d, "wait_scaling": w, **extra}
     for (n, d, w), extra in zip(
@@ -25,8 +24,8 @@ GRID = [
                 {"clip_mode": "literal", "density_warmup_steps": 20},
                 {"max_norm": None},
                 {"density_warmup_steps": 20, "max_wait": 3.0},
-                RULE,
-                RULE | {"selection": "tensor", "density_warmup_steps": 20},
+                {"wait_by": "row_column", "keep_moment": 0.5},
+                {"wait_by": "row_column", "keep_moment": 0.0, "selection": "tensor", "density_warmup_steps": 20},
             )
         ),
         strict=False,

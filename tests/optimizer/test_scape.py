@@ -251,7 +251,7 @@ def test_first_step_broadcasts_replica_0() -> None:
     assert all(torch.equal(p, torch.zeros(4, 4)) for p in run_replicas(3, work))
 
 
-@pytest.mark.parametrize("rule", [{}, {"wait_by": "row_column", "reset_moment": True, "sign_memory": True}])
+@pytest.mark.parametrize("rule", [{}, {"wait_by": "row_column", "keep_moment": 0.5}])
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_state_dict_resumes_bitwise(at: int, wire_dtype: str, rule: dict[str, Any]) -> None:
@@ -361,6 +361,7 @@ def test_non_contiguous_parameter_is_updated() -> None:
         ({"selection": "row"}, "selection is 'row'"),
         ({"max_wait": 0.5}, "max_wait is 0.5"),
         ({"wait_by": "column"}, "wait_by is 'column'; it must be 'tensor' or 'row_column'"),
+        ({"keep_moment": 1.5}, r"keep_moment is 1.5; it must lie in \[0, 1\]"),
         ({"max_norm": 0.0}, "max_norm is 0.0"),
         ({"clip_mode": "none"}, "clip_mode is 'none'"),
         ({"reduction": "max"}, "reduction is 'max'"),

@@ -75,7 +75,7 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
     return history, optimizer.statistics(), dict(collectives.traffic.sent), bits(optimizer), optimizer.planned_bytes()
 
 
-RULE = {"wait_by": "row_column", "reset_moment": True, "sign_memory": True}
+RULE = {"wait_by": "row_column", "keep_moment": 0.5}
 
 
 @pytest.mark.parametrize(

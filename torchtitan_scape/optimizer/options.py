@@ -19,6 +19,7 @@ def check_scape_options(
     selection: str,
     max_wait: float,
     wait_by: str,
+    keep_moment: float,
     max_norm: float | None,
     clip_mode: str,
     reduction: str,
@@ -38,6 +39,8 @@ def check_scape_options(
         raise ValueError(f"max_wait is {max_wait}; it must be 1 or more")
     if wait_by not in ("tensor", "row_column"):
         raise ValueError(f"wait_by is {wait_by!r}; it must be 'tensor' or 'row_column'")
+    if not 0.0 <= keep_moment <= 1.0:
+        raise ValueError(f"keep_moment is {keep_moment}; it must lie in [0, 1]")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
     if clip_mode not in ("moment", "literal"):

@@ -43,10 +43,9 @@ class Scape(Optimizer):
             `max_wait` (not in the paper).
         wait_by: "tensor" (one mean waiting time for a tensor) or "row_column" (by how often the mask visits an
             entry's row and column; costs a number for each of them).
-        reset_moment: an entry whose step was scaled keeps no moment: the step has spent it. Else it goes on moving by
-            it, and what is left when it leaves the mask is sent once more.
-        sign_memory: keep the sign of every entry's last step, a bit each. A scaled step that goes on in its direction
-            is lengthened, one that turns back is shortened (as in Rprop): what a second moment tells dense AdamS.
+        keep_moment: share of its moment that an entry keeps after its scaled step, in [0, 1]. The step has spent the
+            moment, and what is kept is spent again; yet it is all that replicas know of each other's gradients off
+            the mask, which helps them to select. Below 1 such an entry is not selected for the next mask.
         dense_names: parameters that are exchanged whole although they have two dimensions or more.
         max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
         clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
@@ -90,8 +89,7 @@ class Scape(Optimizer):
         wait_scaling: bool = True,
         max_wait: float = 1000,
         wait_by: str = "tensor",
-        reset_moment: bool = False,
-        sign_memory: bool = False,
+        keep_moment: float = 1.0,
         dense_names: Sequence[str] = (),
         max_norm: float | None = 1.0,
         clip_mode: str = "moment",
@@ -110,6 +108,7 @@ class Scape(Optimizer):
             selection,
             max_wait,
             wait_by,
+            keep_moment,
             max_norm,
             clip_mode,
             reduction,
@@ -135,8 +134,7 @@ class Scape(Optimizer):
         self._fingerprint = self._make_fingerprint(
             selection,
             wait_by if wait_scaling else None,
-            reset_moment and wait_scaling,
-            sign_memory and wait_scaling,
+            keep_moment if wait_scaling else 1.0,
             clip_mode,
             reduction,
             wire_dtype,
@@ -160,8 +158,7 @@ class Scape(Optimizer):
             granularity=replicas.granularity(self._rounds),
             carries=self._rounds,
             columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
-            resets=reset_moment and wait_scaling,
-            signs=sign_memory and wait_scaling,
+            keeps=keep_moment if wait_scaling else 1.0,
         )
         self.masks = DelayedMasks(self.passes, replicas, device)
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
@@ -308,8 +305,7 @@ class Scape(Optimizer):
         self,
         selection: str,
         wait_by: str | None,
-        reset_moment: bool,
-        sign_memory: bool,
+        keep_moment: float,
         clip_mode: str,
         reduction: str,
         wire_dtype: str,
@@ -324,8 +320,7 @@ class Scape(Optimizer):
             "density_warmup_steps": self.density_warmup_steps,
             "max_wait": self.max_wait,
             "wait_by": wait_by,
-            "reset_moment": reset_moment,
-            "sign_memory": sign_memory,
+            "keep_moment": keep_moment,
             "max_norm": self.max_norm,
             "clip_mode": clip_mode,
             "reduction": reduction,
@@ -414,7 +409,6 @@ class Scape(Optimizer):
             "moment_residual": self.passes.state,
             "rounding_errors": self.passes.errors_by_tensor(),
             "visit_rates": self.passes.visits.rates if self.passes.visits else torch.zeros(0),
-            "signs": torch.zeros(0, dtype=torch.uint8) if self.passes.signs is None else self.passes.signs,
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
             "previous": masks.previous.bits,
@@ -450,8 +444,6 @@ class Scape(Optimizer):
         self.passes.put_errors(saved["rounding_errors"])
         if self.passes.visits:
             self.passes.visits.rates.copy_(saved["visit_rates"])
-        if self.passes.signs is not None:
-            self.passes.signs.copy_(saved["signs"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

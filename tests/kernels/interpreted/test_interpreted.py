@@ -35,8 +35,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
     options = dict(
         sparse=sparse,
         columns=draw(st.sampled_from([None, columns])),
-        resets=draw(st.booleans()),
-        signs=draw(st.booleans()),
+        keeps=draw(st.sampled_from([1.0, 0.5, 0.0])),
         whole=draw(st.lists(st.integers(0, 40), max_size=2).map(tuple)),
         block_size=draw(st.sampled_from([8, 16, 24, 64])),
         replicas=replicas,
