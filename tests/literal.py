@@ -27,8 +27,8 @@ class Literal:
     selection: str = "block"
     wait_scaling: bool = True
     max_wait: float = 1000.0
-    wait_by: str = "tensor"
-    keep_moment: float = 1.0
+    wait_by: str = "row_column"
+    keep_moment: float = 0.5
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire_dtype: str = "float32"

@@ -24,8 +24,8 @@ GRID = [
                 {"clip_mode": "literal", "density_warmup_steps": 20},
                 {"max_norm": None},
                 {"density_warmup_steps": 20, "max_wait": 3.0},
-                {"wait_by": "row_column", "keep_moment": 0.5},
-                {"wait_by": "row_column", "keep_moment": 0.0, "selection": "tensor", "density_warmup_steps": 20},
+                {"wait_by": "tensor", "keep_moment": 1.0},
+                {"wait_by": "tensor", "keep_moment": 0.0, "selection": "tensor", "density_warmup_steps": 20},
             )
         ),
         strict=False,
