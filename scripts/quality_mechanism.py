@@ -45,7 +45,7 @@ RATES = {"dense-adams": 4e-3} | {
     for density, rate in ((0.1, 4e-3), (0.01, 2e-3))
     for rule in ("-paper", "-tensor-waits", "")
 }
-RULES = ("AdamS, dense", "the paper's rule", "one wait a tensor, moment kept", "waits by row and column, half the moment kept")
+RULES = ("AdamS, dense", "the paper's rule", "one wait a tensor, moment kept", "waits by row and column")
 REPLICAS, SEED = 4, 0
 SETTLED = 0.2  # the share of the steps that figures leave out
 WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
