@@ -131,6 +131,24 @@ class ScapePasses:
         return tuple(parts), places
 
     @property
+    def skips_new(self) -> bool:
+        """Whether newly entered entries count as zeros in the selection."""
+        return self.keeps < 1.0 and self.compact and not (self.in_use.dense or self.previous.dense)
+
+    def learn_visits(self, part: Part, max_wait: float | None, applied: Tensor) -> VisitRates | None:
+        """The rates at which the mask visits rows and columns, renewed once a step; None where no step needs them."""
+        if self.visits is None or max_wait is None or self.in_use.dense or self.previous.dense:
+            return None
+        if part.first == 0:
+            self.count_entering(self.visits)
+            self.visits.learn(applied)
+        return self.visits
+
+    def count_entering(self, visits: VisitRates) -> None:
+        """Newly entered entries of every row and column into `visits.counts`."""
+        raise NotImplementedError
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """What the step goes by: parts of the payload buffer where `compact`, else one of all tensors."""
         return self._parts if self.compact else self._whole

@@ -36,13 +36,14 @@ class SimulatedPasses(ScapePasses):
     ) -> None:
         super().__init__(layout, whole_sizes, selection, density, None, device, **options)
         self._replicas: list[ScapePasses] = []
+        options["columns"] = None  # waiting times are the first replica's, which updates
         for i in range(layout.replicas):
             passes = kind(layout, whole_sizes, selection, density, i, device, **options)
             # Last step's moment on A is the same for all.
             passes.use(self.state[i], self.payload[i], self.last, self.errors[i])
             self._replicas.append(passes)
         self._first = self._replicas[0]
-        self.visits = self._first.visits
+        self._first.visits = self.visits
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         rows, payload, errors = self.layout.replicas, -(-payload // 4) * 4, -(-errors // 4) * 4

@@ -99,11 +99,7 @@ class TorchScape(ScapePasses):
         max_wait: float | None,
         applied: Tensor,
     ) -> None:
-        by_entry = max_wait is not None and not (self.in_use.dense or self.previous.dense)
-        visits = self.visits if by_entry else None
-        if visits is not None and part.first == 0:
-            self._count_entering(visits)
-            visits.learn(applied)
+        visits = self.learn_visits(part, max_wait, applied)
         for i in range(part.first, part.end):
             rates, parameter = self.rates[i], _Flat(self.parameters[i])
             reference.update_(
@@ -127,7 +123,7 @@ class TorchScape(ScapePasses):
             )
             parameter.store()
 
-    def _count_entering(self, visits: VisitRates) -> None:
+    def count_entering(self, visits: VisitRates) -> None:
         for i in range(self.sparsified):
             indices, held = self._indices(i), self._bits(self.previous, i)
             assert indices is not None and held is not None
@@ -182,7 +178,7 @@ class TorchScape(ScapePasses):
             if start == end:
                 continue
             own = self.gradients[tensor][start:end]
-            if self.keeps < 1.0 and self.compact and not self.previous.dense:
+            if self.skips_new:
                 used, held = (self._bits(mask, tensor) for mask in (self.in_use, self.previous))
                 assert used is not None and held is not None
                 spent = reference.unpack_bits((used & ~held)[start // 8 :], end - start)

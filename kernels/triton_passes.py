@@ -238,7 +238,7 @@ class TritonScape(ScapePasses):
                 COMPACT=self.compact,
                 STATIC=self._static,
                 KEEP_MOMENT=keep,
-                SKIP_NEW=self.keeps < 1.0 and self.compact and not self.previous.dense and (keep or select != "none"),
+                SKIP_NEW=self.skips_new and (keep or select != "none"),
                 SELECT=select,
             )
 
@@ -293,12 +293,9 @@ class TritonScape(ScapePasses):
         applied: Tensor,
     ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        tiles, visits, wait = self._tiles, self.visits, "none"
-        if max_wait is not None and not self.in_use.dense and not self.previous.dense:
+        tiles, visits, wait = self._tiles, self.learn_visits(part, max_wait, applied), "none"
+        if max_wait is not None and not (self.in_use.dense or self.previous.dense):
             wait = "tensor" if visits is None else "row_column"
-            if visits is not None and part.first == 0:
-                self._count_entering(visits)
-                visits.learn(applied)
         for listed, easy, dtype in tiles.lists(self._of(part, "all"), self._parameter_kinds):
             launching.launch(
                 triton_scape.update_kernel,
@@ -399,22 +396,21 @@ class TritonScape(ScapePasses):
         )
         return wire
 
-    def _count_entering(self, visits: VisitRates) -> None:
+    def count_entering(self, visits: VisitRates) -> None:
         visits.counts.zero_()
         if self._visit_tiles is None:
             self._visit_tiles = self._tile_rows(visits)
-        if len(self._visit_tiles):
-            launching.launch(
-                triton_masks.entering_kernel,
-                (len(self._visit_tiles),),
-                self._visit_tiles,
-                self.in_use.bits,
-                self.previous.bits,
-                visits.counts,
-                warps=4,
-                ROWS=_VISIT_ROWS,
-                BYTES=_VISIT_BYTES,
-            )
+        launching.launch(
+            triton_masks.entering_kernel,
+            (len(self._visit_tiles),),
+            self._visit_tiles,
+            self.in_use.bits,
+            self.previous.bits,
+            visits.counts,
+            warps=4,
+            ROWS=_VISIT_ROWS,
+            BYTES=_VISIT_BYTES,
+        )
         for i, columns in enumerate(visits.columns):
             if columns % 8:  # rows that begin inside a byte
                 used, held = (self.layout.bits(mask, i) for mask in (self.in_use, self.previous))

@@ -38,9 +38,9 @@ class VisitRates:
         lengths = [length for pair in zip(self.rows, self.columns, strict=True) for length in pair]
         self.places = (0, *accumulate(lengths))  # of rows and columns in turn
         axes = torch.tensor(lengths, dtype=torch.int64)
-        self._axis_lengths = axes.repeat_interleave(axes).float().to(device)
-        self._tensor = (torch.arange(len(lengths)) // 2).repeat_interleave(axes).to(device)
-        self._first_axis = (torch.arange(len(lengths)) % 2 == 0).repeat_interleave(axes).to(device)
+        # The size is given for a dry run's sake: fake tensors have no values to add up.
+        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.places[-1]).to(device)
+        self._axis_lengths, self._tensor, self._first_axis = axes.to(device)[axis].float(), axis // 2, axis % 2 == 0
         self.counts = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
         self.rates = torch.zeros(self.places[-1] + len(self.rows), dtype=torch.float32, device=device)
         self.relative = torch.ones(self.places[-1], dtype=torch.float32, device=device)

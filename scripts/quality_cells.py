@@ -1,5 +1,7 @@
 """The quality study's declared grid, and the cells that it expands to."""
 
+import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -49,6 +51,15 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Options:
     for key, value in table.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+@functools.cache
+def defaults() -> Options:
+    """Those of [sync.scape]."""
+    # Late: the trainer has to be imported before TorchTitan is.
+    from torchtitan_scape.job_config import Scape
+
+    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(Scape) if f.name != "dense_names"}
 
 
 @dataclass(frozen=True)
@@ -189,7 +200,8 @@ class Grid:
             own = {"sync.scape.density_warmup_steps": round(share * one.steps), **own}
         overrides = shared | own | {"optimizer.lr": learning_rate, "debug.seed": seed}
         ignored = (*_WITHOUT_EFFECT, *(("sync.scape.",) if dense else ()))
-        options = {k: v for k, v in (self.base | overrides).items() if not k.startswith(ignored)}
+        # Defaults are spelled out: a changed one makes another cell.
+        options = {k: v for k, v in (defaults() | self.base | overrides).items() if not k.startswith(ignored)}
         varied = ("sync.", "optimizer.name", "optimizer.lr", "debug.seed", *_WITHOUT_EFFECT)
         common = {k: v for k, v in (self.base | shared).items() if not k.startswith(varied)}
         return Cell(

@@ -45,7 +45,7 @@ RATES = {"dense-adams": 4e-3} | {
     for density, rate in ((0.1, 4e-3), (0.01, 2e-3))
     for rule in ("-paper", "-tensor-waits", "")
 }
-RULES = ("AdamS, dense", "the paper's rule", "one wait a tensor, moment kept", "waits by row and column")
+RULES = ("AdamS, dense", "the paper's rule", "one wait a tensor, moment kept", "the default rule")
 REPLICAS, SEED = 4, 0
 SETTLED = 0.2  # the share of the steps that figures leave out
 WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
@@ -199,7 +199,7 @@ class Probe:
             "overlap_used": overlap(used, best),
         }
         self.rows.append(row)
-        # With a reset, what has just entered is not to be selected.
+        # What has just entered is not to be selected.
         self.selected = row, self.best(torch.where(fresh, 0.0, moment)) if passes.keeps < 1.0 else best
 
     def best(self, moment: Tensor) -> Tensor:

@@ -147,6 +147,8 @@ def draw(folder: Path, settings: Sequence[Setting]) -> dict[str, str]:
             ("bytes", loss_against_bytes, "bytes sent"),
             ("seconds", loss_against_seconds, f"predicted seconds ({TITLE})"),
         ):
+            if kind == "bytes" and one.replicas == 1:
+                continue  # nothing is sent
             name = f"{kind}-{one.slug}.png"
             plot(one, looks, folder / name)
             captions[name] = f"Loss against {what}"

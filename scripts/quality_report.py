@@ -181,7 +181,7 @@ def main_table(one: Setting) -> str:
                 "best learning rate": f"{entry.best:g}" + (" (edge)" if entry.at_edge else ""),
                 "final validation loss": spread(list(entry.losses.values()), ".4f"),
                 "gap to dense AdamS, %": "0" if entry.is_baseline else spread(gaps, "+.2f"),
-                "sent per step against dense, %": f"{100 * entry.sent:.1f}",
+                "sent per step against dense, %": f"{100 * entry.sent:.1f}" if one.replicas != 1 else "-",
                 "seeds": str(len(entry.runs)),
             }
         )

@@ -34,6 +34,7 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\ndensity_warmup_steps = 1.5", "density_warmup_steps = 1.5; it must be an integer"),
         ("[sync.scape]\nblock_size = 1000.0", "block_size = 1000.0"),
         ("[sync.scape]\nwait_scaling = 'yes'", "wait_scaling = 'yes'; it must be bool"),
+        ("[sync.scape]\nkeep_moment = 2", r"keep_moment is 2; it must lie in \[0, 1\]"),
         ("[sync.scape]\nwait_by = 'row'", r"wait_by = 'row'; it must be 'tensor' \| 'row_column'"),
         ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
         ("[sync.scape]\nwire_dtype = 'fp16'", r"wire_dtype = 'fp16'; it must be 'float32' \| 'bfloat16'"),

@@ -200,7 +200,7 @@ def chunk_of_a_large_payload(hierarchical: bool) -> int:
     with torch.device("meta"):
         model = nn.Linear(32768, 32768)
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return _chunk_bytes([model], ScapeConfig(density=0.1), groups)
+    return _chunk_bytes([model], ScapeConfig(density=0.1), layout, ReplicaCollectives(groups))
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

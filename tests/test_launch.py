@@ -115,6 +115,16 @@ def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: 
     assert "replicate 8 x shard 8" in output and "Dry run: everything was built" in output
 
 
+def test_a_dry_run_of_simulated_replicas(tmp_path: Path) -> None:
+    """FP32 and one shard: a trained model would have no FSDP2 around it."""
+    result, _ = launch(
+        {"CONFIG_FILE": "train_configs/study.toml", "COMM_MODE": "fake_backend", "NGPU": "1"},
+        f"--job.dump_folder={tmp_path}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Dry run: everything was built" in result.stdout + result.stderr
+
+
 def test_help_shows_our_sections() -> None:
     result, _ = launch({}, "--help")
     assert result.returncode == 0

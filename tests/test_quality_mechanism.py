@@ -102,7 +102,7 @@ def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [rule(cells[name]) for name in ("dense-adams", "scape-0.1")] == [0, 3]
     assert list(dense["net"]) == ["1", "2", "5"] and dense["net"]["1"] > scape["net"]["1"] > 0
     means = scape["means"]
-    assert means["new_slots"] > 0.5, "with a reset, what has entered leaves"
+    assert means["new_slots"] > 0.5, "what has entered leaves again"
     assert means["correlation"] > 0.2 and means["factor"] > 2
     assert 0 < means["overlap_used"] <= 1 and 0 < means["never"] < 1 and means["residual"] > 0
     assert len(scape["curves"]["residual"]) == len(scape["curves"]["overlap_used"]) == 14

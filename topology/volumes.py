@@ -123,7 +123,7 @@ def optimizer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bloc
         return 0.0, {"adamw": 44.0, "adams": 36.0, "bf16": 48.0, "powersgd": 72.0}[method.kind] * n
     k = payload_entries(shapes, method.density, block)
     masks = 2 * replicas * run_blocks(shapes, replicas, block) * block // 8
-    return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + 8 * n + masks + 12 * k
+    return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + 8 * n + 2 * masks + 12 * k
 
 
 def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:

@@ -40,8 +40,9 @@ class LayoutRecord(Stateful):
                 "selection": scape.selection,
                 "dense_names": sorted(scape.dense_names),
                 "wait_scaling": scape.wait_scaling,
-                "wait_by": scape.wait_by,
-                "keep_moment": scape.keep_moment,
+                # Without wait scaling these do nothing.
+                "wait_by": scape.wait_by if scape.wait_scaling else None,
+                "keep_moment": scape.keep_moment if scape.wait_scaling else None,
                 "wire_dtype": scape.wire_dtype,
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,

@@ -18,8 +18,8 @@ class ReplicaParallelDims(ParallelDims):
     """ParallelDims for a model whose replicas are synchronised by the optimizer.
 
     TorchTitan asks `dp_replicate_enabled` in order to hand the replicate axis to FSDP2 or DDP: the answer is
-    no. FSDP2 is always on, over the one-dimensional shard axis, of size 1 too: it then runs no collective,
-    keeps mixed precision, and leaves the local gradient in `p.grad`. `bare` says that it has nothing to do at all.
+    no. FSDP2 is on, over the one-dimensional shard axis, of size 1 too: it then runs no collective, keeps mixed
+    precision, and leaves the local gradient in `p.grad`. Where it has nothing at all to do (`bare`) it is off.
     """
 
     groups: ReplicaGroups | None = None
@@ -42,11 +42,13 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
 
     TorchTitan turns FSDP2's gradient division off by a factor of 1, which becomes a pre-multiplied sum, and
     gloo has none. A model of one shard that keeps FP32 gets no FSDP2: its hooks would move nothing and cast nothing,
-    and take a quarter of a small model's step.
+    and take a quarter of a small model's step. A dry run keeps it: a plain module cannot leave the meta device there.
     """
-    training = job_config.training
-    if parallel_dims.non_data_parallel_size * parallel_dims.dp_shard * parallel_dims.cp == 1 and (
-        training.mixed_precision_param == training.mixed_precision_reduce == training.dtype == "float32"
+    training, dry = job_config.training, job_config.comm.mode == "fake_backend"
+    if (
+        not dry
+        and parallel_dims.non_data_parallel_size * parallel_dims.dp_shard * parallel_dims.cp == 1
+        and (training.mixed_precision_param == training.mixed_precision_reduce == training.dtype == "float32")
     ):
         parallel_dims = copy.copy(parallel_dims)
         cast(ReplicaParallelDims, parallel_dims).bare = True

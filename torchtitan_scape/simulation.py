@@ -53,7 +53,7 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
     Activations, and what FSDP gathers, come on top: they are those of one replica.
     """
     played, method = config.topology.simulate_replicas, method_of(config)
-    shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.tensor)
+    shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
 
     def needed(replicas: int) -> dict[str, float]:
         return simulated_memory_bytes(method, shapes, replicas, config.sync.scape.block_size)

@@ -24,7 +24,7 @@ from topology.collectives import ReplicaCollectives
 from topology.simulated import SimulatedCollectives
 from torchtitan_scape import AdamS, Scape
 
-BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda")
+BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda", columns=(2400, 5, 1, 8), keeps=0.5)
 SHAPES = [(700, 513), (33, 1024), (1, 1), (2048, 96), (1000,), (7,)]
 
 
@@ -46,6 +46,7 @@ def test_a_step_follows_the_twin(
 @pytest.mark.parametrize("block_size", [8, 24, 64, 256, 4096, 32768])
 def test_blocks_of_other_sizes(block_size: int) -> None:
     check_step(replace(BASE, block_size=block_size))
+    check_step(replace(BASE, block_size=block_size, columns=None, keeps=1.0))
 
 
 @pytest.mark.parametrize("selection", ["block", "tensor"])

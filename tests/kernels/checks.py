@@ -254,7 +254,9 @@ def check_skipped(case: Case) -> None:
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     kernel = case.passes(TritonScape)
     parameters = case.draw(case.parameter_dtype, case.seed + 5)
-    kept = [t.clone() for t in (kernel.state, *parameters, masks[0].bits, masks[1].bits)]
+    lasting = [kernel.state, *parameters, masks[0].bits, masks[1].bits]
+    lasting += [kernel.visits.rates] if kernel.visits else []
+    kept = [t.clone() for t in lasting]
     applied = torch.tensor(False, device=case.device)
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
     kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks, case.next)
@@ -265,8 +267,27 @@ def check_skipped(case: Case) -> None:
     kernel.update_all(nan, True, steps, 1000.0, applied)
     if wire is not None and case.replica is None:
         kernel.rotate(wire, case.next, masks[0].bits, masks[1].bits, applied)
-    for old, new in zip(kept, (kernel.state, *parameters, masks[0].bits, masks[1].bits), strict=True):
+    for old, new in zip(kept, lasting, strict=True):
         assert torch.equal(old, new)
+
+
+def check_entering(case: Case) -> None:
+    """Newly entered entries of every row and column, of both backends."""
+    masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
+    counts = []
+    for kind in (TorchScape, TritonScape):
+        passes = case.passes(kind)
+        passes.bind(
+            case.draw(torch.float32, 1), case.draw(torch.float32, 2), [case.rates] * len(case.sizes), *masks, 1.0
+        )
+        assert passes.visits is not None and case.columns is not None
+        passes.count_entering(passes.visits)
+        counts.append(passes.visits.counts)
+    fresh = [used(case, masks[0], i) & ~used(case, masks[1], i) for i in range(len(case.sparse))]
+    tables = [each.view(-1, columns) for each, columns in zip(fresh, case.columns, strict=True)]
+    expected = torch.cat([table.sum(axis) for table in tables for axis in (1, 0)])
+    for each in counts:
+        assert torch.equal(each, expected.int())
 
 
 def check_rotate(case: Case) -> None:

@@ -25,7 +25,9 @@ GRID = [
                 {"max_norm": None},
                 {"density_warmup_steps": 20, "max_wait": 3.0},
                 {"wait_by": "tensor", "keep_moment": 1.0},
-                {"wait_by": "tensor", "keep_moment": 0.0, "selection": "tensor", "density_warmup_steps": 20},
+                {"wait_by": "tensor", "selection": "tensor", "density_warmup_steps": 20},
+                {"keep_moment": 1.0},
+                {"keep_moment": 0.0, "max_norm": None},
             )
         ),
         strict=False,

@@ -133,6 +133,11 @@ def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
         make(Chunked(2), density=0.1, **options).load_state_dict(optimizer.state_dict())
 
 
+def test_a_real_replica_does_not_collect() -> None:
+    with pytest.raises(ValueError, match="collect\\(\\) is for simulated replicas"):
+        Scape([("w", torch.nn.Parameter(torch.ones(2, 2)))], lr=0.1).collect()
+
+
 def test_what_can_go_wrong_is_named() -> None:
     for replicas in (0, 1):
         with pytest.raises(ValueError, match=f"{replicas} simulated replicas; there must be 2 or more"):

@@ -45,7 +45,8 @@ class Scape(Optimizer):
             entry's row and column; costs a number for each of them).
         keep_moment: share of its moment that an entry keeps after its scaled step, in [0, 1]. The step has spent the
             moment, and what is kept is spent again; yet it is all that replicas know of each other's gradients off
-            the mask, which helps them to select. Below 1 such an entry is not selected for the next mask.
+            the mask, which helps them to select. Below 1, at the target density, such an entry is not selected for
+            the next mask while there is another.
         dense_names: parameters that are exchanged whole although they have two dimensions or more.
         max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
         clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
@@ -191,13 +192,14 @@ class Scape(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         phase, passes, masks = self.timer.phase, self.passes, self.masks
+        with phase("check"):
+            gradients = self._gradients()
         with phase("exchange"):
             self.settle()
         self.attempted_steps += 1
         next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
 
         with phase("check"):
-            gradients = self._gradients()
             applied = self.guard.check(gradients)
         with phase("pack"):
             passes.bind(
@@ -243,7 +245,12 @@ class Scape(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Takes the present gradients for those of the next simulated replica, and sets them to None."""
+        """Takes the present gradients for those of the next simulated replica, and sets them to None.
+
+        Raises ValueError where no replicas are simulated.
+        """
+        if not self.collectives.simulated:
+            raise ValueError("collect() is for simulated replicas; a replica of its own calls step() alone")
         self._collected += [flat_gradient(shard) for shard in self._ordered]
         for shard in self._ordered:
             shard.parameter.grad = None
@@ -311,7 +318,7 @@ class Scape(Optimizer):
         wire_dtype: str,
     ) -> dict[str, Any]:
         return {
-            "parameters": zlib.crc32(repr([(s.name, s.size, s.group) for s in self._ordered]).encode()),
+            "parameters": zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in self._ordered]).encode()),
             "sparsified": len(self._sparse),
             "block_size": self._layout.block_size,
             "replicas": self._layout.replicas,
@@ -436,6 +443,8 @@ class Scape(Optimizer):
                     f"the saved state has {key}={saved['fingerprint'].get(key)!r}, this run has {value!r}; "
                     "SCAPE resumes on the same layout and options only"
                 )
+        if "visit_rates" not in saved:
+            raise ValueError("the saved state has no visit_rates: it is of an older version, which cannot be resumed")
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.settle()
         for shard, state in zip(self._ordered, self.passes.states, strict=True):
