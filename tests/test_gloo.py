@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions
 from tests.pool import Pool
+from topology.collectives import ReplicaCollectives
 from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
