@@ -37,7 +37,7 @@ if str(ROOT) not in sys.path:
 from kernels import reference  # noqa: E402
 from kernels.blocks import entries_per_block  # noqa: E402
 from scripts.quality_cells import Cell, Grid, Set, as_argument  # noqa: E402
-from scripts.quality_runs import Store, versions  # noqa: E402
+from scripts.quality_runs import ALONE, Store, versions  # noqa: E402
 from scripts.scaling_report import COLOURS, MARKERS, markdown, save, subplots  # noqa: E402
 
 RATES = {"dense-adams": 4e-3} | {
@@ -51,9 +51,8 @@ SETTLED = 0.2  # the share of the steps that figures leave out
 WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
 FEW = 30  # visits, of which the mean displacement is not drawn
 SHORT = 10  # steps; an entry with a wait up to here has returned shortly after it left
-# A single process, as torchrun would tell it, without GPUs: the probe looks at what runs on a CPU.
-ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-ALONE |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+# The probe looks at what runs on a CPU.
+NO_GPU = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
@@ -279,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
         path = args.work / f"{cell.name}.txt"
         command = [sys.executable, str(Path(__file__).resolve()), "one", f"--methods={cell.method}"]
         command += [f"--{key}={getattr(args, key)}" for key in ("grid", "steps", "batch", "output", "work")]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **ALONE, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **ALONE, **NO_GPU}
         with open(path, "wb") as log:
             code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
         failed += bool(code)

@@ -20,6 +20,9 @@ from scripts.quality_cells import CURVE_POINTS, ROOT, Cell, Grid, Set, as_argume
 from scripts.scaling_sweep import write
 
 TRAINER = (sys.executable, "-m", "torchtitan_scape.train")
+# What torchrun would set for a single process: its own imports cost as much as a short run.
+ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+ALONE |= {"TOKENIZERS_PARALLELISM": "false"}
 LOG_LINES = 12  # shown of a failed run
 POLL = 0.2  # seconds between looks at the children
 
@@ -252,10 +255,7 @@ class Queue:
         out = self.work / cell.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        # What torchrun would set for a single process: its own imports cost as much as a short run.
-        alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        environment = os.environ | alone | {"MASTER_PORT": "0", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {"OMP_NUM_THREADS": str(self.threads)}
+        environment = os.environ | ALONE | {"OMP_NUM_THREADS": str(self.threads)}
         with open(out / "log.txt", "wb") as log:
             process = subprocess.Popen(
                 [*self.trainer, *self.arguments(cell), f"--job.dump_folder={out}"],

@@ -1,7 +1,7 @@
 """The quality study: the loss that methods reach at several budgets, from many short runs of a small recipe.
 
     python scripts/quality_study.py run --jobs 2                   # every set of scripts/quality_grid.toml
-    python scripts/quality_study.py run --sets 10-large,20-large
+    python scripts/quality_study.py run --sets 20-large,20-small
     python scripts/quality_study.py list                           # what there is to run, and how long it will take
     python scripts/quality_study.py report                         # tables and plots, from the stored cells alone
 
