@@ -7,13 +7,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kernels import launching, reference, triton_masks, triton_scape
+from kernels import launching, triton_masks, triton_scape
 from kernels.blocks import BlockLayout, Mask, entries_per_block, offset_bits
 from kernels.launching import Range, Table, Tiles, Writable, aligned, as_flag, to_device
 from kernels.passes import Part, Rates, ScapePasses
 from kernels.triton_common import RATES, WIDTH, table_row
 from kernels.triton_dense_passes import DTYPES, rates_row
 from kernels.triton_radix import RadixSelection
+from kernels.triton_visits import EnteringCount
 from kernels.visits import LEAST_RATE, VisitRates
 
 # Entries of a tile and for each of its warps. Many entries a thread spread a program's fixed cost, which pays where
@@ -23,8 +24,6 @@ COMPACT_TILE, COMPACT_WARP = 4096, 1024
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096
-# A tile of `entering_kernel`: at most 255 rows, whose sums fit a byte.
-_VISIT_ROWS, _VISIT_BYTES = 64, 128
 
 
 class TritonScape(ScapePasses):
@@ -71,7 +70,7 @@ class TritonScape(ScapePasses):
         self._padding: Tensor | None = None
         self._radix: RadixSelection | None = None
         self._any_kinds = ((False, None),) * count
-        self._visit_tiles: Tensor | None = None
+        self._entering: EnteringCount | None = None
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
         self._static = selection == "block"
         self._own_block = self.first_run * layout.run_blocks
@@ -397,41 +396,9 @@ class TritonScape(ScapePasses):
         return wire
 
     def count_entering(self, visits: VisitRates) -> None:
-        visits.counts.zero_()
-        if self._visit_tiles is None:
-            self._visit_tiles = self._tile_rows(visits)
-        launching.launch(
-            triton_masks.entering_kernel,
-            (len(self._visit_tiles),),
-            self._visit_tiles,
-            self.in_use.bits,
-            self.previous.bits,
-            visits.counts,
-            warps=4,
-            ROWS=_VISIT_ROWS,
-            BYTES=_VISIT_BYTES,
-        )
-        for i, columns in enumerate(visits.columns):
-            if columns % 8:  # rows that begin inside a byte
-                used, held = (self.layout.bits(mask, i) for mask in (self.in_use, self.previous))
-                assert used is not None and held is not None
-                fresh = reference.unpack_bits(used & ~held, self.sizes[i]).view(-1, columns)
-                for counts, axis in zip(visits.of(visits.counts, i), (1, 0), strict=True):
-                    counts.copy_(fresh.sum(axis))
-
-    def _tile_rows(self, visits: VisitRates) -> Tensor:
-        """Tiles of `entering_kernel`, int64 (tiles, 6), over the tensors whose rows are whole bytes."""
-        rows = []
-        for i, columns in enumerate(visits.columns):
-            if columns % 8:
-                continue
-            width, height = columns // 8, visits.rows[i]
-            start = self.layout.first_block[i] * self.layout.block_size // 8
-            for row in range(0, height, _VISIT_ROWS):
-                for byte in range(0, width, _VISIT_BYTES):
-                    first, second = visits.places[2 * i] + row, visits.places[2 * i + 1] + 8 * byte
-                    rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
-        return to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), self.device)
+        if self._entering is None:
+            self._entering = EnteringCount(self.layout, visits)
+        self._entering(self.in_use, self.previous)
 
     def _find_starts(self, mask: Mask) -> Tensor:
         """Position in the payload of each block's first entry, int64 (blocks,), where blocks differ in count."""

@@ -258,6 +258,31 @@ def waiting_time(table, tensor, relative, wait, max_wait, first, local, here, LE
     return tl.minimum(tl.maximum(wait / tl.maximum(often, LEAST), 1.0), max_wait)
 
 
+@triton.jit
+def scaled(
+    step,
+    moment,
+    newly,
+    table,
+    tensor,
+    relative,
+    wait,
+    max_wait,
+    first,
+    local,
+    WAIT: tl.constexpr,
+    KEEPS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Step and moment, where `newly` scaled by the waiting time and cut to the share that is kept."""
+    if WAIT == "row_column":
+        wait = waiting_time(table, tensor, relative, wait, max_wait, first, local, newly, LEAST)
+    step = tl.where(newly, step * wait, step)
+    if KEEPS < 1:
+        moment = tl.where(newly, moment * KEEPS, moment)
+    return step, moment
+
+
 @triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_wait"])
 def update_kernel(
     tiles,
@@ -336,12 +361,9 @@ def update_kernel(
             )
             if WAIT != "none":
                 newly = some & ((held & (bits & -bits)) == 0)
-                scale = wait
-                if WAIT == "row_column":
-                    scale = waiting_time(table, tensor, relative, wait, max_wait, first, at, newly, LEAST)
-                step = tl.where(newly, step * scale, step)
-                if KEEPS < 1:
-                    moment = tl.where(newly, moment * KEEPS, moment)
+                step, moment = scaled(
+                    step, moment, newly, table, tensor, relative, wait, max_wait, first, at, WAIT, KEEPS, LEAST
+                )
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
             tl.store(states + at, moment, mask=some)
@@ -358,12 +380,9 @@ def update_kernel(
         changed = spread(used)
         if WAIT != "none":
             newly = changed & ~spread(held)
-            scale = wait
-            if WAIT == "row_column":
-                scale = waiting_time(table, tensor, relative, wait, max_wait, first, local, newly, LEAST)
-            step = tl.where(newly, step * scale, step)
-            if KEEPS < 1:
-                moment = tl.where(newly, moment * KEEPS, moment)
+            step, moment = scaled(
+                step, moment, newly, table, tensor, relative, wait, max_wait, first, local, WAIT, KEEPS, LEAST
+            )
         value = decayed - tl.where(changed, step * lr, 0.0)
         tl.store(parameters + local, value.to(DTYPE), mask=inside)
         tl.store(states + local, tl.where(changed, moment, state), mask=inside)
