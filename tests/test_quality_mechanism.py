@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kernels.blocks import BlockLayout
-from scripts.quality_mechanism import ROWS, Probe, Waits, between, block_top, by_wait, correlation, main, overlap, rule
+from scripts.quality_mechanism import main
+from scripts.quality_movement import ROWS, between, rule
+from scripts.quality_probe import Probe, Waits, block_top, by_wait, correlation, overlap
 
 ROOT = Path(__file__).resolve().parent.parent
 
