@@ -68,7 +68,9 @@ def scape_passes(
     replica: "all" plays every replica of the layout: `SimulatedPasses`.
     """
     passes: type[ScapePasses]
-    if backend == "triton":
+    if "owner" in options:
+        from kernels.torch_gather import TorchGather as passes
+    elif backend == "triton":
         from kernels.triton_passes import TritonScape as passes
     else:
         from kernels.torch_passes import TorchScape as passes

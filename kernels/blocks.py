@@ -87,21 +87,28 @@ class BlockLayout:
             return 0, 0
         return (start - first) * self.block_size, min((end - first) * self.block_size, self.sizes[tensor])
 
+    def owners(self, tensor: int) -> range:
+        """The replicas in whose runs entries of `tensor` lie."""
+        first, blocks = self.first_block[tensor], self.blocks[tensor]
+        return range(first // self.run_blocks, (first + blocks - 1) // self.run_blocks + 1) if blocks else range(0)
+
     def nnz(self, tensor: int, density: float, selection: str) -> int:
         """Entries of `tensor` that a mask of this density holds; exact, known without any communication."""
-        n = self.sizes[tensor]
-        if density >= 1.0:
-            return n
         if selection == "block":
-            k = entries_per_block(density, self.block_size)
-            full, tail = divmod(n, self.block_size)
-            return full * k + min(k, tail)
-        total = 0
-        for replica in range(self.replicas):
-            start, end = self.owned(tensor, replica)
-            if end > start:
-                total += max(1, round(density * (end - start)))
-        return total
+            return self.nnz_between(0, self.sizes[tensor], density, selection)
+        owned = (self.owned(tensor, replica) for replica in self.owners(tensor))
+        return sum(self.nnz_between(start, end, density, selection) for start, end in owned)
+
+    def nnz_between(self, start: int, end: int, density: float, selection: str) -> int:
+        """The same of entries [start, end) of a tensor: with "tensor", of what one replica owns; else whole blocks."""
+        n = end - start
+        if density >= 1.0 or n == 0:
+            return n
+        if selection == "tensor":
+            return max(1, round(density * n))
+        k = entries_per_block(density, self.block_size)
+        full, tail = divmod(n, self.block_size)
+        return full * k + min(k, tail)
 
     def bits(self, mask: Mask, tensor: int) -> Tensor | None:
         """The packed bits of one tensor's blocks; None for all ones."""

@@ -88,8 +88,7 @@ class ScapePasses:
         self.sparsified = len(layout.sizes)
         self.sizes = (*layout.sizes, *whole_sizes)
         self.first_run, self.runs = (0, layout.replicas) if replica is None else (replica, 1)
-        # Padded to blocks, or to 16 bytes, so that every tensor's state is aligned.
-        self._padded = [blocks * layout.block_size for blocks in layout.blocks] + [-(-n // 4) * 4 for n in whole_sizes]
+        self._padded = self._pad(layout, whole_sizes)
         self._counts_at: tuple[float, list[int]] = (0.0, [])
         self._whole = (Part(0, len(self.sizes), 0, 0, 0),)
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
@@ -99,6 +98,10 @@ class ScapePasses:
         self.keeps = keeps
         self.compact = False
         self.release()
+
+    def _pad(self, layout: BlockLayout, whole_sizes: Sequence[int]) -> list[int]:
+        """Entries of every tensor's state: padded to blocks, or to 16 bytes, so that all are aligned."""
+        return [blocks * layout.block_size for blocks in layout.blocks] + [-(-n // 4) * 4 for n in whole_sizes]
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         self.use(self._zeros(state), self._zeros(payload), self._zeros(payload), self._zeros(errors))

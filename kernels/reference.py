@@ -206,7 +206,7 @@ def pack_(
         last: FP32 (nnz(A),), receives last step's m on A too; or None.
         applied: bool (), false where some rank's gradient is not finite; then payload and last are undefined.
     """
-    if _known_false(applied):
+    if known_false(applied):
         return
     old = state if indices is None else state.index_select(0, indices)
     kept = old
@@ -216,23 +216,23 @@ def pack_(
     if last is not None:
         last.copy_(kept)
     if indices is None:
-        state.copy_(_gated(applied, kept, old))
+        state.copy_(gated(applied, kept, old))
         values = moment
     else:
-        state.copy_(_gated(applied, moment, state))
-        state.scatter_(0, indices, _gated(applied, kept, old))
+        state.copy_(gated(applied, moment, state))
+        state.scatter_(0, indices, gated(applied, kept, old))
         values = moment.index_select(0, indices)
     if payload.data_ptr() != values.data_ptr():
         payload.copy_(values)
 
 
-def _known_false(flag: Tensor) -> bool:
+def known_false(flag: Tensor) -> bool:
     """Whether the host can see at once that the flag is false: on a CPU. A GPU is not waited for."""
     return flag.is_cpu and not flag
 
 
-def _gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where the step is applied; behind `_known_false`."""
+def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` where the step is applied; behind `known_false`."""
     return new if applied.is_cpu else torch.where(applied, new, old)
 
 
@@ -258,6 +258,48 @@ def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Te
     fresh = entering(indices, previous, rows.numel() * width).int()
     rows.zero_().index_add_(0, indices // width, fresh)
     columns.zero_().index_add_(0, indices % width, fresh)
+
+
+def waiting_times(
+    indices: Tensor, fresh: Tensor, n: int, max_wait: float, relative: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Mean waiting times of the entries of A, FP32 () for one of all n entries, or (nnz(A),) with `relative`.
+
+    Args:
+        indices: positions of A, int64 (nnz(A),).
+        fresh: which of them are newly entered, bool.
+        max_wait, relative: see `update_`.
+    """
+    # Little's law: entries outside the mask over entries entering per step.
+    wait = ((n - indices.numel()) / fresh.sum().float()).clamp(1.0, max_wait)
+    if relative is None:
+        return wait
+    rows, columns = relative
+    width = max(1, columns.numel())
+    often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
+    return (wait / often.clamp(min=LEAST_RATE)).clamp(1.0, max_wait)
+
+
+def scaled(step: Tensor, moment: Tensor, fresh: Tensor, wait: Tensor, keeps: float) -> tuple[Tensor, Tensor]:
+    """Step and moment, where `fresh` scaled by the waiting time and cut to the share that is kept."""
+    return torch.where(fresh, step * wait, step), torch.where(fresh, moment * keeps, moment) if keeps < 1.0 else moment
+
+
+def adams(
+    gradient: Tensor,
+    last: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    clip: Tensor,
+    clip_moment: bool,
+    bias_corrections: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """AdamS on the mask: the new moment, and the step without the learning rate; arguments as `update_`."""
+    beta1, beta2 = betas
+    clipped = gradient * clip
+    second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
+    moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
+    return moment, (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
 
 
 def update_(
@@ -297,31 +339,18 @@ def update_(
             waiting time for the tensor.
         keeps: share of the moment that entries keep whose step was scaled.
     """
-    beta1, beta2 = betas
-    n, nnz = parameter.numel(), gradient.numel()
-    if _known_false(applied):
+    if known_false(applied):
         return
     if last is None:
         last = state if indices is None else state.index_select(0, indices)
-    clipped = gradient * clip
-    second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
-    moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
-    step = (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
+    moment, step = adams(gradient, last, betas, eps, clip, clip_moment, bias_corrections)
     if max_wait is not None and indices is not None and previous is not None:
-        fresh = entering(indices, previous, n)
-        # Little's law: entries outside the mask over entries entering per step.
-        wait = ((n - nnz) / fresh.sum().float()).clamp(1.0, max_wait)
-        if relative is not None:
-            rows, columns = relative
-            width = max(1, columns.numel())
-            often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
-            wait = (wait / often.clamp(min=LEAST_RATE)).clamp(1.0, max_wait)
-        step = torch.where(fresh, step * wait, step)
-        if keeps < 1.0:
-            moment = torch.where(fresh, moment * keeps, moment)
-    _decay_(parameter, lr * weight_decay, applied)
-    step = _gated(applied, step * lr, torch.zeros_like(step))
-    moment = _gated(applied, moment, last)
+        fresh = entering(indices, previous, parameter.numel())
+        wait = waiting_times(indices, fresh, parameter.numel(), max_wait, relative)
+        step, moment = scaled(step, moment, fresh, wait, keeps)
+    decay_(parameter, lr * weight_decay, applied)
+    step = gated(applied, step * lr, torch.zeros_like(step))
+    moment = gated(applied, moment, last)
     if indices is None:
         parameter.sub_(step)
         state.copy_(moment)
@@ -330,7 +359,7 @@ def update_(
         state.scatter_(0, indices, moment)
 
 
-def _decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
+def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
     """parameter -= rate * parameter. A factor 1 - rate, rounded to FP32, would err the same way every step."""
     parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)
 
@@ -348,12 +377,12 @@ def adams_update_(
     applied: Tensor,
 ) -> None:
     """Dense AdamS: v = beta2 * m^2 + (1 - beta2) * g^2 from last step's m (AdamS paper, Algorithm 1)."""
-    if _known_false(applied):
+    if known_false(applied):
         return
     beta1, beta2 = betas
     second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
     new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
     step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
-    _decay_(parameter, lr * weight_decay, applied)
-    parameter.sub_(_gated(applied, step * lr, torch.zeros_like(step)))
-    moment.copy_(_gated(applied, new, moment))
+    decay_(parameter, lr * weight_decay, applied)
+    parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
+    moment.copy_(gated(applied, new, moment))

@@ -15,7 +15,7 @@ from kernels.visits import VisitRates
 _ROWS = 4096
 
 
-class _Flat:
+class Flat:
     """A tensor as FP32 (n,) to write to; `store` takes back what is no view of it.
 
     No master copy is kept: a BF16 parameter loses updates that are smaller than its rounding.
@@ -45,12 +45,15 @@ class TorchScape(ScapePasses):
         super().bind(parameters, [g.float() for g in gradients], rates, in_use, previous, next_density)
         # Positions are kept where they are few; while the mask is nearly dense they are made again.
         self._indices = cache(self._find) if self.compact else self._find
+        self._bind_payload()
+        self._chosen = self._room_for_selection(next_density)
+
+    def _bind_payload(self) -> None:
         if self.compact:
             self._payloads: list[Tensor] = self._split(self.payload)
             self._last = self._split(self.last)
         else:
             self._payloads = [g[:n] for g, n in zip(self.gradients, self.counts, strict=True)]
-        self._chosen = self._room_for_selection(next_density)
 
     def _split(self, buffer: Tensor) -> list[Tensor]:
         """The stretch of each tensor."""
@@ -61,12 +64,16 @@ class TorchScape(ScapePasses):
         for i in range(part.first, part.end):
             gradient, rates, held = self.gradients[i], self.rates[i], self._bits(self.previous, i)
             if errors is not None:
-                where = None if held is None else reference.mask_indices(held, self.sizes[i], self.counts[i])
-                reference.carry_(gradient, where, errors[i], rates.beta1, rates.scale)
+                self._carry(i, errors[i])
             reference.new_moment_(gradient, self.states[i], held, rates.beta1, rates.scale)
             self._select(i)
             last, indices = self._last[i] if self.compact else None, self._indices(i)
             reference.pack_(gradient, self.states[i], indices, held, self._payloads[i], last, applied)
+
+    def _carry(self, tensor: int, errors: Tensor) -> None:
+        held, rates = self._bits(self.previous, tensor), self.rates[tensor]
+        where = None if held is None else reference.mask_indices(held, self.sizes[tensor], self.counts[tensor])
+        reference.carry_(self.gradients[tensor], where, errors, rates.beta1, rates.scale)
 
     def selected(self, applied: Tensor) -> Tensor | None:
         if not self._chosen:
@@ -101,7 +108,7 @@ class TorchScape(ScapePasses):
     ) -> None:
         visits = self.learn_visits(part, max_wait, applied)
         for i in range(part.first, part.end):
-            rates, parameter = self.rates[i], _Flat(self.parameters[i])
+            rates, parameter = self.rates[i], Flat(self.parameters[i])
             reference.update_(
                 parameter.flat,
                 self._payloads[i],
@@ -177,12 +184,7 @@ class TorchScape(ScapePasses):
             start, end = layout.owned(tensor, replica)
             if start == end:
                 continue
-            own = self.gradients[tensor][start:end]
-            if self.skips_new:
-                used, held = (self._bits(mask, tensor) for mask in (self.in_use, self.previous))
-                assert used is not None and held is not None
-                spent = reference.unpack_bits((used & ~held)[start // 8 :], end - start)
-                own = torch.where(spent, 0.0, own)
+            own = self._candidates(tensor, start, end)
             first = layout.first_block[tensor] + start // size - replica * layout.run_blocks
             if self.selection == "tensor":
                 bits = torch.zeros(-(-own.numel() // size) * size, dtype=torch.bool, device=self.device)
@@ -198,6 +200,18 @@ class TorchScape(ScapePasses):
                 else:
                     packed = reference.offsets_to_mask(offsets, size)
                     chosen[row * size // 8 :][: packed.numel()] = packed
+
+    def _candidates(self, tensor: int, start: int, end: int) -> Tensor:
+        """mt of owned entries [start, end), as the selection sees it: FP32 (end - start,)."""
+        return self._without_new(self.gradients[tensor][start:end], tensor, start)
+
+    def _without_new(self, moment: Tensor, tensor: int, start: int) -> Tensor:
+        if not self.skips_new:
+            return moment
+        used, held = (self._bits(mask, tensor) for mask in (self.in_use, self.previous))
+        assert used is not None and held is not None
+        spent = reference.unpack_bits((used & ~held)[start // 8 :], moment.numel())
+        return torch.where(spent, 0.0, moment)
 
     def _decode(self, received: Tensor, density: float) -> Tensor:
         layout = self.layout
@@ -237,7 +251,7 @@ class TorchAdams:
             applied: bool (); false writes nothing.
         """
         for parameter, gradient, moment, r, step in zip(parameters, gradients, moments, rates, steps, strict=True):
-            flat, flat_moment = _Flat(parameter), _Flat(moment)
+            flat, flat_moment = Flat(parameter), Flat(moment)
             reference.adams_update_(
                 flat.flat,
                 gradient.float(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from topology.groups import Ring
 from topology.lanes import Handle
-from topology.stages import reduce_bytes
+from topology.stages import reduce_bytes, scatter_bytes
 
 
 class Meeting:
@@ -53,6 +53,25 @@ class ThreadCollectives(ReplicaCollectives):
         tensor.copy_(total / self.replicas if mean else total)
         self.traffic.add("network", kind, tensor.nbytes, 2.0 * (self.replicas - 1) / self.replicas * tensor.nbytes)
         return Handle()
+
+    def reduce_scatter(self, tensor: Tensor, kind: str = "payload", error: Tensor | None = None) -> Handle:
+        sent = tensor.clone() if error is None else tensor.bfloat16().float()
+        if error is not None:
+            torch.sub(tensor, sent, out=error)
+        own, *others = (part.view(self.replicas, -1)[self.replica] for part in self._meeting.gather(self.replica, sent))
+        total = own.clone()
+        for part in others:
+            total += part
+        tensor.fill_(torch.nan)  # what is not this replica's is undefined
+        tensor.view(self.replicas, -1)[self.replica] = total / self.replicas
+        self._count(kind, scatter_bytes(tensor.numel(), self.rings, error is not None))
+        return Handle()
+
+    def sum_over_owners(self, value: Tensor) -> Tensor:
+        total, *others = self._meeting.gather(self.replica, value.clone())
+        for part in others:
+            total = total + part
+        return total
 
     def _reduce_rounded(self, tensor: Tensor, error: Tensor) -> Handle:
         """What one ring in BF16 does: rounded when sent, summed in FP32 by the owner of a part, rounded again."""

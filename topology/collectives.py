@@ -6,25 +6,32 @@ an all-gather (every known ring and tree algorithm of that optimal volume sends 
 under the level of the link to that successor, so the sum over ranks is what crosses each kind of link.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from topology.chunks import CHUNK_ENTRIES, Pieces, Source, all_reduce_chunked
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle, Lane
-from topology.stages import Group, all_gather_into, gather_, gather_bytes, place_of, reduce_, reduce_bytes
-
-# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
-CHUNK_ENTRIES = 1 << 22
+from topology.stages import (
+    Group,
+    all_gather_into,
+    gather_,
+    gather_bytes,
+    place_of,
+    reduce_,
+    reduce_bytes,
+    reduce_scatter_into,
+    scatter_,
+    scatter_bytes,
+)
 
 
 @dataclass
@@ -46,45 +53,6 @@ class Traffic:
         for (level, _), sent in self.sent.items():
             totals[level] += sent
         return dict(totals)
-
-
-class Source(Protocol):
-    """FP32 entries that lie anywhere, copied to and from contiguous chunks."""
-
-    entries: int
-    device: torch.device
-
-    def fill(self, chunk: Tensor, first: int) -> None:
-        """chunk = entries [first, first + len(chunk))."""
-
-    def land(self, chunk: Tensor, first: int) -> None:
-        """entries [first, first + len(chunk)) = chunk."""
-
-
-class Pieces:
-    """`Source` of flat FP32 tensors, one behind the other."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._ends = list(accumulate(t.numel() for t in tensors))
-        self.entries = self._ends[-1] if tensors else 0
-        self.device = tensors[0].device if tensors else torch.device("cpu")
-
-    def fill(self, chunk: Tensor, first: int) -> None:
-        torch.cat(self._parts(first, chunk.numel()), out=chunk)
-
-    def land(self, chunk: Tensor, first: int) -> None:
-        parts = self._parts(first, chunk.numel())
-        torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
-
-    def _parts(self, first: int, length: int) -> list[Tensor]:
-        parts = []
-        for i in range(bisect_right(self._ends, first), len(self._ends)):
-            begin = self._ends[i] - self._tensors[i].numel()
-            if begin >= first + length:
-                break
-            parts.append(self._tensors[i][max(0, first - begin) : first + length - begin])
-        return parts
 
 
 class ReplicaCollectives:
@@ -152,26 +120,31 @@ class ReplicaCollectives:
     ) -> None:
         """The mean (or sum) over replicas of FP32 entries, in place, through two buffers of `chunk_entries`.
 
-        For what is too large to have a buffer of its own: dense gradients, and payloads while the mask is
-        dense. While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`.
+        While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`.
         """
         pieces = Pieces(source) if isinstance(source, Sequence) else source
-        if self.replicas == 1:
-            return
-        padding = self.granularity()
-        in_flight: tuple[Handle, Tensor, int] | None = None
-        for first in range(0, pieces.entries, chunk_entries):
-            length = min(chunk_entries, pieces.entries - first)
-            buffer = torch.empty(-(-length // padding) * padding, dtype=torch.float32, device=pieces.device)
-            chunk = buffer[:length]
-            pieces.fill(chunk, first)
-            buffer[length:].zero_()
-            handle = self.all_reduce(buffer, mean)
-            if in_flight is not None:
-                _land(pieces, *in_flight)
-            in_flight = (handle, chunk, first)
-        if in_flight is not None:
-            _land(pieces, *in_flight)
+        all_reduce_chunked(self, pieces, mean, chunk_entries)
+
+    def reduce_scatter(self, tensor: Tensor, kind: str = "payload", error: Tensor | None = None) -> Handle:
+        """Starts the mean over replicas of FP32 (n,) for the owners of its parts: of `replicas` equal ones each
+        replica receives the `replica`-th, in place. The others are undefined behind it.
+
+        n: a multiple of `replicas`. error: FP32 (n,); makes BF16 cross the outermost level, and receives what this
+        replica has to carry over for the rounding.
+        """
+        if self.replicas == 1 or tensor.numel() == 0:
+            return Handle()
+        rounded, divisor = error is not None, float(self.replicas)
+        self._count(kind, scatter_bytes(tensor.numel(), self.rings, rounded))
+        if self.is_fake or (len(self.rings) == 1 and not rounded):
+            own, group = tensor.view(self.replicas, -1)[self.replica], self.groups.replicate
+            if tensor.is_cuda or self.is_fake:
+                work = reduce_scatter_into(own, tensor, group=group, async_op=True)
+                return Handle(work.wait, partial(own.div_, divisor))
+            parts = torch.empty_like(tensor)  # as in `topology.stages`
+            work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
+            return Handle(work.wait, lambda: torch.sum(parts.view(self.replicas, -1), 0, out=own).div_(divisor))
+        return self._start(lambda groups: scatter_(tensor, groups, divisor, error), tensor.device)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
         """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in the order of `replica`."""
@@ -186,6 +159,10 @@ class ReplicaCollectives:
     def reduced_bytes(self, entries: int, rounded: bool = False) -> float:
         """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
         return sum(sent for _, _, sent in reduce_bytes(entries, self.rings, rounded)) if self.replicas > 1 else 0.0
+
+    def scattered_bytes(self, entries: int, rounded: bool = False) -> float:
+        """The same in a reduce-scatter."""
+        return sum(sent for _, _, sent in scatter_bytes(entries, self.rings, rounded))
 
     def gathered_bytes(self, own: int) -> float:
         """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
@@ -231,14 +208,20 @@ class ReplicaCollectives:
         An all-reduce may add in another order in each node; this sum is the same to the last bit on every
         replica.
         """
-        group = self.groups.model
+        return self._sum_in_order(value, self.groups.model)
+
+    def sum_over_owners(self, value: Tensor) -> Tensor:
+        """FP32 (): the sum over all ranks, added in rank order: of a replica, then over the replicas."""
+        return self._sum_in_order(self.sum_over_model(value), self.groups.replicate)
+
+    def _sum_in_order(self, value: Tensor, group: ProcessGroup | None) -> Tensor:
         if group is None:
             return value
-        values = torch.empty(self.model_ranks, dtype=value.dtype, device=value.device)
+        values = torch.empty(group.size(), dtype=value.dtype, device=value.device)
         all_gather_into(values, value.view(1), group=group)
-        self._count_one(group, "norm", value.nbytes, float(self.model_ranks - 1))
+        self._count_one(group, "norm", value.nbytes, float(group.size() - 1))
         total = values[0]
-        for i in range(1, self.model_ranks):
+        for i in range(1, group.size()):
             total = total + values[i]
         return total
 
@@ -289,8 +272,3 @@ def _own_level(groups: ReplicaGroups, group: ProcessGroup) -> str:
     if groups.layout is None:
         return "network"
     return groups.layout.ring_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
-
-
-def _land(pieces: Source, handle: Handle, chunk: Tensor, first: int) -> None:
-    handle.wait()
-    pieces.land(chunk, first)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topology.collectives import CHUNK_ENTRIES, Pieces, ReplicaCollectives, Source
+from topology.chunks import CHUNK_ENTRIES, Pieces, Source
+from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
 from topology.layout import Layout

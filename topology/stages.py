@@ -40,12 +40,7 @@ def reduce_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | 
             _reduce_rounded(x, ring, group, divisor, error)
         return
     own = x.view(ring.size, -1)[ring.place]
-    if x.is_cuda:
-        reduce_scatter_into(own, x, group=group)
-    else:  # gloo's reduce-scatter moves as many bytes as an all-reduce
-        parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=group)
-        torch.sum(parts.view(ring.size, -1), 0, out=own)
+    _scatter(x, own, group)
     if error is None:
         reduce_(own, outer, divisor)
         all_gather_into(x, own, group=group)
@@ -58,17 +53,54 @@ def reduce_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | 
     x.copy_(rounded)
 
 
-def _reduce_rounded(x: Tensor, ring: Ring, group: ProcessGroup, divisor: float, error: Tensor) -> None:
-    """One ring in BF16, both ways: every rank sums its part in FP32, so that nothing is rounded but what is sent."""
+def scatter_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | None = None) -> None:
+    """The first half of `reduce_`: its result for this replica's part alone, the `place_of`-th of equal ones.
+
+    Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined behind it. `error`
+    receives what rounding lost of what this replica sent; the sum itself is not rounded.
+    """
+    (ring, group), outer = groups[0], groups[1:]
+    own = x.view(ring.size, -1)[ring.place]
+    if outer:
+        _scatter(x, own, group)
+        if error is not None:
+            error.zero_()
+            error = error.view(ring.size, -1)[ring.place]
+        scatter_(own, outer, divisor, error)
+    elif error is None:
+        _scatter(x, own, group)
+        own.div_(divisor)
+    else:
+        own.copy_(_sum_rounded(x, ring, group, error)).div_(divisor)
+
+
+def _scatter(x: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """own = this rank's part of the sum of x over one ring; `own` lies in x."""
+    if x.is_cuda:
+        reduce_scatter_into(own, x, group=group)
+    else:  # gloo's reduce-scatter moves as many bytes as an all-reduce
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=group)
+        torch.sum(parts.view(-1, own.numel()), 0, out=own)
+
+
+def _sum_rounded(x: Tensor, ring: Ring, group: ProcessGroup, error: Tensor) -> Tensor:
+    """FP32: this rank's part of the sum over one ring of x, which travels in BF16; `error` is what that lost of x."""
     sent = x.to(torch.bfloat16)
     torch.sub(x, sent, out=error)
     parts = torch.empty_like(sent)
     dist.all_to_all_single(parts, sent, group=group)
-    total = parts.view(ring.size, -1).float().sum(0).div_(divisor)
+    return parts.view(ring.size, -1).float().sum(0)
+
+
+def _reduce_rounded(x: Tensor, ring: Ring, group: ProcessGroup, divisor: float, error: Tensor) -> None:
+    """One ring in BF16, both ways: every rank sums its part in FP32, so that nothing is rounded but what is sent."""
+    total = _sum_rounded(x, ring, group, error).div_(divisor)
     own = total.to(torch.bfloat16)
     error.view(ring.size, -1)[ring.place] += (total - own) * divisor
-    all_gather_into(sent, own, group=group)
-    x.copy_(sent)
+    mean = torch.empty_like(x, dtype=torch.bfloat16)
+    all_gather_into(mean, own, group=group)
+    x.copy_(mean)
 
 
 def gather_(output: Tensor, own: Tensor, groups: Sequence[Group]) -> None:
@@ -109,6 +141,14 @@ def reduce_bytes(n: int, rings: Sequence[Ring], rounded: bool) -> Iterator[tuple
     yield from reduce_bytes(n // ring.size, outer, rounded)
     own = (2 if rounded else 4) * n // ring.size
     yield ring.level, own, (ring.size - 1) * own
+
+
+def scatter_bytes(n: int, rings: Sequence[Ring], rounded: bool) -> Iterator[tuple[str, int, float]]:
+    """The same of `scatter_`."""
+    for ring in rings:
+        handed = (2 if rounded and ring is rings[-1] else 4) * n
+        yield ring.level, handed, (ring.size - 1) / ring.size * handed
+        n //= ring.size
 
 
 def gather_bytes(own: int, rings: Sequence[Ring]) -> Iterator[tuple[str, int, float]]:

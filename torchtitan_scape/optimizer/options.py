@@ -25,6 +25,8 @@ def check_scape_options(
     reduction: str,
     wire_dtype: str,
     chunk_bytes: int,
+    parameters: str,
+    values_dtype: str,
 ) -> None:
     """Raises ValueError for an option out of range, with the value and what is allowed."""
     if not 0.0 < density <= 1.0:
@@ -51,3 +53,11 @@ def check_scape_options(
         raise ValueError(f"wire_dtype is {wire_dtype!r}; it must be 'float32' or 'bfloat16'")
     if chunk_bytes < 4:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be 4 or more, for example {1 << 24}")
+    if parameters not in ("local", "gather"):
+        raise ValueError(f"parameters is {parameters!r}; it must be 'local' or 'gather'")
+    if values_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"values_dtype is {values_dtype!r}; it must be 'float32' or 'bfloat16'")
+    if values_dtype != "float32" and parameters == "local":
+        raise ValueError(
+            f"values_dtype is {values_dtype!r}, and parameters is 'local', where no values travel; it is for 'gather'"
+        )

@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 
 from kernels import choose, finite_check, reference, scape_passes
 from kernels.blocks import BlockLayout, density_at
+from kernels.gather_passes import GatherPasses
+from kernels.ownership import deal
 from kernels.passes import Part, Rates
-from topology.collectives import CHUNK_ENTRIES, ReplicaCollectives
+from topology.chunks import CHUNK_ENTRIES
+from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle
+from torchtitan_scape.optimizer.exchange import GatherExchange, LocalExchange
 from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
@@ -100,6 +104,8 @@ class Scape(Optimizer):
         kernels: str = "auto",
         wire_dtype: str = "float32",
         chunk_bytes: int = 4 * CHUNK_ENTRIES,
+        parameters: str = "local",
+        values_dtype: str = "float32",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         check_scape_options(
@@ -115,6 +121,8 @@ class Scape(Optimizer):
             reduction,
             wire_dtype,
             chunk_bytes,
+            parameters,
+            values_dtype,
         )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.density, self.density_warmup_steps = density, density_warmup_steps
@@ -139,6 +147,8 @@ class Scape(Optimizer):
             clip_mode,
             reduction,
             wire_dtype,
+            parameters,
+            values_dtype,
         )
         self._check_replicas_agree({"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes})
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
@@ -146,24 +156,40 @@ class Scape(Optimizer):
         device = local(self._shards[0].parameter).device
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
+        gathers = parameters == "gather"
+        # What the passes work on: (number of the shard, first entry, end). Owners need whole tensors cut.
+        whole = range(len(self._sparse), len(self._ordered))
+        self._cuts = [(i, 0, s.size) for i, s in enumerate(self._ordered)]
+        of_form: dict[str, Any] = {"chunk_entries": chunk_bytes // 4 if replicas.replicas > 1 else 0}
+        if gathers:
+            dealt = deal([s.size for s in self._dense], replicas.replicas)
+            self._cuts[whole.start :] = [(whole[i], start, end) for i, start, end, _ in dealt]
+            rounds_values = values_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
+            of_form = {
+                "owner": replicas.replica,
+                "owners": [owner for *_, owner in dealt],
+                "rounds_values": rounds_values,
+            }
         self.passes = scape_passes(
             backend,
             self._layout,
-            [s.size for s in self._dense],
+            [end - start for _, start, end in self._cuts[whole.start :]],
             selection,
             density,
             # In a dry run nobody else selects.
             "all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
             device,
-            chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
             granularity=replicas.granularity(self._rounds),
             carries=self._rounds,
             columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
             keeps=keep_moment if wait_scaling else 1.0,
+            **of_form,
         )
+        if isinstance(self.passes, GatherPasses):
+            self.passes.start_master(self._cut([local(s.parameter).detach() for s in self._ordered]))
+        self.exchange = (GatherExchange if gathers else LocalExchange)(self.passes, replicas, self._rounds)
         self.masks = DelayedMasks(self.passes, replicas, device)
-        for shard, state in zip(self._ordered, self.passes.states, strict=True):
-            self.state[shard.parameter]["moment_residual"] = state
+        self._show_state()
 
         self._collected: list[Tensor] = []
         names = [s.name for s in self._ordered]
@@ -203,9 +229,9 @@ class Scape(Optimizer):
             applied = self.guard.check(gradients)
         with phase("pack"):
             passes.bind(
-                [local(shard.parameter).detach() for shard in self._ordered],
-                gradients,
-                [self._rates(shard) for shard in self._ordered],
+                self._cut([local(shard.parameter).detach() for shard in self._ordered]),
+                self._cut(gradients),
+                [self._rates(self._ordered[i]) for i, _, _ in self._cuts],
                 masks.in_use,
                 masks.previous,
                 next_density,
@@ -218,7 +244,7 @@ class Scape(Optimizer):
                 if not passes.compact:  # the exchange averages mt where the selection reads it
                     selected = passes.selected(applied)
             with phase("exchange"):
-                in_flight.append(self._exchange(part))
+                in_flight.append(self.exchange.start(part))
         if passes.compact:
             with phase("pack"):
                 selected = passes.selected(applied)
@@ -237,6 +263,8 @@ class Scape(Optimizer):
             self._clip(squares.float(), applied)
         for part in passes.parts if self.max_norm is not None else ():
             self._update(part, applied)
+        with phase("exchange"):
+            self.exchange.finish(applied)
         passes.release()
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
@@ -268,16 +296,16 @@ class Scape(Optimizer):
             )
         return gradients
 
-    def _exchange(self, part: Part) -> tuple[Handle, Tensor | None]:
-        """Starts averaging a part of the payload; the errors are there once it has arrived, None without rounding."""
-        passes, collectives = self.passes, self.collectives
-        if not passes.compact:
-            collectives.all_reduce_chunked(passes.pieces())
-            return Handle(), None
-        payload = passes.payload[..., part.start : part.stop]
-        payload[..., part.filled - part.start :].zero_()  # masks have lain there
-        errors = torch.empty_like(payload) if self._rounds and not collectives.is_fake else None
-        return collectives.all_reduce(payload, error=errors), errors
+    def _cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the passes work on, from those of all shards (of every simulated replica in turn)."""
+        if len(self._cuts) == len(self._ordered) or self.collectives.simulated:
+            return list(tensors)
+        return [tensors[i].view(-1)[start:end] for i, start, end in self._cuts]
+
+    def _show_state(self) -> None:
+        """Names the state in `self.state`, as other optimizers do."""
+        for (i, _, _), state in zip(self._cuts, self.passes.states, strict=True):
+            self.state[self._ordered[i].parameter]["moment_residual"] = state
 
     def _update(self, part: Part, applied: Tensor) -> None:
         with self.timer.phase("update"):
@@ -296,7 +324,7 @@ class Scape(Optimizer):
         self.masks.rotate(was_applied)
 
     def _clip(self, squares: Tensor, applied: Tensor) -> None:
-        norm = self.collectives.sum_over_model(squares).sqrt()
+        norm = self.exchange.norm_squared(squares).sqrt()
         self.grad_norm.copy_(torch.where(applied, norm, torch.nan))  # a NaN off the mask is not in the payload
         if self.max_norm is not None:
             self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
@@ -316,6 +344,8 @@ class Scape(Optimizer):
         clip_mode: str,
         reduction: str,
         wire_dtype: str,
+        form: str,
+        values_dtype: str,
     ) -> dict[str, Any]:
         return {
             "parameters": zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in self._ordered]).encode()),
@@ -332,6 +362,8 @@ class Scape(Optimizer):
             "clip_mode": clip_mode,
             "reduction": reduction,
             "wire_dtype": wire_dtype,
+            "form": form,
+            "values_dtype": values_dtype,
         }
 
     def _check_replicas_agree(self, others: dict[str, Any]) -> None:
@@ -397,10 +429,8 @@ class Scape(Optimizer):
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
-        collectives = self.collectives
-        entries = self.passes.entries or sum(self.passes.sizes)
         own = self._layout.wire_bytes(self.density, self.passes.selection)
-        return collectives.reduced_bytes(entries, self._rounds) + collectives.gathered_bytes(own)
+        return self.exchange.planned_bytes() + self.collectives.gathered_bytes(own)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs, this replica's residual included; waits for masks in flight.
@@ -415,6 +445,8 @@ class Scape(Optimizer):
             "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
             "moment_residual": self.passes.state,
             "rounding_errors": self.passes.errors_by_tensor(),
+            "common": self.passes.common if isinstance(self.passes, GatherPasses) else torch.zeros(0),
+            "master": self.passes.master if isinstance(self.passes, GatherPasses) else torch.zeros(0),
             "visit_rates": self.passes.visits.rates if self.passes.visits else torch.zeros(0),
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
@@ -447,12 +479,14 @@ class Scape(Optimizer):
             raise ValueError("the saved state has no visit_rates: it is of an older version, which cannot be resumed")
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.settle()
-        for shard, state in zip(self._ordered, self.passes.states, strict=True):
-            self.state[shard.parameter]["moment_residual"] = state
+        self._show_state()
         self.passes.state.copy_(saved["moment_residual"])
         self.passes.put_errors(saved["rounding_errors"])
         if self.passes.visits:
             self.passes.visits.rates.copy_(saved["visit_rates"])
+        if isinstance(self.passes, GatherPasses):
+            self.passes.common.copy_(saved["common"])
+            self.passes.master.copy_(saved["master"])
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

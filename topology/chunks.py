@@ -1,0 +1,166 @@
+"""Exchanges chunk by chunk, of what is too large for a buffer of its own: dense gradients, payloads of dense masks."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from topology.lanes import Handle
+
+# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
+CHUNK_ENTRIES = 1 << 22
+
+Exchange = tuple[Handle, Callable[[], None]]  # in flight, and what takes its result
+
+
+class Source(Protocol):
+    """FP32 entries that lie anywhere, copied to and from contiguous chunks."""
+
+    entries: int
+    device: torch.device
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        """chunk = entries [first, first + len(chunk))."""
+
+    def land(self, chunk: Tensor, first: int) -> None:
+        """entries [first, first + len(chunk)) = chunk."""
+
+
+class Pieces:
+    """`Source` of flat FP32 tensors, one behind the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._ends = list(accumulate(t.numel() for t in tensors))
+        self.entries = self._ends[-1] if tensors else 0
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        torch.cat(self._parts(first, chunk.numel()), out=chunk)
+
+    def land(self, chunk: Tensor, first: int) -> None:
+        parts = self._parts(first, chunk.numel())
+        torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
+
+    def _parts(self, first: int, length: int) -> list[Tensor]:
+        parts = []
+        for i in range(bisect_right(self._ends, first), len(self._ends)):
+            begin = self._ends[i] - self._tensors[i].numel()
+            if begin >= first + length:
+                break
+            parts.append(self._tensors[i][max(0, first - begin) : first + length - begin])
+        return parts
+
+
+class Rows:
+    """Stretches of a `Source` as the rows of a matrix, a row a replica; a chunk takes as many columns of all of them.
+
+    stretches: for every replica (first entry, length), one behind the other in its row. Rows are padded with zeros to
+        the longest one.
+    """
+
+    def __init__(self, source: Source, stretches: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._source, self._stretches, self.device = source, stretches, source.device
+        self.columns = max((sum(length for _, length in row) for row in stretches), default=0)
+
+    def fill(self, chunk: Tensor, row: int, column: int) -> None:
+        """chunk = the row's entries [column, column + len(chunk))."""
+        chunk.zero_()
+        for at, first, length in self._parts(row, column, chunk.numel()):
+            self._source.fill(chunk[at : at + length], first)
+
+    def land(self, chunk: Tensor, row: int, column: int) -> None:
+        """The row's entries [column, column + len(chunk)) = chunk."""
+        for at, first, length in self._parts(row, column, chunk.numel()):
+            self._source.land(chunk[at : at + length], first)
+
+    def _parts(self, row: int, column: int, count: int) -> list[tuple[int, int, int]]:
+        """(place in the chunk, first entry in the source, length) of what the chunk holds."""
+        parts, start = [], 0
+        for first, length in self._stretches[row]:
+            a, b = max(start, column), min(start + length, column + count)
+            if a < b:
+                parts.append((a - column, first + a - start, b - a))
+            start += length
+        return parts
+
+
+def all_reduce_chunked(collectives: Any, source: Source, mean: bool, chunk_entries: int) -> None:
+    """The mean (or sum) over replicas of all entries, in place."""
+    if collectives.replicas == 1:
+        return
+    padding = collectives.granularity()
+
+    def exchanges() -> Iterator[Exchange]:
+        for first in range(0, source.entries, chunk_entries):
+            length = min(chunk_entries, source.entries - first)
+            buffer = torch.empty(-(-length // padding) * padding, dtype=torch.float32, device=source.device)
+            chunk = buffer[:length]
+            source.fill(chunk, first)
+            buffer[length:].zero_()
+            yield collectives.all_reduce(buffer, mean), partial(source.land, chunk, first)
+
+    _overlap(exchanges())
+
+
+def reduce_scatter_chunked(collectives: Any, rows: Rows, chunk_entries: int = CHUNK_ENTRIES) -> None:
+    """Every replica's row becomes the mean over replicas, at that replica; the others stay what they were."""
+    if collectives.replicas == 1:
+        return
+    own = collectives.replica
+
+    def exchanges() -> Iterator[Exchange]:
+        for column, buffer in _buffers(collectives, rows, chunk_entries):
+            for row, chunk in enumerate(buffer):
+                rows.fill(chunk, row, column)
+            yield collectives.reduce_scatter(buffer.view(-1)), partial(rows.land, buffer[own], own, column)
+
+    _overlap(exchanges())
+
+
+def all_gather_chunked(collectives: Any, rows: Rows, chunk_entries: int = CHUNK_ENTRIES) -> None:
+    """Every replica's row goes to all others."""
+    if collectives.replicas == 1:
+        return
+    own = collectives.replica
+
+    def land(buffer: Tensor, column: int) -> None:
+        for row, chunk in enumerate(buffer):
+            if row != own:
+                rows.land(chunk, row, column)
+
+    def exchanges() -> Iterator[Exchange]:
+        for column, buffer in _buffers(collectives, rows, chunk_entries):
+            rows.fill(buffer[own], own, column)
+            handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
+            yield handle, partial(land, buffer, column)
+
+    _overlap(exchanges())
+
+
+def _buffers(collectives: Any, rows: Rows, chunk_entries: int) -> Iterator[tuple[int, Tensor]]:
+    """(first column, FP32 (replicas, columns)) of every chunk."""
+    width = max(1, chunk_entries // collectives.replicas)
+    for column in range(0, rows.columns, width):
+        shape = collectives.replicas, min(width, rows.columns - column)
+        yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
+
+
+def _overlap(exchanges: Iterable[Exchange]) -> None:
+    """Lands each exchange once the next one, which is filled meanwhile, has been started."""
+    before: Exchange | None = None
+    for exchange in exchanges:
+        if before is not None:
+            _finish(*before)
+        before = exchange
+    if before is not None:
+        _finish(*before)
+
+
+def _finish(handle: Handle, land: Callable[[], None]) -> None:
+    handle.wait()
+    land()
