@@ -15,7 +15,10 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world` processes in one gloo group. A failed call ends the pool; the next call starts a new one."""
+    """`world` processes in one gloo group. A call that fails ends the pool; the next call starts a new one.
+
+    `outcomes` spares it where all ranks have failed, as they do when they refuse something: none is left waiting.
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -35,6 +38,7 @@ class Pool:
         outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
         for rank, (good, value) in enumerate(outcomes):
             if not good:
+                self.close()
                 raise RankError(f"rank {rank}: {value}")
         return [value for _, value in outcomes]
 
@@ -47,16 +51,17 @@ class Pool:
         call = functools.partial(function, *args, **kwargs)
         for _, connection in self._ranks:
             connection.send(call)
-        outcomes = []
+        outcomes, answers = [], 0
         for process, connection in self._ranks:
             if not connection.poll(timeout):
                 outcomes.append((False, f"no answer within {timeout} s (alive: {process.is_alive()})"))
                 break
             try:
                 outcomes.append(connection.recv())
+                answers += 1
             except EOFError:
                 outcomes.append((False, "the process died"))
-        if not all(good for good, _ in outcomes):
+        if answers < self.world or len({good for good, _ in outcomes}) > 1:
             self.close()
         return outcomes
 
