@@ -67,10 +67,10 @@ class GatherPasses(ScapePasses):
         self.use(self._zeros(state), self._zeros(payload), self._zeros(0), self._zeros(errors))
 
     def start_master(self, parameters: Sequence[Tensor]) -> None:
-        """Copies the parameters, flat local tensors in the order of `sizes`, into the master."""
+        """Copies the parameters, local tensors in the order of `sizes`, into the master."""
         if self.rounds_values:
             for piece in self.own_pieces(1.0):
-                values = parameters[piece.tensor][piece.start : piece.end]
+                values = parameters[piece.tensor].reshape(-1)[piece.start : piece.end]
                 self.master[piece.at :][: values.numel()] = values
 
     def pieces_at(self, density: float) -> tuple[tuple[Piece, ...], ...]:

@@ -13,7 +13,7 @@ from torchtitan_scape.job_config import JobConfig
 
 RECORD = "scape_layout"
 # What records say that were saved before the key existed.
-_OLDER = {"simulate_replicas": 1}
+_OLDER = {"simulate_replicas": 1, "parameters": "local", "values_dtype": "float32"}
 
 
 class LayoutRecord(Stateful):
@@ -44,6 +44,8 @@ class LayoutRecord(Stateful):
                 "wait_by": scape.wait_by if scape.wait_scaling else None,
                 "keep_moment": scape.keep_moment if scape.wait_scaling else None,
                 "wire_dtype": scape.wire_dtype,
+                "parameters": scape.parameters,
+                "values_dtype": scape.values_dtype,
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,
                 "ranks_per_node": layout.ranks_per_node,

@@ -69,6 +69,12 @@ class Scape:
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the payload between nodes; what rounding loses is kept (FP32, 4 bytes an entry sent) and sent later"""
 
+    parameters: Literal["local", "gather"] = "local"
+    """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
+
+    values_dtype: Literal["float32", "bfloat16"] = "float32"
+    """With "gather", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
+
     chunk_bytes: int = 0
     """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
 
@@ -88,6 +94,8 @@ class Scape:
                 reduction="sum",
                 wire_dtype=self.wire_dtype,
                 chunk_bytes=self.chunk_bytes or 4,
+                parameters=self.parameters,
+                values_dtype=self.values_dtype,
             )
         except ValueError as error:
             raise ValueError(f"[sync.scape] {error}") from None
@@ -187,6 +195,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
         raise ValueError(
             f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
             "leave it at 'float32' and set mixed_precision_param = 'bfloat16'"
+        )
+    if config.topology.simulate_replicas > 1 and config.sync.scape.parameters == "gather":
+        raise ValueError(
+            '[sync.scape] parameters = "gather" with simulated replicas: its losses are those of "local" up to FP32 '
+            'rounding; set parameters = "local"'
         )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")

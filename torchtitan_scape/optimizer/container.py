@@ -232,6 +232,8 @@ def build_optimizers(
                 max_skipped_steps=sync.max_skipped_steps,
                 kernels=sync.kernels,
                 wire_dtype=scape.wire_dtype,
+                parameters=scape.parameters,
+                values_dtype=scape.values_dtype,
                 chunk_bytes=scape.chunk_bytes or _chunk_bytes(model_parts, scape, layout, collectives),
             )
             return ScapeOptimizers(model_parts, make)

@@ -66,7 +66,14 @@ class Scape(Optimizer):
             level by level): "float32" or "bfloat16". What rounding loses is kept, FP32 per entry sent, and sent
             later. While the mask is denser the payload goes in FP32.
         chunk_bytes: the payload goes in parts of about so many bytes (FP32), each some tensors: one part is packed
-            while the one before it is exchanged, and without `max_norm` updated while the one behind it is.
+            while the one before it is exchanged, and without `max_norm` updated while the one behind it is. With
+            "gather" it goes in one part.
+        parameters: "local": every replica updates its own copy, from the payload's mean. "gather", the sharded form of
+            the paper's Algorithm 2: an entry's owner alone receives the mean, holds the moment, updates, and sends the
+            new value to all. As many bytes in FP32, with parameters that follow "local" to rounding; costs 4 bytes
+            for each of the n/N entries that a replica owns, and saves last step's moment on the mask.
+        values_dtype: with "gather", of the new values on the wire at the target density. In "bfloat16" their owner
+            keeps an FP32 master of its n/N entries, and all, the owner included, hold what arrived.
 
     With `replicas=topology.simulated.SimulatedCollectives(N)` this process plays all N replicas: call `collect()` after
     the backward pass of each, then `step()` once. N states and N gradients exist at the same time, N x 8 bytes a
@@ -157,6 +164,11 @@ class Scape(Optimizer):
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
         gathers = parameters == "gather"
+        if gathers and replicas.simulated:
+            raise ValueError("parameters is 'gather', and replicas are simulated; 'local' gives the same losses")
+        for shard in self._dense if gathers else ():
+            if not local(shard.parameter).is_contiguous():
+                raise ValueError(f"{shard.name!r} is not contiguous; 'gather' cuts it into parts: make it contiguous")
         # What the passes work on: (number of the shard, first entry, end). Owners need whole tensors cut.
         whole = range(len(self._sparse), len(self._ordered))
         self._cuts = [(i, 0, s.size) for i, s in enumerate(self._ordered)]
@@ -300,7 +312,10 @@ class Scape(Optimizer):
         """The tensors that the passes work on, from those of all shards (of every simulated replica in turn)."""
         if len(self._cuts) == len(self._ordered) or self.collectives.simulated:
             return list(tensors)
-        return [tensors[i].view(-1)[start:end] for i, start, end in self._cuts]
+        whole = [tensor.numel() for tensor in tensors]
+        return [
+            tensors[i] if end - start == whole[i] else tensors[i].view(-1)[start:end] for i, start, end in self._cuts
+        ]
 
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
