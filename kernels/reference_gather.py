@@ -10,7 +10,7 @@ Functions work on one owned piece of one tensor, n entries. Names are those of `
 import torch
 from torch import Tensor
 
-from kernels.reference import gated
+from kernels.reference import gated, known_false
 
 
 def carried(common: Tensor, held: Tensor | None, beta1: float) -> Tensor:
@@ -25,7 +25,7 @@ def keep_common_(common: Tensor, held: Tensor | None, used: Tensor | None, beta1
         common: FP32 (n,), written unless not `applied`.
         held, used: P and A, bool (n,); None for all ones.
     """
-    if used is not None:
+    if used is not None and not known_false(applied):
         common.copy_(gated(applied, torch.where(used, common, carried(common, held, beta1)), common))
 
 
@@ -51,6 +51,8 @@ def synchronised_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None
 
 def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: Tensor) -> None:
     """parameter = values on A, unless not `applied`; FP32 (n,), positions int64 (nnz(A),) or None for all."""
+    if known_false(applied):
+        return
     if indices is None:
         parameter.copy_(gated(applied, values, parameter))
     else:

@@ -32,6 +32,8 @@ class Literal:
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire_dtype: str = "float32"
+    parameters: str = "local"  # in FP32 "gather" is the same algorithm
+    values_dtype: str = "float32"
     t: int = 0
     applied: int = 0
     norm: float = 0.0
@@ -40,14 +42,18 @@ class Literal:
     A: list[Tensor] = field(default_factory=list)
     P: list[Tensor] = field(default_factory=list)
     mt: list[list[Tensor]] = field(default_factory=list)
+    common: list[Tensor] = field(default_factory=list)  # the part of e that is the same on all replicas
+    shown: list[Tensor] = field(default_factory=list)  # theta as all replicas have it; rounded where values travel so
     visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of rows and columns, FP64
 
     def __post_init__(self) -> None:
         theta = self.theta
         self.m = [torch.zeros(p.numel()) for p in theta]
+        self.common = [torch.zeros(p.numel()) for p in theta]
         self.e = [[torch.zeros(p.numel()) for p in theta] for _ in range(self.replicas)]
         self.A = [torch.ones(p.numel(), dtype=torch.bool) for p in theta]
         self.P = [a.clone() for a in self.A]
+        self.shown = [p.clone().view(-1) for p in theta]
         for p in self.sparse:
             self.visits.append(
                 (torch.zeros(p.shape[0]).double(), torch.zeros(p.numel() // max(1, p.shape[0])).double())
@@ -75,9 +81,14 @@ class Literal:
         ]
         new_mask = self.refresh(self.density_at(self.t + 1), skip_new=self.at_target)
         b, q, gh = [], [], []
-        means, lost = self.average([[self.mt[r][i][a] for i, a in enumerate(self.A)] for r in range(n)])
+        # With "gather" what is the same for all is left out of what travels, and added by its owner.
+        common = [b1 * m + c for m, c in zip(self.m, self.common, strict=True)]
+        if self.parameters == "local":
+            common = [torch.zeros_like(c) for c in common]
+        means, lost = self.average([[(self.mt[r][i] - common[i])[a] for i, a in enumerate(self.A)] for r in range(n)])
         for i, a in enumerate(self.A):
-            b.append(means[i])
+            b.append(means[i] + common[i][a])
+            self.common[i] = torch.where(a, 0.0, common[i])
             q.append(self.m[i][a])
             gh.append((b[i] - b1 * q[i]) / (1 - b1))
             for r in range(n):
@@ -96,8 +107,10 @@ class Literal:
             if self.wait_scaling:
                 u *= self.waiting(i, a, fresh)
                 self.m[i][fresh] *= self.keep_moment
-            p = self.theta[i].view(-1)
+            p, shown = self.theta[i].view(-1), self.shown[i]
             p.copy_(p - self.lr * (u + self.weight_decay * p))
+            shown -= self.lr * self.weight_decay * shown
+            shown[a] = p[a].bfloat16().float() if self.rounds(self.values_dtype) else p[a]
         self.P, self.A = self.A, new_mask
 
     def waiting(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
@@ -128,7 +141,7 @@ class Literal:
         """
         n, counts = self.replicas, [p.numel() for p in payloads[0]]
         whole = [torch.cat(p) for p in payloads]
-        if self.wire_dtype == "float32" or n == 1 or not self.at_target:
+        if not self.rounds(self.wire_dtype):
             total = whole[0].clone()
             for other in whole[1:]:
                 total += other
@@ -139,13 +152,18 @@ class Literal:
         for other in sent[1:]:
             mean += other
         mean /= n
-        arrived = mean.to(torch.bfloat16).float()
+        # With "gather" the mean stays with the owners of its parts.
+        arrived = mean if self.parameters == "gather" else mean.to(torch.bfloat16).float()
         lost = [one - rounded for one, rounded in zip(whole, sent, strict=True)]
         part = math.ceil(sum(counts) / n)
         for r in range(n):
             own = slice(r * part, (r + 1) * part)
             lost[r][own] += (mean - arrived)[own] * n
         return list(arrived.split(counts)), [list(one.split(counts)) for one in lost]
+
+    def rounds(self, dtype: str) -> bool:
+        """Whether what has this dtype is rounded in this step."""
+        return dtype == "bfloat16" and self.replicas > 1 and self.at_target
 
     @property
     def at_target(self) -> bool:

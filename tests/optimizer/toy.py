@@ -67,5 +67,5 @@ def literal(
     history = []
     for step in range(steps):
         reference.step([gradient(step, r, shapes) for r in range(replicas)])
-        history.append([p.clone() for p in reference.theta])
+        history.append([p.clone() for p in reference.shown])
     return history
