@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import BlockLayout
+from kernels.gather_passes import GatherPasses
 from kernels.passes import ScapePasses
 from kernels.simulated import SimulatedPasses
 
-__all__ = ["BACKENDS", "TRITON_DTYPES", "adams_step", "choose", "finite_check", "scape_passes"]
+__all__ = ["BACKENDS", "TRITON_DTYPES", "adams_step", "choose", "finite_check", "gather_passes", "scape_passes"]
 
 BACKENDS = ("auto", "triton", "torch")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,9 +69,7 @@ def scape_passes(
     replica: "all" plays every replica of the layout: `SimulatedPasses`.
     """
     passes: type[ScapePasses]
-    if "owner" in options:
-        from kernels.torch_gather import TorchGather as passes
-    elif backend == "triton":
+    if backend == "triton":
         from kernels.triton_passes import TritonScape as passes
     else:
         from kernels.torch_passes import TorchScape as passes
@@ -78,6 +77,13 @@ def scape_passes(
         return SimulatedPasses(passes, layout, tuple(whole_sizes), selection, density, device, **options)
     assert not isinstance(replica, str)
     return passes(layout, tuple(whole_sizes), selection, density, replica, device, **options)
+
+
+def gather_passes(backend: str, *arguments: Any, **options: Any) -> GatherPasses:
+    """The passes of the sharded form by "triton" or "torch"; arguments and options are those of `GatherPasses`."""
+    from kernels.torch_gather import TorchGather
+
+    return TorchGather(*arguments, **options)
 
 
 def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:

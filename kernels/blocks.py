@@ -94,21 +94,19 @@ class BlockLayout:
 
     def nnz(self, tensor: int, density: float, selection: str) -> int:
         """Entries of `tensor` that a mask of this density holds; exact, known without any communication."""
-        if selection == "block":
-            return self.nnz_between(0, self.sizes[tensor], density, selection)
-        owned = (self.owned(tensor, replica) for replica in self.owners(tensor))
-        return sum(self.nnz_between(start, end, density, selection) for start, end in owned)
-
-    def nnz_between(self, start: int, end: int, density: float, selection: str) -> int:
-        """The same of entries [start, end) of a tensor: with "tensor", of what one replica owns; else whole blocks."""
-        n = end - start
-        if density >= 1.0 or n == 0:
+        n = self.sizes[tensor]
+        if density >= 1.0:
             return n
-        if selection == "tensor":
-            return max(1, round(density * n))
-        k = entries_per_block(density, self.block_size)
-        full, tail = divmod(n, self.block_size)
-        return full * k + min(k, tail)
+        if selection == "block":
+            k = entries_per_block(density, self.block_size)
+            full, tail = divmod(n, self.block_size)
+            return full * k + min(k, tail)
+        total = 0
+        for replica in range(self.replicas):
+            start, end = self.owned(tensor, replica)
+            if end > start:
+                total += max(1, round(density * (end - start)))
+        return total
 
     def bits(self, mask: Mask, tensor: int) -> Tensor | None:
         """The packed bits of one tensor's blocks; None for all ones."""

@@ -5,23 +5,22 @@ take the norm (`squares`), compute new parameter values, which replace the paylo
 (`values`), who write them (`write`).
 """
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.blocks import BlockLayout, Mask
-from kernels.ownership import Ownership, Piece
-from kernels.passes import Part, Rates, ScapePasses
+from kernels.ownership import Ownership
+from kernels.passes import Part, ScapePasses
+from kernels.visits import VisitRates
 
 
 class GatherPasses(ScapePasses):
     """`ScapePasses` where the owner of entries updates them for all replicas.
 
-    `states` hold this replica's residual off A, zero on A; whole tensors have none. Of the entries that this replica
-    owns there are besides, FP32 (ownership.share,):
+    The tensors of the passes are the pieces of `ownership`, of one owner each. `states` hold this replica's residual
+    off A, zero on A; whole tensors have none. Of what this replica owns there are besides, FP32 (ownership.share,):
 
     common: first moment on A, the part of the residual that is the same on all replicas off A.
     master: parameters, where values travel in BF16; else empty.
@@ -29,95 +28,80 @@ class GatherPasses(ScapePasses):
     The payload at the target density is a matrix with a row an owner.
 
     Args as `ScapePasses`, and:
-        owner: whose share of the entries is this rank's.
-        owners: of the whole tensors; ascending.
+        owner: whose pieces are this rank's.
         rounds_values: values travel in BF16 at the target density; their owner keeps them in FP32.
     """
 
     def __init__(
         self,
-        layout: BlockLayout,
-        whole_sizes: Sequence[int],
+        ownership: Ownership,
         selection: str,
         density: float,
         replica: int | None,
         device: torch.device,
         owner: int,
-        owners: Sequence[int],
         rounds_values: bool = False,
         **options: Any,
     ) -> None:
-        self.ownership, self.owner = Ownership(layout, selection, tuple(whole_sizes), tuple(owners)), owner
-        self._pieces_at: tuple[float, tuple[tuple[Piece, ...], ...]] = (0.0, ())
-        self._by_tensor: tuple[float, list[list[tuple[int, Piece]]]] = (0.0, [])
-        super().__init__(layout, whole_sizes, selection, density, replica, device, **options)
+        self.ownership, self.owner = ownership, owner
+        sizes = [piece.end - piece.start for piece in ownership.whole]
+        super().__init__(ownership.layout, sizes, selection, density, replica, device, **options)
+        self.own = [i for i, piece in enumerate(ownership.pieces) if piece.owner == owner]
         self.rounds_values = rounds_values
-        self.common = self._zeros(self.ownership.share)
-        self.master = self._zeros(self.ownership.share if rounds_values else 0)
+        self.common = self._zeros(ownership.share)
+        self.master = self._zeros(ownership.share if rounds_values else 0)
 
-    def _pad(self, layout: BlockLayout, whole_sizes: Sequence[int]) -> list[int]:
-        return super()._pad(layout, [0] * len(whole_sizes))
+    def _pad(self) -> list[int]:
+        return [*super()._pad()[: self.sparsified], *(0 for _ in self.ownership.whole)]
 
     def _cut(self, chunk_entries: int, granularity: int) -> tuple[tuple[Part, ...], list[int]]:
-        entries = self.layout.replicas * self.ownership.segment(self.density)
-        return (Part(0, len(self.sizes), 0, entries, entries),), []
+        length, places = self.ownership.rows(self.payload_counts(self.density))
+        entries = self.layout.replicas * length
+        return (Part(0, len(self.sizes), 0, entries, entries),), places
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         # Last step's moment is the owner's, in `common`.
         self.use(self._zeros(state), self._zeros(payload), self._zeros(0), self._zeros(errors))
 
-    def start_master(self, parameters: Sequence[Tensor]) -> None:
-        """Copies the parameters, local tensors in the order of `sizes`, into the master."""
-        if self.rounds_values:
-            for piece in self.own_pieces(1.0):
-                values = parameters[piece.tensor].reshape(-1)[piece.start : piece.end]
-                self.master[piece.at :][: values.numel()] = values
+    def _rates_of_visits(self, columns: Any) -> VisitRates:
+        return VisitRates(self.ownership.tensors.sizes, columns, self.device)
 
-    def pieces_at(self, density: float) -> tuple[tuple[Piece, ...], ...]:
-        """Of every replica, for a mask of this density."""
-        if self._pieces_at[0] != density:
-            self._pieces_at = density, self.ownership.pieces(density)
-        return self._pieces_at[1]
+    def start_master(self, parameters: list[Tensor]) -> None:
+        """Copies the parameters, in the order of `sizes`, into the master."""
+        for i in self.own if self.rounds_values else ():
+            self.share_of(self.master, i).copy_(parameters[i].reshape(-1))
 
-    def own_pieces(self, density: float) -> tuple[Piece, ...]:
-        return self.pieces_at(density)[self.owner]
+    def owns(self, piece: int) -> bool:
+        return self.ownership.pieces[piece].owner == self.owner
 
-    def bind(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rates: list[Rates],
-        in_use: Mask,
-        previous: Mask,
-        next_density: float,
-    ) -> None:
-        super().bind(parameters, gradients, rates, in_use, previous, next_density)
-        self.own = self.own_pieces(in_use.density)
+    def share_of(self, buffer: Tensor, piece: int) -> Tensor:
+        """The stretch of an owned piece in a buffer of this replica's share."""
+        return buffer[self.ownership.places[piece] :][: self.sizes[piece]]
+
+    @property
+    def payload_rows(self) -> Tensor:
+        """The payload at the target density, FP32 (replicas, entries)."""
+        return self.payload.view(self.layout.replicas, -1)
 
     def stretches(self) -> list[list[tuple[int, int]]]:
         """Where every owner's entries lie in a payload that is not compact: (first entry, length)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.replicas)]
         starts = [0, *accumulate(self.counts)]
-        pieces = self.pieces_at(self.in_use.density)
-        return [[(starts[p.tensor] + p.first, p.count) for p in own] for own in pieces]
-
-    def by_tensor(self, tensor: int) -> list[tuple[int, Piece]]:
-        """(owner, piece) of the tensor, for the mask in use; in the order of its entries."""
-        if self._by_tensor[0] != self.in_use.density:
-            found: list[list[tuple[int, Piece]]] = [[] for _ in self.sizes]
-            for owner, pieces in enumerate(self.pieces_at(self.in_use.density)):
-                for piece in pieces:
-                    found[piece.tensor].append((owner, piece))
-            self._by_tensor = self.in_use.density, found
-        return self._by_tensor[1][tensor]
+        for piece, start, count in zip(self.ownership.pieces, starts, self.counts, strict=False):
+            found[piece.owner].append((start, count))
+        return found
 
     def clear_padding(self) -> None:
         """Zeros behind every row of the compact payload, where masks have lain."""
-        for row, own in zip(self.payload.view(self.layout.replicas, -1), self.pieces_at(self.density), strict=True):
-            row[sum(piece.count for piece in own) :].zero_()
+        filled = [0] * self.layout.replicas
+        for piece, count in zip(self.ownership.pieces, self.payload_counts(self.density), strict=True):
+            filled[piece.owner] += count
+        for row, end in zip(self.payload_rows, filled, strict=True):
+            row[end:].zero_()
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Behind `update`, where compact: room for the values of all owners, and this rank's; FP32 or BF16."""
-        own = self.payload.view(self.layout.replicas, -1)[self.owner]
+        own = self.payload_rows[self.owner]
         if not self.rounds_values:
             return self.payload, own
         return self.payload.view(torch.bfloat16)[: self.payload.numel()], own.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Who owns which entries in the sharded form of SCAPE ("gather"), and where their payload lies. Plain arithmetic."""
+"""Who owns which entries in the sharded form of SCAPE ("gather"). Plain arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,80 +12,90 @@ _ALIGNED = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """Entries [start, end) of a tensor that one replica owns.
-
-    at: where they lie in their owner's buffers of the size of its share.
-    first, count: the mask's entries among them, as part of all of the tensor's.
-    place: where these lie in the owner's row of the payload.
-    """
+    """Entries [start, end) of a tensor; they all belong to one replica."""
 
     tensor: int
     start: int
     end: int
-    at: int
-    first: int
-    count: int
-    place: int
+    owner: int
 
 
-def deal(sizes: Sequence[int], replicas: int) -> list[tuple[int, int, int, int]]:
-    """Tensors sent whole, cut so that every replica owns as many entries: (tensor, start, end, owner), in order."""
+def cut_into_runs(tensors: BlockLayout) -> list[Piece]:
+    """The sparsified tensors, cut where the replicas' runs end; in order."""
+    return [Piece(i, *tensors.owned(i, r), r) for i in range(len(tensors.sizes)) for r in tensors.owners(i)]
+
+
+def deal_out(sizes: Sequence[int], replicas: int) -> list[Piece]:
+    """Tensors that are sent whole, cut so that every replica owns as many entries (but the last); in order."""
     share = max(1, -(-sum(sizes) // (replicas * _ALIGNED)) * _ALIGNED)
-    cuts, before = [], 0
+    pieces, before = [], 0
     for tensor, size in enumerate(sizes):
         start = 0
-        while start < size or size == start == 0:
-            owner = min((before + start) // share, replicas - 1)
+        while start < size:
+            owner = (before + start) // share
             end = min(size, (owner + 1) * share - before)
-            cuts.append((tensor, start, end, owner))
-            if size == 0:
-                break
+            pieces.append(Piece(tensor, start, end, owner))
             start = end
         before += size
-    return cuts
+    return pieces
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """The runs of the sparsified tensors, and whole tensors that belong to one replica each.
+    """Pieces as the passes see them: tensors of one owner each.
 
-    whole_sizes, owners: of the tensors behind the sparsified ones; owners ascend.
+    tensors: the sparsified ones before they were cut; the pieces' blocks are numbered as theirs.
+    sparse: pieces of these. whole: pieces of what is sent whole, numbers of tensors starting anew.
     """
 
-    layout: BlockLayout
-    selection: str
-    whole_sizes: tuple[int, ...]
-    owners: tuple[int, ...]
+    tensors: BlockLayout
+    sparse: tuple[Piece, ...]
+    whole: tuple[Piece, ...]
+
+    @staticmethod
+    def of(tensors: BlockLayout, whole_sizes: Sequence[int]) -> "Ownership":
+        whole = deal_out(whole_sizes, tensors.replicas)
+        return Ownership(tensors, tuple(cut_into_runs(tensors)), tuple(whole))
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        """The pieces' blocks; runs are those of the tensors."""
+        sizes = tuple(piece.end - piece.start for piece in self.sparse)
+        return BlockLayout(sizes, self.tensors.block_size, self.tensors.replicas)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.sparse + self.whole
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each piece lies in its owner's buffers: blocks as in the run, then whole tensors, aligned."""
+        size, run = self.tensors.block_size, self.tensors.run_blocks
+        places = [(self.layout.first_block[i] - piece.owner * run) * size for i, piece in enumerate(self.sparse)]
+        ends = [run * size] * self.tensors.replicas
+        for piece in self.whole:
+            places.append(ends[piece.owner])
+            ends[piece.owner] += _aligned(piece.end - piece.start)
+        return tuple(places)
 
     @cached_property
     def share(self) -> int:
-        """Entries of the buffers that hold a replica's share: its run, then its whole tensors, each aligned."""
-        whole = [0] * self.layout.replicas
-        for size, owner in zip(self.whole_sizes, self.owners, strict=True):
-            whole[owner] += -(-size // _ALIGNED) * _ALIGNED
-        return self.layout.run_blocks * self.layout.block_size + max(whole)
+        """Entries of the buffers that hold what a replica owns."""
+        whole = [0] * self.tensors.replicas
+        for piece in self.whole:
+            whole[piece.owner] += _aligned(piece.end - piece.start)
+        return self.tensors.run_blocks * self.tensors.block_size + max(whole)
 
-    def pieces(self, density: float) -> tuple[tuple[Piece, ...], ...]:
-        """Of every replica, in the order of the tensors, for a mask of this density."""
-        layout, size = self.layout, self.layout.block_size
-        found: list[list[Piece]] = [[] for _ in range(layout.replicas)]
-        places = [0] * layout.replicas
-        for tensor in range(len(layout.sizes)):
-            first = 0
-            for owner in layout.owners(tensor):
-                start, end = layout.owned(tensor, owner)
-                count = layout.nnz_between(start, end, density, self.selection)
-                at = (layout.first_block[tensor] - owner * layout.run_blocks) * size + start
-                found[owner].append(Piece(tensor, start, end, at, first, count, places[owner]))
-                first += count
-                places[owner] += count
-        ends = [layout.run_blocks * size] * layout.replicas
-        for i, (whole, owner) in enumerate(zip(self.whole_sizes, self.owners, strict=True)):
-            found[owner].append(Piece(len(layout.sizes) + i, 0, whole, ends[owner], 0, whole, places[owner]))
-            ends[owner] += -(-whole // _ALIGNED) * _ALIGNED
-            places[owner] += whole
-        return tuple(tuple(own) for own in found)
+    def rows(self, counts: Sequence[int]) -> tuple[int, list[int]]:
+        """The length of a payload's row, one an owner, and where each piece's entries start in the payload."""
+        ends = [0] * self.tensors.replicas
+        places = []
+        for piece, count in zip(self.pieces, counts, strict=True):
+            places.append(ends[piece.owner])
+            ends[piece.owner] += count
+        length = _aligned(max(ends))
+        return length, [piece.owner * length + at for piece, at in zip(self.pieces, places, strict=True)]
 
-    def segment(self, density: float) -> int:
-        """Entries of a row of the payload: those of the replica that has most, aligned."""
-        return -(-max(sum(piece.count for piece in own) for own in self.pieces(density)) // _ALIGNED) * _ALIGNED
+
+def _aligned(entries: int) -> int:
+    return -(-entries // _ALIGNED) * _ALIGNED

@@ -88,26 +88,30 @@ class ScapePasses:
         self.sparsified = len(layout.sizes)
         self.sizes = (*layout.sizes, *whole_sizes)
         self.first_run, self.runs = (0, layout.replicas) if replica is None else (replica, 1)
-        self._padded = self._pad(layout, whole_sizes)
+        self._padded = self._pad()
         self._counts_at: tuple[float, list[int]] = (0.0, [])
         self._whole = (Part(0, len(self.sizes), 0, 0, 0),)
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
         self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
-        self.visits = None if columns is None else VisitRates(layout.sizes, columns, device)
+        self.visits = None if columns is None else self._rates_of_visits(columns)
         self.keeps = keeps
         self.compact = False
         self.release()
 
-    def _pad(self, layout: BlockLayout, whole_sizes: Sequence[int]) -> list[int]:
+    def _pad(self) -> list[int]:
         """Entries of every tensor's state: padded to blocks, or to 16 bytes, so that all are aligned."""
-        return [blocks * layout.block_size for blocks in layout.blocks] + [-(-n // 4) * 4 for n in whole_sizes]
+        blocks = [blocks * self.layout.block_size for blocks in self.layout.blocks]
+        return blocks + [-(-n // 4) * 4 for n in self.sizes[self.sparsified :]]
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         self.use(self._zeros(state), self._zeros(payload), self._zeros(payload), self._zeros(errors))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def _rates_of_visits(self, columns: Sequence[int]) -> VisitRates:
+        return VisitRates(self.layout.sizes, columns, self.device)
 
     def use(self, state: Tensor, payload: Tensor, last: Tensor, errors: Tensor) -> None:
         """Takes these buffers, FP32 and aligned to 16 bytes, for its own; of the sizes of those that it has."""

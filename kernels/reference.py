@@ -261,17 +261,17 @@ def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Te
 
 
 def waiting_times(
-    indices: Tensor, fresh: Tensor, n: int, max_wait: float, relative: tuple[Tensor, Tensor] | None
+    indices: Tensor, outside: int, fresh: Tensor, max_wait: float, relative: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Mean waiting times of the entries of A, FP32 () for one of all n entries, or (nnz(A),) with `relative`.
+    """Mean waiting times of entries of A, FP32 () for one of the tensor, or of each with `relative`.
 
     Args:
-        indices: positions of A, int64 (nnz(A),).
-        fresh: which of them are newly entered, bool.
+        indices: their positions in the tensor, int64.
+        outside: entries of the tensor that are not in A.
+        fresh: int64 (), how many of A are newly entered.
         max_wait, relative: see `update_`.
     """
-    # Little's law: entries outside the mask over entries entering per step.
-    wait = ((n - indices.numel()) / fresh.sum().float()).clamp(1.0, max_wait)
+    wait = (outside / fresh.float()).clamp(1.0, max_wait)  # Little's law
     if relative is None:
         return wait
     rows, columns = relative
@@ -345,8 +345,9 @@ def update_(
         last = state if indices is None else state.index_select(0, indices)
     moment, step = adams(gradient, last, betas, eps, clip, clip_moment, bias_corrections)
     if max_wait is not None and indices is not None and previous is not None:
-        fresh = entering(indices, previous, parameter.numel())
-        wait = waiting_times(indices, fresh, parameter.numel(), max_wait, relative)
+        n = parameter.numel()
+        fresh = entering(indices, previous, n)
+        wait = waiting_times(indices, n - indices.numel(), fresh.sum(), max_wait, relative)
         step, moment = scaled(step, moment, fresh, wait, keeps)
     decay_(parameter, lr * weight_decay, applied)
     step = gated(applied, step * lr, torch.zeros_like(step))

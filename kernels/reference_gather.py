@@ -10,35 +10,40 @@ Functions work on one owned piece of one tensor, n entries. Names are those of `
 import torch
 from torch import Tensor
 
-from kernels.reference import gated, known_false
+from kernels.reference import gated, known_false, unpack_bits
 
 
-def carried(common: Tensor, held: Tensor | None, beta1: float) -> Tensor:
-    """What all replicas leave out of mt: beta1 * m on P, the common residual off P; `held`, bool (n,), is P."""
-    return common * beta1 if held is None else torch.where(held, common * beta1, common)
+def carried(common: Tensor, previous: Tensor | None, beta1: float) -> Tensor:
+    """What all replicas leave out of mt: beta1 * m on P, the common residual off P; `previous` is P, packed."""
+    if previous is None:
+        return common * beta1
+    return torch.where(unpack_bits(previous, common.numel()), common * beta1, common)
 
 
-def keep_common_(common: Tensor, held: Tensor | None, used: Tensor | None, beta1: float, applied: Tensor) -> None:
-    """Off A the common part becomes residual. On A it stays, for `synchronised_gradient_`.
+def keep_common_(common: Tensor, previous: Tensor | None, in_use: Tensor | None, beta1: float, applied: Tensor) -> None:
+    """Off A the common part becomes residual. On A it stays, for `last_moment`.
 
     Args:
         common: FP32 (n,), written unless not `applied`.
-        held, used: P and A, bool (n,); None for all ones.
+        previous, in_use: packed P and A; None for all ones.
     """
-    if used is not None and not known_false(applied):
-        common.copy_(gated(applied, torch.where(used, common, carried(common, held, beta1)), common))
+    if in_use is not None and not known_false(applied):
+        used = unpack_bits(in_use, common.numel())
+        common.copy_(gated(applied, torch.where(used, common, carried(common, previous, beta1)), common))
 
 
-def last_moment(common: Tensor, indices: Tensor | None, held: Tensor | None) -> tuple[Tensor, Tensor]:
+def last_moment(common: Tensor, indices: Tensor | None, previous: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of A's entries: last step's m, and the common residual that is released; both FP32 (nnz(A),).
 
-    indices: positions of A, int64 (nnz(A),); None for all.
+    indices: positions of A, int64 (nnz(A),); None for all. previous: packed P.
     """
-    before = common if indices is None else common.index_select(0, indices)
-    if held is None:
-        return before, torch.zeros_like(before)
-    was_held = held if indices is None else held.index_select(0, indices)
-    return torch.where(was_held, before, 0.0), torch.where(was_held, 0.0, before)
+    values = common if indices is None else common.index_select(0, indices)
+    if previous is None:
+        return values, torch.zeros_like(values)
+    held = unpack_bits(previous, common.numel())
+    if indices is not None:
+        held = held.index_select(0, indices)
+    return torch.where(held, values, 0.0), torch.where(held, 0.0, values)
 
 
 def synchronised_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None:

@@ -45,15 +45,12 @@ class TorchScape(ScapePasses):
         super().bind(parameters, [g.float() for g in gradients], rates, in_use, previous, next_density)
         # Positions are kept where they are few; while the mask is nearly dense they are made again.
         self._indices = cache(self._find) if self.compact else self._find
-        self._bind_payload()
-        self._chosen = self._room_for_selection(next_density)
-
-    def _bind_payload(self) -> None:
         if self.compact:
             self._payloads: list[Tensor] = self._split(self.payload)
             self._last = self._split(self.last)
         else:
             self._payloads = [g[:n] for g, n in zip(self.gradients, self.counts, strict=True)]
+        self._chosen = self._room_for_selection(next_density)
 
     def _split(self, buffer: Tensor) -> list[Tensor]:
         """The stretch of each tensor."""

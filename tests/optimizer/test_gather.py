@@ -1,6 +1,5 @@
 """The sharded form of SCAPE, replicas as threads: against the literal form, and what it sends and keeps."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kernels.ownership import deal
+from kernels.ownership import deal_out
 from tests.optimizer.test_literal import GRID
-from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, train
+from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions, train
 from tests.replicas import ThreadCollectives, run_replicas
 from torchtitan_scape import Scape
 
@@ -72,14 +71,12 @@ def test_follows_the_literal_form_for_any_shapes(
 
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 9))
 def test_whole_tensors_are_dealt_out_evenly(sizes: list[int], replicas: int) -> None:
-    cuts = deal(sizes, replicas)
-    for tensor, size in enumerate(sizes):
-        own = [(start, end) for i, start, end, _ in cuts if i == tensor]
-        assert own[0][0] == 0 and own[-1][1] == size
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
-    owners = [owner for *_, owner in cuts]
+    pieces = deal_out(sizes, replicas)
+    entries = [(p.tensor, i) for p in pieces for i in range(p.start, p.end)]
+    assert entries == [(tensor, i) for tensor, size in enumerate(sizes) for i in range(size)]
+    owners = [p.owner for p in pieces]
     assert owners == sorted(owners) and all(0 <= owner < replicas for owner in owners)
-    owned = [sum(end - start for _, start, end, owner in cuts if owner == r) for r in range(replicas)]
+    owned = [sum(p.end - p.start for p in pieces if p.owner == r) for r in range(replicas)]
     assert max(owned) <= -(-sum(sizes) // (4 * replicas)) * 4
 
 
@@ -102,48 +99,29 @@ def test_nothing_is_lost(selection: str) -> None:
 
         collectives.reduce_scatter = spy  # type: ignore[method-assign]
         for step in range(6):
-            for p, g in zip(parameters, gradient(step, collectives.replica, shapes), strict=True):
+            own = gradient(step, collectives.replica, shapes)
+            for p, g in zip(parameters, own, strict=True):
                 p.grad = g.clone()
             optimizer.settle()
             before, common = [s.clone() for s in passes.states], passes.common.clone()
-            used, held = (optimizer._layout.bits(m, 3) for m in (optimizer.masks.in_use, optimizer.masks.previous))
             sent.clear()
             optimizer.step()
             if step < 2:
                 continue
-            assert used is not None and held is not None
-            own = gradient(step, collectives.replica, shapes)
-            for i, shape in enumerate(SPARSE):
-                new = before[i] + (1 - 0.9) * own[i].view(-1)
-                rows = sent[0].view(collectives.replicas, -1)
-                payload = [rows[owner, piece.place :][: piece.count] for owner, piece in passes.by_tensor(i)]
+            for i, piece in enumerate(passes.ownership.sparse):
+                used = torch.zeros(passes.sizes[i], dtype=torch.bool)
+                used[positions(optimizer, i)] = True
+                new = before[i] + (1 - 0.9) * own[piece.tensor].view(-1)[piece.start : piece.end]
+                assert not passes.states[i][used].any()
                 got = passes.states[i].clone()
-                bits = optimizer._layout.bits(optimizer.masks.in_use, i)
-                assert bits is not None and shape
-                positions = mask_of(optimizer, i)
-                assert not got[positions].any()
-                got[positions] = torch.cat(payload)
+                got[used] = sent[0][passes.positions()[i] :][: used.sum()]
                 torch.testing.assert_close(got, new, rtol=0, atol=1e-7)
-            for piece in passes.own:
-                if piece.tensor < len(SPARSE):
-                    here = slice(piece.at, piece.at + piece.end - piece.start)
-                    in_use = torch.zeros(piece.end - piece.start, dtype=torch.bool)
-                    at = mask_of(optimizer, piece.tensor)
-                    in_use[at[(at >= piece.start) & (at < piece.end)] - piece.start] = True
-                    kept, was = passes.common[here][~in_use], common[here][~in_use]
-                    # What left the mask was decayed once, the rest is as it was.
+                if i in passes.own:
+                    kept, was = (passes.share_of(buffer, i)[~used] for buffer in (passes.common, common))
+                    # What left the mask has decayed once, the rest is as it was.
                     assert bool(((kept == was) | (kept == was * 0.9)).all())
 
     run_replicas(3, work)
-
-
-def mask_of(optimizer: Scape, tensor: int) -> Tensor:
-    """Positions of the mask of the step just taken: the one before the one that is on its way."""
-    from kernels.reference import unpack_bits
-
-    bits = optimizer._layout.bits(optimizer.masks.in_use, tensor)
-    assert bits is not None
-    return unpack_bits(bits, optimizer._layout.sizes[tensor]).nonzero().view(-1)
 
 
 @pytest.mark.parametrize(

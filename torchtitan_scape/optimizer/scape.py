@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from kernels import choose, finite_check, reference, scape_passes
+from kernels import choose, finite_check, gather_passes, reference, scape_passes
 from kernels.blocks import BlockLayout, density_at
 from kernels.gather_passes import GatherPasses
-from kernels.ownership import deal
-from kernels.passes import Part, Rates
+from kernels.ownership import Ownership, Piece
+from kernels.passes import Part, Rates, ScapePasses
 from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
@@ -163,43 +163,34 @@ class Scape(Optimizer):
         device = local(self._shards[0].parameter).device
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
-        gathers = parameters == "gather"
-        if gathers and replicas.simulated:
-            raise ValueError("parameters is 'gather', and replicas are simulated; 'local' gives the same losses")
-        for shard in self._dense if gathers else ():
-            if not local(shard.parameter).is_contiguous():
-                raise ValueError(f"{shard.name!r} is not contiguous; 'gather' cuts it into parts: make it contiguous")
-        # What the passes work on: (number of the shard, first entry, end). Owners need whole tensors cut.
-        whole = range(len(self._sparse), len(self._ordered))
-        self._cuts = [(i, 0, s.size) for i, s in enumerate(self._ordered)]
-        of_form: dict[str, Any] = {"chunk_entries": chunk_bytes // 4 if replicas.replicas > 1 else 0}
-        if gathers:
-            dealt = deal([s.size for s in self._dense], replicas.replicas)
-            self._cuts[whole.start :] = [(whole[i], start, end) for i, start, end, _ in dealt]
-            rounds_values = values_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
-            of_form = {
-                "owner": replicas.replica,
-                "owners": [owner for *_, owner in dealt],
-                "rounds_values": rounds_values,
-            }
-        self.passes = scape_passes(
-            backend,
-            self._layout,
-            [end - start for _, start, end in self._cuts[whole.start :]],
-            selection,
-            density,
-            # In a dry run nobody else selects.
-            "all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
-            device,
+        # What the passes call tensors: (number in `_ordered`, the part of it or None).
+        self._pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self._ordered))]
+        common: dict[str, Any] = dict(
+            selection=selection,
+            density=density,
+            device=device,
             granularity=replicas.granularity(self._rounds),
             carries=self._rounds,
             columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
             keeps=keep_moment if wait_scaling else 1.0,
-            **of_form,
         )
-        if isinstance(self.passes, GatherPasses):
-            self.passes.start_master(self._cut([local(s.parameter).detach() for s in self._ordered]))
-        self.exchange = (GatherExchange if gathers else LocalExchange)(self.passes, replicas, self._rounds)
+        self._gathers = parameters == "gather"
+        self.passes: ScapePasses
+        self.exchange: LocalExchange
+        if self._gathers:
+            passes = self._gather_passes(backend, values_dtype, common)
+            self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
+        else:
+            self.passes = scape_passes(
+                backend,
+                self._layout,
+                [s.size for s in self._dense],
+                # In a dry run nobody else selects.
+                replica="all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
+                chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
+                **common,
+            )
+            self.exchange = LocalExchange(self.passes, replicas, self._rounds)
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
 
@@ -219,6 +210,34 @@ class Scape(Optimizer):
         self._applied_steps = torch.zeros((), dtype=torch.float64, device=device)
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
+
+    def _gather_passes(self, backend: str, values_dtype: str, options: dict[str, Any]) -> GatherPasses:
+        """The passes of the sharded form. From here on the tensors are pieces that belong to one replica each."""
+        replicas = self.collectives
+        if replicas.simulated:
+            raise ValueError("parameters is 'gather', and replicas are simulated; 'local' gives the same losses")
+        ownership = Ownership.of(self._layout, [s.size for s in self._dense])
+        for shards, pieces in ((self._sparse, ownership.sparse), (self._dense, ownership.whole)):
+            for piece in pieces:
+                if not local(shards[piece.tensor].parameter).is_contiguous():
+                    name = shards[piece.tensor].name
+                    raise ValueError(
+                        f"{name!r} is not contiguous; 'gather' cuts tensors into parts: make it contiguous"
+                    )
+        self._layout = ownership.layout
+        passes = gather_passes(
+            backend,
+            ownership,
+            replica=None if replicas.is_fake else replicas.replica,
+            owner=replicas.replica,
+            rounds_values=values_dtype == "bfloat16" and replicas.replicas > 1 and self.density < 1.0,
+            **options,
+        )
+        count = len(self._sparse)
+        self._pieces = [(p.tensor, p) for p in ownership.sparse]
+        self._pieces += [(count + p.tensor, p) for p in ownership.whole]
+        passes.start_master(self._cut([local(s.parameter).detach() for s in self._ordered]))
+        return passes
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -243,7 +262,7 @@ class Scape(Optimizer):
             passes.bind(
                 self._cut([local(shard.parameter).detach() for shard in self._ordered]),
                 self._cut(gradients),
-                [self._rates(self._ordered[i]) for i, _, _ in self._cuts],
+                [self._rates(self._ordered[i]) for i, _ in self._pieces],
                 masks.in_use,
                 masks.previous,
                 next_density,
@@ -308,18 +327,15 @@ class Scape(Optimizer):
             )
         return gradients
 
-    def _cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the passes work on, from those of all shards (of every simulated replica in turn)."""
-        if len(self._cuts) == len(self._ordered) or self.collectives.simulated:
-            return list(tensors)
-        whole = [tensor.numel() for tensor in tensors]
-        return [
-            tensors[i] if end - start == whole[i] else tensors[i].view(-1)[start:end] for i, start, end in self._cuts
-        ]
+    def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the passes work on, from the tensors of all shards (of every simulated replica in turn)."""
+        pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self._pieces if p is not None]
+        return pieces if self._gathers else tensors
 
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
-        for (i, _, _), state in zip(self._cuts, self.passes.states, strict=True):
+        states = self.passes.states
+        for (i, _), state in zip(self._pieces, states, strict=True):
             self.state[self._ordered[i].parameter]["moment_residual"] = state
 
     def _update(self, part: Part, applied: Tensor) -> None:
@@ -417,16 +433,16 @@ class Scape(Optimizer):
         masks = self.masks
         in_use, previous = masks.of_moment(self.guard.last_applied())
         sums = torch.zeros(4, dtype=torch.float64, device=self.grad_norm.device)
-        for i, shard in enumerate(self._sparse):
-            if not shard.counted:
+        for i, size in enumerate(self._layout.sizes):
+            if not self._ordered[self._pieces[i][0]].counted:
                 continue
-            used = _unpacked(self._layout.bits(in_use, i), shard.size, sums.device)
-            before = _unpacked(self._layout.bits(previous, i), shard.size, sums.device)
+            used = _unpacked(self._layout.bits(in_use, i), size, sums.device)
+            before = _unpacked(self._layout.bits(previous, i), size, sums.device)
             states = torch.atleast_2d(self.passes.states[i])  # a row a simulated replica
             residuals = [torch.where(used, 0.0, state).double().square().sum() for state in states]
             sums += torch.stack(
                 [
-                    torch.tensor(float(shard.size), dtype=torch.float64, device=sums.device),
+                    torch.tensor(float(size), dtype=torch.float64, device=sums.device),
                     used.sum().double(),
                     (used & before).sum().double(),
                     torch.stack(residuals).mean(),
