@@ -81,9 +81,12 @@ def scape_passes(
 
 def gather_passes(backend: str, *arguments: Any, **options: Any) -> GatherPasses:
     """The passes of the sharded form by "triton" or "torch"; arguments and options are those of `GatherPasses`."""
-    from kernels.torch_gather import TorchGather
-
-    return TorchGather(*arguments, **options)
+    passes: type[GatherPasses]
+    if backend == "triton":
+        from kernels.triton_gather_passes import TritonGather as passes
+    else:
+        from kernels.torch_gather import TorchGather as passes
+    return passes(*arguments, **options)
 
 
 def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:

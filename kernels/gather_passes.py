@@ -2,10 +2,9 @@
 
 A step packs as in the local form, without the moment. The payload's sum goes to the owners of its entries alone. They
 take the norm (`squares`), compute new parameter values, which replace the payload (`update`), and send them to all
-(`values`), who write them (`write`).
+(`wire`), who write them (`write`).
 """
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -84,11 +83,16 @@ class GatherPasses(ScapePasses):
         return self.payload.view(self.layout.replicas, -1)
 
     def stretches(self) -> list[list[tuple[int, int]]]:
-        """Where every owner's entries lie in a payload that is not compact: (first entry, length)."""
+        """Where every owner's entries lie in a payload that is not compact: (first entry, length), in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.replicas)]
-        starts = [0, *accumulate(self.counts)]
-        for piece, start, count in zip(self.ownership.pieces, starts, self.counts, strict=False):
-            found[piece.owner].append((start, count))
+        start = 0
+        for piece, count in zip(self.ownership.pieces, self.counts, strict=True):
+            own = found[piece.owner]
+            if own and sum(own[-1]) == start:
+                own[-1] = (own[-1][0], own[-1][1] + count)
+            else:
+                own.append((start, count))
+            start += count
         return found
 
     def clear_padding(self) -> None:
@@ -99,12 +103,16 @@ class GatherPasses(ScapePasses):
         for row, end in zip(self.payload_rows, filled, strict=True):
             row[end:].zero_()
 
-    def values(self) -> tuple[Tensor, Tensor]:
-        """Behind `update`, where compact: room for the values of all owners, and this rank's; FP32 or BF16."""
-        own = self.payload_rows[self.owner]
-        if not self.rounds_values:
-            return self.payload, own
-        return self.payload.view(torch.bfloat16)[: self.payload.numel()], own.to(torch.bfloat16)
+    @property
+    def wire(self) -> Tensor:
+        """Behind `update`, where compact: room for the values of all owners, FP32 or BF16 (replicas * entries,)."""
+        if self.rounds_values:
+            return self.payload.view(torch.bfloat16)[: self.payload.numel()]
+        return self.payload
+
+    def values(self) -> Tensor:
+        """This rank's values, of the dtype of the wire."""
+        return self.payload_rows[self.owner].to(self.wire.dtype)
 
     def write(self, applied: Tensor) -> None:
         """The owners' values on A, weight decay everywhere else. Nothing where not `applied`, bool ()."""

@@ -72,7 +72,7 @@ class TorchGather(GatherPasses, TorchScape):
     def write(self, applied: Tensor) -> None:
         if reference.known_false(applied):
             return
-        values = self._split(self.values()[0]) if self.compact else self._payloads
+        values = self._split(self.wire) if self.compact else self._payloads
         for i, rates in enumerate(self.rates):
             parameter = Flat(self.parameters[i])
             reference.decay_(parameter.flat, rates.lr * rates.weight_decay, applied)

@@ -26,7 +26,10 @@ WAITING = tl.constexpr(7)  # entries outside the mask in use
 ROW = tl.constexpr(8)  # entries of a row
 VISITED_ROWS = tl.constexpr(9)  # position of its first row in the rates of visits
 VISITED_COLUMNS = tl.constexpr(10)  # and of its first column
-WIDTH = tl.constexpr(11)
+START = tl.constexpr(11)  # its first entry in the tensor that it is a piece of
+COMMON = tl.constexpr(12)  # address, of pieces that this replica owns
+MASTER = tl.constexpr(13)  # address, likewise
+WIDTH = tl.constexpr(14)
 
 
 def table_row(*values: int) -> tuple[int, ...]:

@@ -114,12 +114,11 @@ class TritonScape(ScapePasses):
             # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
             self.gradients = [g.float() for g in gradients]
         self._writable = Writable(parameters)
-        layout, flat, positions, visits = self.layout, self._writable.flat, self.positions(), self.visits
+        layout, flat, positions = self.layout, self._writable.flat, self.positions()
         k = entries_per_block(in_use.density, layout.block_size) if not in_use.dense else layout.block_size
         rows = []
-        for i, count in enumerate(self.counts):
+        for i in range(len(self.sizes)):
             sparse = i < self.sparsified
-            axes = (visits.columns[i], *visits.places[2 * i : 2 * i + 2]) if sparse and visits else (1,)
             rows.append(
                 table_row(
                     self.gradients[i].data_ptr(),
@@ -129,8 +128,7 @@ class TritonScape(ScapePasses):
                     layout.first_block[i] if sparse else -1,
                     positions[i],
                     k if sparse else layout.block_size,
-                    self.sizes[i] - count,
-                    *axes,
+                    *self._for_waits(i),
                 )
             )
         self._table.set(rows)
@@ -156,6 +154,13 @@ class TritonScape(ScapePasses):
                 self._chosen = torch.zeros(shape, dtype=torch.int16, device=self.device)
             else:
                 self._chosen = self._bitmap()
+
+    def _for_waits(self, i: int) -> tuple[int, ...]:
+        """The table's columns from WAITING on."""
+        axes: tuple[int, ...] = (1, 0, 0)
+        if self.visits is not None and i < self.sparsified:
+            axes = (self.visits.columns[i], *self.visits.places[2 * i : 2 * i + 2])
+        return self.sizes[i] - self.counts[i], *axes
 
     def pack(self, part: Part, applied: Tensor) -> None:
         tiles, own, others = self._tiles, self._of(part, "own"), self._of(part, "others")
@@ -210,6 +215,7 @@ class TritonScape(ScapePasses):
         chosen: Tensor | None = None,
         k: int = 0,
         keep: bool = False,
+        common: bool = False,
     ) -> None:
         for listed, easy, dtype in tiles.lists(ranges, self._gradient_kinds):
             launching.launch(
@@ -239,6 +245,8 @@ class TritonScape(ScapePasses):
                 KEEP_MOMENT=keep,
                 SKIP_NEW=self.skips_new and (keep or select != "none"),
                 SELECT=select,
+                HAS_LAST=self.last.numel() > 0,
+                HAS_COMMON=common,
             )
 
     def pieces(self) -> "list[Tensor] | _InPlace":

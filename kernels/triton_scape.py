@@ -10,6 +10,7 @@ import triton.language as tl
 from kernels.triton_common import (
     BETA1,
     BETA2,
+    COMMON,
     COUNTED,
     DECAY,
     EPS,
@@ -40,7 +41,7 @@ from kernels.triton_select import choose_in_blocks, store_bitmap, store_offsets,
 
 
 @triton.jit
-def _masks_of_tile(table, tensor, row):
+def masks_of_tile(table, tensor, row):
     """First block of the tile in the masks, and whether the tensor has a mask at all."""
     first = cell(table, tensor, FIRST_BLOCK)
     return first + row, first >= 0
@@ -73,19 +74,22 @@ def pack_kernel(
     KEEP_MOMENT: tl.constexpr,
     SKIP_NEW: tl.constexpr,
     SELECT: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    HAS_COMMON: tl.constexpr,
 ):
     """New moment, payload, last step's moment on it, residual, and the next mask of owned blocks, in one pass.
 
     COMPACT: mt on A goes to `payload`, last step's m there to `last`; else mt goes over the gradient, FP32.
     KEEP_MOMENT writes mt over the gradient in any case. SKIP_NEW: newly entered entries count as zeros in the
     selection, and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own
-    run) or "offsets" (int16 (owned blocks, k)), written to `chosen`.
+    run) or "offsets" (int16 (owned blocks, k)), written to `chosen`. HAS_LAST: there is a `last`. HAS_COMMON: what all
+    replicas leave out of mt lies in a buffer of its own, counts in the selection, and is kept off A.
     """
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
-    block, sparse = _masks_of_tile(table, tensor, row)
+    block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     held = mask_bytes(previous, block, left, sparse & (previous_masked != 0), ROWS, BYTES, BLOCK)
@@ -112,7 +116,8 @@ def pack_kernel(
             carried = tl.where(was_held, before * beta1, before)
             moment = tl.load(gradients + at, mask=some, other=0.0).to(tl.float32) * gradient_rate + carried
             tl.store(payload + to, moment, mask=some)
-            tl.store(last + to, tl.where(was_held, before, 0.0), mask=some)
+            if HAS_LAST:
+                tl.store(last + to, tl.where(was_held, before, 0.0), mask=some)
             bits = bits & (bits - 1)
             to += 1
         tl.debug_barrier()  # the state is written below, by other threads than those that read it here
@@ -121,9 +126,17 @@ def pack_kernel(
     moment = gradient * gradient_rate + tl.where(was_held, state * beta1, state)
     kept = tl.where(was_held, state, 0.0)
     tl.store(states + local, tl.where(spread(used), kept, moment), mask=inside)
+    if not COMPACT and not KEEP_MOMENT:
+        tl.store(gradients + local, moment.to(DTYPE), mask=inside)
+    if HAS_COMMON:
+        commons = pointer(table, tensor, COMMON, tl.float32, EASY) + first
+        common = tl.load(commons + local, mask=inside, other=0.0)
+        carried = tl.where(was_held, common * beta1, common)
+        tl.store(commons + local, tl.where(spread(used), common, carried), mask=inside)
+        moment += carried
     if SKIP_NEW:
         moment = tl.where(spread(used & ~held), 0.0, moment)
-    if KEEP_MOMENT or not COMPACT:
+    if KEEP_MOMENT:
         tl.store(gradients + local, moment.to(DTYPE), mask=inside)
     if SELECT != "none":
         keys = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
@@ -150,7 +163,7 @@ def carry_kernel(
 ):
     """g += error / ((1 - beta1) * scale) on P, FP32: what rounding the last payload lost."""
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    block, sparse = _masks_of_tile(table, tensor, row)
+    block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (previous_masked != 0)
     bits = mask_bytes(previous, block, left, masked, ROWS, BYTES, BLOCK)
     base, position = payload_places(table, starts, tensor, row, left, masked, bits, ROWS, BLOCK, STATIC)
@@ -209,7 +222,7 @@ def squares_in_place_kernel(
     """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, False)
-    block, sparse = _masks_of_tile(table, tensor, row)
+    block, sparse = masks_of_tile(table, tensor, row)
     used = spread(mask_bytes(in_use, block, left, sparse & (in_use_masked != 0), ROWS, BYTES, BLOCK))
     mean = tl.load(pointer(table, tensor, GRADIENT, tl.float32, False) + first + local, mask=inside, other=0.0)
     before = tl.load(pointer(table, tensor, STATE, tl.float32, False) + first + local, mask=inside, other=0.0)
@@ -326,7 +339,7 @@ def update_kernel(
     parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
     decayed = parameter - parameter * rate(rates, tensor, DECAY)
 
-    block, sparse = _masks_of_tile(table, tensor, row)
+    block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     held = mask_bytes(previous, block, left, sparse & (previous_masked != 0) & (WAIT != "none"), ROWS, BYTES, BLOCK)

@@ -27,8 +27,10 @@ from triton.compiler import ASTSource
 
 from kernels import TRITON_DTYPES, launching
 from kernels.blocks import BlockLayout, Mask
+from kernels.ownership import Ownership
 from kernels.passes import Rates
 from kernels.triton_dense_passes import Finite, TritonAdams
+from kernels.triton_gather_passes import TritonGather
 from kernels.triton_passes import TritonScape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,6 +108,18 @@ def _steps(quick: bool) -> Iterator[Any]:
     ]
     for options in [{}, *([] if quick else others)]:
         yield lambda o=options: _scape_step(**{**defaults, **o})
+    forms: list[dict[str, Any]] = [
+        dict(density=0.01),
+        dict(in_use=1.0),
+        dict(in_use=0.5),
+        dict(dtype=torch.bfloat16),
+        dict(rounds_values=True),
+        dict(rounds_values=True, in_use=0.5),
+        dict(columns=None),
+        dict(block=32768, density=0.01),
+    ]
+    for options in [{}, *([] if quick else forms)]:
+        yield lambda o=options: _gather_step(**o)
     for dtype in TRITON_DTYPES:
         yield lambda d=dtype: _dense_step(d)
 
@@ -140,6 +154,32 @@ def _scape_step(
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, selection), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits, applied)
+
+
+def _gather_step(
+    block: int = 1024,
+    density: float = 0.1,
+    in_use: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    rounds_values: bool = False,
+    columns: tuple[int, ...] | None = (16, 8),
+) -> None:
+    """The sharded form's kernels; the others are those of `_scape_step`."""
+    cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
+    ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
+    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values, columns=columns)
+    passes = TritonGather(ownership, "block", density, 0, cpu, keeps=0.5 if columns else 1.0, **options)
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
+    bits = ownership.layout.mask_bytes()
+    masks = [Mask(torch.zeros(bits, dtype=torch.uint8), d) for d in (in_use or density, density)]
+    rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(parameters)
+    passes.bind(parameters, gradients, rates, *masks, density)
+    applied, steps = torch.tensor(True), torch.ones((), dtype=torch.float64)
+    passes.pack_all(applied)
+    passes.squares_all()
+    for part in passes.parts:
+        passes.update(part, torch.ones(()), True, steps, 1000.0 if columns else None, applied)
+    passes.write(applied)
 
 
 def _dense_step(dtype: torch.dtype) -> None:

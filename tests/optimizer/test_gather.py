@@ -12,6 +12,7 @@ from kernels.ownership import deal_out
 from tests.optimizer.test_literal import GRID
 from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions, train
 from tests.replicas import ThreadCollectives, run_replicas
+from topology.simulated import SimulatedCollectives
 from torchtitan_scape import Scape
 
 ROUNDED = [
@@ -229,6 +230,9 @@ def test_wrong_options_are_refused() -> None:
         ({"parameters": "shared"}, "parameters is 'shared'; it must be 'local' or 'gather'"),
         ({"values_dtype": "bfloat16"}, "values_dtype is 'bfloat16', and parameters is 'local'"),
         ({"parameters": "gather", "values_dtype": "half"}, "values_dtype is 'half'; it must be"),
+        ({"parameters": "gather", "replicas": SimulatedCollectives(2)}, "'gather', and replicas are simulated"),
     ):
         with pytest.raises(ValueError, match=message):
             Scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'group0\.0' is not contiguous"):
+        Scape([nn.Parameter(torch.ones(4, 6).t())], lr=0.1, parameters="gather")

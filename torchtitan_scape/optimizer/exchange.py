@@ -74,8 +74,7 @@ class GatherExchange(LocalExchange):
         if not self.passes.compact:
             all_gather_chunked(self.collectives, self._rows())
         else:
-            output, own = self.passes.values()
-            self.collectives.all_gather(output, own, kind="values").wait()
+            self.collectives.all_gather(self.passes.wire, self.passes.values(), kind="values").wait()
         self.passes.write(applied)
 
     def planned_bytes(self) -> float:

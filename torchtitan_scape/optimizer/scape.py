@@ -178,6 +178,13 @@ class Scape(Optimizer):
         self.passes: ScapePasses
         self.exchange: LocalExchange
         if self._gathers:
+            if selection == "tensor":
+                if kernels == "triton":
+                    raise ValueError(
+                        "kernels is 'triton', and selection 'tensor' with parameters 'gather' runs in PyTorch only; "
+                        "choose kernels 'auto', or selection 'block'"
+                    )
+                backend = "torch"
             passes = self._gather_passes(backend, values_dtype, common)
             self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
         else:

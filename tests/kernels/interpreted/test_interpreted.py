@@ -24,8 +24,9 @@ from tests.kernels.checks import (
     check_step,
 )
 from tests.optimizer.test_simulated import check_alike
-from tests.optimizer.toy import flat, train
+from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, train
 from tests.replicas import run_replicas
+from torchtitan_scape import Scape
 
 # Ties are the rule; signed zeros, denormals, infinities and the largest number included.
 VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))
@@ -217,6 +218,14 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
         (2, dict(density=0.3, density_warmup_steps=3)),
         (2, dict(density=0.1, selection="tensor")),
         (2, dict(density=0.1, wait_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
+        (1, dict(density=0.1, parameters="gather")),
+        (3, dict(density=0.1, parameters="gather")),
+        (2, dict(density=0.3, parameters="gather", density_warmup_steps=3, wait_by="tensor")),
+        (2, dict(density=0.1, parameters="gather", wire_dtype="bfloat16", values_dtype="bfloat16", dense_names=["p1"])),
+        (
+            2,
+            dict(density=0.1, parameters="gather", values_dtype="bfloat16", wait_scaling=False, density_warmup_steps=3),
+        ),
     ],
 )
 def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +238,30 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
         assert (flat(ours) - flat(theirs)).norm() <= 1e-6 * flat(ours).norm()
     for other in kernel[1:]:
         assert torch.equal(flat(other[-1]), flat(kernel[0][-1]))
+
+
+def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of four steps, in warm-up, and the last: nothing that lasts is written."""
+    launch_one_at_a_time(monkeypatch)
+
+    def work(collectives: Any) -> None:
+        parameters = [torch.nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        options: dict[str, Any] = dict(density=0.1, density_warmup_steps=2, parameters="gather", kernels="triton")
+        options |= dict(lr=1e-2, block_size=16, values_dtype="bfloat16")
+        optimizer = Scape(parameters, replicas=collectives, **options)
+        passes: Any = optimizer.passes
+        for step in range(4):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g.clone()
+            if step in (1, 3) and collectives.replica == 1:
+                parameters[1].grad[3, 2] = float("nan")
+            kept = [*parameters, passes.state, passes.common, passes.master]
+            before = [t.detach().clone() for t in kept]
+            optimizer.step()
+            same = [torch.equal(a, b) for a, b in zip(before, kept, strict=True)]
+            assert all(same) if step in (1, 3) else not any(same[1:2])
+
+    run_replicas(2, work)
 
 
 @pytest.mark.parametrize(
