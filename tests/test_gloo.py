@@ -34,26 +34,28 @@ def train_plain(**options: Any) -> dict[str, Any]:
         optimizer.step()
         history.append([p.detach().clone() for p in parameters])
     figures = optimizer.statistics()
-    on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in range(len(SPARSE))]
+    tensors = range(len(optimizer._layout.sizes))
+    on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in tensors]
     optimizer.settle()
     return {
         "history": history,
         "bits": optimizer.masks.in_use.bits,
         "figures": figures,
         "norm": optimizer.grad_norm,
-        "before": [positions(optimizer, i).numel() for i in range(len(SPARSE))],
+        "before": [positions(optimizer, i).numel() for i in tensors],
         "moments": on_mask,
     }
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("selection", ["block", "tensor"])
+@pytest.mark.parametrize("parameters", ["local", "gather"])
 def test_replicas_stay_equal_and_follow_the_literal_form(
-    world: int, selection: str, request: pytest.FixtureRequest
+    world: int, selection: str, parameters: str, request: pytest.FixtureRequest
 ) -> None:
-    """Properties 3 and 4 over gloo. Its ring adds in another order for 4 replicas, hence the wider bound."""
+    """Properties 3, 4 and 5 over gloo. It adds in another order for 4 replicas, hence the wider bound."""
     pool: Pool = request.getfixturevalue(f"pool{world}")
-    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4}
+    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "parameters": parameters}
     results = pool(train_plain, **options)
     for result in results[1:]:
         assert torch.equal(result["bits"], results[0]["bits"])

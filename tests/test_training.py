@@ -31,6 +31,13 @@ METHODS = {
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
     "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000"],
     "scape-bf16": ["--sync.scape.density=0.1", "--sync.scape.wire_dtype=bfloat16", "--sync.scape.chunk_bytes=100000"],
+    "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.parameters=gather"],
+    "scape-gather-bf16": [
+        "--sync.scape.density=0.1",
+        "--sync.scape.parameters=gather",
+        "--sync.scape.wire_dtype=bfloat16",
+        "--sync.scape.values_dtype=bfloat16",
+    ],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-wait-scaling"],
 }
 LAYOUTS = {
@@ -92,7 +99,9 @@ def pool_for(layout: str, request: pytest.FixtureRequest) -> Pool:
 
 @pytest.mark.parametrize(
     "method, layout",
-    [(m, where) for m in ("adamw", "adams", "scape") for where in LAYOUTS if where != "nodes"] + [("scape", "nodes")],
+    [(m, where) for m in ("adamw", "adams", "scape") for where in LAYOUTS if where != "nodes"]
+    + [("scape", "nodes"), ("scape-gather", "2x2"), ("scape-gather-bf16", "nodes")],
+    +[("scape", "nodes"), ("scape-gather", "2x2"), ("scape-gather-bf16", "nodes")],
 )
 def test_the_loss_goes_down(method: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     results = pool_for(layout, request)(
@@ -185,6 +194,8 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("scape-odd", "1x2", None),
         ("scape-tensor", "1x2", None),
         ("scape-bf16", "nodes", 4),
+        ("scape-gather", "2x2", None),
+        ("scape-gather-bf16", "nodes", 4),
     ],
 )
 def test_resuming_is_the_run_that_never_stopped(

@@ -81,6 +81,38 @@ def test_all_ranks_get_the_same_mean_and_nothing_is_lost(shape: str, rounded: bo
     check_exchange(pool4(exchange, shape, rounded), rounded)
 
 
+def scatter(shape: str, rounded: bool) -> dict[str, Any]:
+    """A reduce-scatter, and a gather of its result."""
+    ours, n = collectives(shape), 64
+    x, error = values(dist.get_rank(), n), torch.full((n,), torch.nan) if rounded else None
+    ours.reduce_scatter(x, error=error).wait()
+    own = x.view(ours.replicas, -1)[ours.replica].clone()
+    ours.all_gather(x, own, kind="values").wait()
+    kinds = ("payload", "values")
+    sent = {level: [ours.traffic.sent[level, kind] for kind in kinds] for level in ("gcd_pair", "node", "network")}
+    planned = ours.scattered_bytes(n, rounded), ours.gathered_bytes(own.nbytes)
+    return {"mean": x, "error": error, "sent": sent, "planned": planned}
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_owners_receive_their_part_of_the_mean(shape: str, rounded: bool, pool4: Pool) -> None:
+    results = pool4(scatter, shape, rounded)
+    total = sum(values(rank, 64).double() for rank in range(4))
+    if rounded:  # only what is sent: the sum itself stays FP32
+        lost = sum(r["error"].double() for r in results)
+        assert 0 < lost.abs().max() < 0.1
+        total -= lost
+    for result in results:
+        assert torch.equal(result["mean"], results[0]["mean"])
+        torch.testing.assert_close(result["mean"].double(), total / 4, rtol=0, atol=1e-6)
+        assert result["planned"] == tuple(sum(sent) for sent in zip(*result["sent"].values(), strict=True))
+        # 64 entries of 4 bytes: a ring of four, or pairs inside and across.
+        inside, across = (128, 32 if rounded else 64) if shape in ("nodes", "pairs") else (0, 96 if rounded else 192)
+        assert sum(sent[0] for sent in result["sent"].values()) == inside + across
+        assert sum(sent[1] for sent in result["sent"].values()) == 192
+
+
 def test_three_levels() -> None:
     """Eight ranks: pairs, two to a node, two nodes."""
     pool = Pool(8)
