@@ -154,10 +154,9 @@ def owned_update_kernel(
     if HAS_MASTER:
         parameters = pointer(table, tensor, MASTER, tl.float32, EASY) + first
         if COMPACT:
-            value = tl.load(parameters + local, mask=inside, other=0.0)
-            tl.store(parameters + local, value - value * decay, mask=inside)
+            master = tl.load(parameters + local, mask=inside, other=0.0)
+            tl.store(parameters + local, master - master * decay, mask=inside)
             tl.debug_barrier()  # the entries of the mask are changed below, by other threads
-            decay = 0.0
     else:
         parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
     if COMPACT:
@@ -181,7 +180,9 @@ def owned_update_kernel(
                     step, moment, newly, table, tensor, relative, wait, max_wait, whole_first, at, WAIT, KEEPS, LEAST
                 )
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
-            value = (value - value * decay) - step * lr
+            if not HAS_MASTER:
+                value -= value * decay
+            value -= step * lr
             tl.store(payload + position, value, mask=some)
             tl.store(commons + at, moment, mask=some)
             if HAS_MASTER:
