@@ -47,6 +47,7 @@ class GatherPasses(ScapePasses):
         super().__init__(ownership.layout, sizes, selection, density, replica, device, **options)
         self.own = [i for i, piece in enumerate(ownership.pieces) if piece.owner == owner]
         self.rounds_values = rounds_values
+        self._padding_at: Tensor | None = None
         self.common = self._zeros(ownership.share)
         self.master = self._zeros(ownership.share if rounds_values else 0)
 
@@ -95,13 +96,22 @@ class GatherPasses(ScapePasses):
             start += count
         return found
 
+    @property
+    def longest_row(self) -> int:
+        """Entries of the replica that owns most."""
+        owned = [0] * self.layout.replicas
+        for piece in self.ownership.pieces:
+            owned[piece.owner] += piece.end - piece.start
+        return max(owned)
+
     def clear_padding(self) -> None:
         """Zeros behind every row of the compact payload, where masks have lain."""
-        filled = [0] * self.layout.replicas
-        for piece, count in zip(self.ownership.pieces, self.payload_counts(self.density), strict=True):
-            filled[piece.owner] += count
-        for row, end in zip(self.payload_rows, filled, strict=True):
-            row[end:].zero_()
+        if self._padding_at is None:
+            padding = torch.ones(self.payload.numel(), dtype=torch.bool)
+            for start, count in zip(self.positions(), self.counts, strict=True):
+                padding[start : start + count] = False
+            self._padding_at = padding.nonzero().view(-1).to(self.device)
+        self.payload.index_fill_(0, self._padding_at, 0.0)
 
     @property
     def wire(self) -> Tensor:
@@ -114,6 +124,9 @@ class GatherPasses(ScapePasses):
         """This rank's values, of the dtype of the wire."""
         return self.payload_rows[self.owner].to(self.wire.dtype)
 
-    def write(self, applied: Tensor) -> None:
-        """The owners' values on A, weight decay everywhere else. Nothing where not `applied`, bool ()."""
+    def write(self, applied: Tensor, own_only: bool = False) -> None:
+        """The owners' values on A, weight decay everywhere else. Nothing where not `applied`, bool ().
+
+        own_only: in this replica's own pieces, for a dry run, where no others' values arrive.
+        """
         raise NotImplementedError

@@ -69,12 +69,12 @@ class TorchGather(GatherPasses, TorchScape):
             reference_gather.write_(self.share_of(self.common, i), indices, moment, applied)
             payload.copy_(values)
 
-    def write(self, applied: Tensor) -> None:
+    def write(self, applied: Tensor, own_only: bool = False) -> None:
         if reference.known_false(applied):
             return
         values = self._split(self.wire) if self.compact else self._payloads
-        for i, rates in enumerate(self.rates):
-            parameter = Flat(self.parameters[i])
+        for i in self.own if own_only else range(len(self.sizes)):
+            rates, parameter = self.rates[i], Flat(self.parameters[i])
             reference.decay_(parameter.flat, rates.lr * rates.weight_decay, applied)
             reference_gather.write_(parameter.flat, self._indices(i), values[i].float(), applied)
             parameter.store()

@@ -158,8 +158,8 @@ class TritonGather(GatherPasses, TritonScape):
                 CLIP_MOMENT=clip_moment,
             )
 
-    def write(self, applied: Tensor) -> None:
-        for listed, easy, dtype in self._tiles.lists(self._all, self._owner_kinds):
+    def write(self, applied: Tensor, own_only: bool = False) -> None:
+        for listed, easy, dtype in self._tiles.lists(self._mine if own_only else self._all, self._owner_kinds):
             launching.launch(
                 triton_gather.write_kernel,
                 (len(listed),),

@@ -456,6 +456,8 @@ class _InPlace:
         tiles = [-(-end // passes._stream.rows) for _, _, end in passes._all]
         self._first_tile = [0, *accumulate(tiles)]
         self._per_block = entries_per_block(passes.in_use.density, passes.layout.block_size)
+        # All tiles, tensor by tensor.
+        ((self._tiles, _, _),) = passes._stream.lists(passes._all, passes._any_kinds)
 
     def fill(self, chunk: Tensor, first: int) -> None:
         """chunk = payload[first : first + len(chunk)]."""
@@ -468,9 +470,8 @@ class _InPlace:
     def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
         p = self._passes
         tiles = p._stream
-        ((listed, _, _),) = tiles.lists(p._all, p._any_kinds)  # all of them, tensor by tensor
         begin, end = self._tiles_of(first), self._tiles_of(first + chunk.numel() - 1)
-        listed = listed[begin.start : end.stop]
+        listed = self._tiles[begin.start : end.stop]
         launching.launch(
             triton_masks.move_kernel,
             (len(listed),),

@@ -116,6 +116,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(rounds_values=True),
         dict(rounds_values=True, in_use=0.5),
         dict(columns=None),
+        dict(columns=None, max_wait=1000.0),
         dict(block=32768, density=0.01),
     ]
     for options in [{}, *([] if quick else forms)]:
@@ -163,6 +164,7 @@ def _gather_step(
     dtype: torch.dtype = torch.float32,
     rounds_values: bool = False,
     columns: tuple[int, ...] | None = (16, 8),
+    max_wait: float | None = None,
 ) -> None:
     """The sharded form's kernels; the others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
@@ -178,7 +180,7 @@ def _gather_step(
     passes.pack_all(applied)
     passes.squares_all()
     for part in passes.parts:
-        passes.update(part, torch.ones(()), True, steps, 1000.0 if columns else None, applied)
+        passes.update(part, torch.ones(()), True, steps, 1000.0 if columns else max_wait, applied)
     passes.write(applied)
 
 

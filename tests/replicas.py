@@ -35,6 +35,8 @@ class Meeting:
 class ThreadCollectives(ReplicaCollectives):
     """Adds in rank order. One replica is one thread; counts its calls as the real one does its own."""
 
+    least_columns = 7  # several chunks in small models
+
     def __init__(self, meeting: Meeting, replica: int) -> None:
         super().__init__(None)
         self._meeting = meeting

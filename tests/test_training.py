@@ -101,7 +101,6 @@ def pool_for(layout: str, request: pytest.FixtureRequest) -> Pool:
     "method, layout",
     [(m, where) for m in ("adamw", "adams", "scape") for where in LAYOUTS if where != "nodes"]
     + [("scape", "nodes"), ("scape-gather", "2x2"), ("scape-gather-bf16", "nodes")],
-    +[("scape", "nodes"), ("scape-gather", "2x2"), ("scape-gather-bf16", "nodes")],
 )
 def test_the_loss_goes_down(method: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     results = pool_for(layout, request)(

@@ -69,9 +69,11 @@ class Rows:
 
     def fill(self, chunk: Tensor, row: int, column: int) -> None:
         """chunk = the row's entries [column, column + len(chunk))."""
-        chunk.zero_()
+        filled = 0
         for at, first, length in self._parts(row, column, chunk.numel()):
             self._source.fill(chunk[at : at + length], first)
+            filled = at + length
+        chunk[filled:].zero_()
 
     def land(self, chunk: Tensor, row: int, column: int) -> None:
         """The row's entries [column, column + len(chunk)) = chunk."""
@@ -107,14 +109,14 @@ def all_reduce_chunked(collectives: Any, source: Source, mean: bool, chunk_entri
     _overlap(exchanges())
 
 
-def reduce_scatter_chunked(collectives: Any, rows: Rows, chunk_entries: int = CHUNK_ENTRIES) -> None:
+def reduce_scatter_chunked(collectives: Any, rows: Rows) -> None:
     """Every replica's row becomes the mean over replicas, at that replica; the others stay what they were."""
     if collectives.replicas == 1:
         return
     own = collectives.replica
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, chunk_entries):
+        for column, buffer in _buffers(collectives, rows):
             for row, chunk in enumerate(buffer):
                 rows.fill(chunk, row, column)
             yield collectives.reduce_scatter(buffer.view(-1)), partial(rows.land, buffer[own], own, column)
@@ -122,7 +124,7 @@ def reduce_scatter_chunked(collectives: Any, rows: Rows, chunk_entries: int = CH
     _overlap(exchanges())
 
 
-def all_gather_chunked(collectives: Any, rows: Rows, chunk_entries: int = CHUNK_ENTRIES) -> None:
+def all_gather_chunked(collectives: Any, rows: Rows) -> None:
     """Every replica's row goes to all others."""
     if collectives.replicas == 1:
         return
@@ -134,7 +136,7 @@ def all_gather_chunked(collectives: Any, rows: Rows, chunk_entries: int = CHUNK_
                 rows.land(chunk, row, column)
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, chunk_entries):
+        for column, buffer in _buffers(collectives, rows):
             rows.fill(buffer[own], own, column)
             handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
             yield handle, partial(land, buffer, column)
@@ -142,9 +144,9 @@ def all_gather_chunked(collectives: Any, rows: Rows, chunk_entries: int = CHUNK_
     _overlap(exchanges())
 
 
-def _buffers(collectives: Any, rows: Rows, chunk_entries: int) -> Iterator[tuple[int, Tensor]]:
+def _buffers(collectives: Any, rows: Rows) -> Iterator[tuple[int, Tensor]]:
     """(first column, FP32 (replicas, columns)) of every chunk."""
-    width = max(1, chunk_entries // collectives.replicas)
+    width = max(collectives.least_columns, CHUNK_ENTRIES // collectives.replicas)
     for column in range(0, rows.columns, width):
         shape = collectives.replicas, min(width, rows.columns - column)
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)

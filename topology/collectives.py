@@ -65,6 +65,8 @@ class ReplicaCollectives:
 
     # Whether this process plays all the replicas: see `topology.simulated`.
     simulated = False
+    # Of a chunk that has a row a replica: the host fills each row on its own. With 1,024 replicas it has 256 MiB.
+    least_columns = 1 << 16
 
     def __init__(self, replicas: ProcessGroup | ReplicaGroups | None, model: ProcessGroup | None = None) -> None:
         if not isinstance(replicas, ReplicaGroups):
@@ -208,22 +210,29 @@ class ReplicaCollectives:
         An all-reduce may add in another order in each node; this sum is the same to the last bit on every
         replica.
         """
-        return self._sum_in_order(value, self.groups.model)
-
-    def sum_over_owners(self, value: Tensor) -> Tensor:
-        """FP32 (): the sum over all ranks, added in rank order: of a replica, then over the replicas."""
-        return self._sum_in_order(self.sum_over_model(value), self.groups.replicate)
-
-    def _sum_in_order(self, value: Tensor, group: ProcessGroup | None) -> Tensor:
+        group = self.groups.model
         if group is None:
             return value
-        values = torch.empty(group.size(), dtype=value.dtype, device=value.device)
-        all_gather_into(values, value.view(1), group=group)
-        self._count_one(group, "norm", value.nbytes, float(group.size() - 1))
+        values = self._gathered(value, group)
         total = values[0]
         for i in range(1, group.size()):
             total = total + values[i]
         return total
+
+    def sum_over_owners(self, value: Tensor) -> Tensor:
+        """FP32 (): the sum over all ranks: of a replica, then over the replicas.
+
+        All have the same summands and add them alike, in FP64, which gives all the same bits.
+        """
+        own, group = self.sum_over_model(value), self.groups.replicate
+        return own if group is None else self._gathered(own, group).double().sum().to(own.dtype)
+
+    def _gathered(self, value: Tensor, group: ProcessGroup) -> Tensor:
+        """Every rank's scalar, in rank order."""
+        values = torch.empty(group.size(), dtype=value.dtype, device=value.device)
+        all_gather_into(values, value.view(1), group=group)
+        self._count_one(group, "norm", value.nbytes, float(group.size() - 1))
+        return values
 
     def sum_over_all(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks of all replicas, for reports; not counted."""

@@ -196,7 +196,8 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
             "leave it at 'float32' and set mixed_precision_param = 'bfloat16'"
         )
-    if config.topology.simulate_replicas > 1 and config.sync.scape.parameters == "gather":
+    gathers = config.sync.method == "scape" and config.sync.scape.parameters == "gather"
+    if config.topology.simulate_replicas > 1 and gathers:
         raise ValueError(
             '[sync.scape] parameters = "gather" with simulated replicas: its losses are those of "local" up to FP32 '
             'rounding; set parameters = "local"'

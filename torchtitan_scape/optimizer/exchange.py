@@ -41,8 +41,8 @@ class LocalExchange:
         """FP32 (): over the whole model, from what `squares` of the passes says of all parts."""
         return self.collectives.sum_over_model(squares)
 
-    def finish(self, applied: Tensor) -> None:
-        """Behind the update of all parts."""
+    def gather(self) -> None:
+        """Behind the update: the owners' values go to all, where there are owners."""
 
     def planned_bytes(self) -> float:
         """Bytes of payload that this rank sends in a step at the target density."""
@@ -70,14 +70,13 @@ class GatherExchange(LocalExchange):
     def norm_squared(self, squares: Tensor) -> Tensor:
         return self.collectives.sum_over_owners(squares)
 
-    def finish(self, applied: Tensor) -> None:
+    def gather(self) -> None:
         if not self.passes.compact:
             all_gather_chunked(self.collectives, self._rows())
         else:
             self.collectives.all_gather(self.passes.wire, self.passes.values(), kind="values").wait()
-        self.passes.write(applied)
 
     def planned_bytes(self) -> float:
-        entries = self.passes.entries or sum(self.passes.sizes)
+        entries = self.passes.entries or self.collectives.replicas * self.passes.longest_row
         own = entries // self.collectives.replicas * (2 if self.passes.rounds_values else 4)
         return self.collectives.scattered_bytes(entries, self.rounds) + self.collectives.gathered_bytes(own)

@@ -1,5 +1,6 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,6 +26,11 @@ from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
 from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of
 from torchtitan_scape.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
+
+# What states were saved with that do not say.
+_OLDER = {"form": "local", "values_dtype": "float32"}
 
 
 class Scape(Optimizer):
@@ -184,6 +190,8 @@ class Scape(Optimizer):
                         "kernels is 'triton', and selection 'tensor' with parameters 'gather' runs in PyTorch only; "
                         "choose kernels 'auto', or selection 'block'"
                     )
+                if backend == "triton":
+                    logger.warning("selection 'tensor' with parameters 'gather' runs in PyTorch, not in Triton")
                 backend = "torch"
             passes = self._gather_passes(backend, values_dtype, common)
             self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
@@ -243,7 +251,6 @@ class Scape(Optimizer):
         count = len(self._sparse)
         self._pieces = [(p.tensor, p) for p in ownership.sparse]
         self._pieces += [(count + p.tensor, p) for p in ownership.whole]
-        passes.start_master(self._cut([local(s.parameter).detach() for s in self._ordered]))
         return passes
 
     # ------------------------------------------------------------------------------------------ the step
@@ -260,6 +267,9 @@ class Scape(Optimizer):
             gradients = self._gradients()
         with phase("exchange"):
             self.settle()
+        if self.attempted_steps == 0 and isinstance(passes, GatherPasses):
+            # Not before: weights may be loaded into the parameters until then.
+            passes.start_master(self._local_parameters())
         self.attempted_steps += 1
         next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
 
@@ -267,7 +277,7 @@ class Scape(Optimizer):
             applied = self.guard.check(gradients)
         with phase("pack"):
             passes.bind(
-                self._cut([local(shard.parameter).detach() for shard in self._ordered]),
+                self._local_parameters(),
                 self._cut(gradients),
                 [self._rates(self._ordered[i]) for i, _ in self._pieces],
                 masks.in_use,
@@ -301,8 +311,11 @@ class Scape(Optimizer):
             self._clip(squares.float(), applied)
         for part in passes.parts if self.max_norm is not None else ():
             self._update(part, applied)
-        with phase("exchange"):
-            self.exchange.finish(applied)
+        if isinstance(passes, GatherPasses):
+            with phase("exchange"):
+                self.exchange.gather()
+            with phase("update"):
+                passes.write(applied, own_only=self.collectives.is_fake)
         passes.release()
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
@@ -339,11 +352,15 @@ class Scape(Optimizer):
         pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self._pieces if p is not None]
         return pieces if self._gathers else tensors
 
+    def _local_parameters(self) -> list[Tensor]:
+        return self._cut([local(shard.parameter).detach() for shard in self._ordered])
+
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
-        states = self.passes.states
-        for (i, _), state in zip(self._pieces, states, strict=True):
-            self.state[self._ordered[i].parameter]["moment_residual"] = state
+        for shard in self._ordered:
+            self.state[shard.parameter]["moment_residual"] = []
+        for (i, _), state in zip(self._pieces, self.passes.states, strict=True):
+            self.state[self._ordered[i].parameter]["moment_residual"].append(state)
 
     def _update(self, part: Part, applied: Tensor) -> None:
         with self.timer.phase("update"):
@@ -483,8 +500,6 @@ class Scape(Optimizer):
             "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
             "moment_residual": self.passes.state,
             "rounding_errors": self.passes.errors_by_tensor(),
-            "common": self.passes.common if isinstance(self.passes, GatherPasses) else torch.zeros(0),
-            "master": self.passes.master if isinstance(self.passes, GatherPasses) else torch.zeros(0),
             "visit_rates": self.passes.visits.rates if self.passes.visits else torch.zeros(0),
             "in_use": masks.in_use.bits,
             "in_use_density": masks.in_use.density,
@@ -495,6 +510,8 @@ class Scape(Optimizer):
             "skipped": self.guard.skipped,
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
+        if isinstance(self.passes, GatherPasses):
+            state["scape"] |= {"common": self.passes.common, "master": self.passes.master}
         return state
 
     @torch.no_grad()
@@ -507,10 +524,11 @@ class Scape(Optimizer):
             )
         saved = state_dict["scape"]
         mine = {**self._fingerprint, "replica": self.collectives.replica}
+        theirs = _OLDER | saved["fingerprint"]
         for key, value in mine.items():
-            if saved["fingerprint"].get(key) != value:
+            if theirs.get(key) != value:
                 raise ValueError(
-                    f"the saved state has {key}={saved['fingerprint'].get(key)!r}, this run has {value!r}; "
+                    f"the saved state has {key}={theirs.get(key)!r}, this run has {value!r}; "
                     "SCAPE resumes on the same layout and options only"
                 )
         if "visit_rates" not in saved:
