@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.launching import to_device
 from kernels.ownership import Ownership
 from kernels.passes import Part, ScapePasses
 from kernels.visits import VisitRates
@@ -110,7 +111,7 @@ class GatherPasses(ScapePasses):
             padding = torch.ones(self.payload.numel(), dtype=torch.bool)
             for start, count in zip(self.positions(), self.counts, strict=True):
                 padding[start : start + count] = False
-            self._padding_at = padding.nonzero().view(-1).to(self.device)
+            self._padding_at = to_device(padding.nonzero().view(-1), self.device)
         self.payload.index_fill_(0, self._padding_at, 0.0)
 
     @property

@@ -92,7 +92,15 @@ def unpacked(optimizer: Scape) -> Tensor:
     return reference.unpack_bits(bits, 8 * bits.numel())
 
 
-@pytest.mark.parametrize("options", [dict(density=0.1), dict(density=0.05, density_warmup_steps=4, selection="tensor")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(density=0.1),
+        dict(density=0.05, density_warmup_steps=4, selection="tensor"),
+        dict(density=0.05, density_warmup_steps=4, parameters="gather"),
+        dict(density=0.1, parameters="gather", wire_dtype="bfloat16", values_dtype="bfloat16"),
+    ],
+)
 def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> None:
     """Rounding may swap two entries that nearly tie, which moves single entries by a whole step."""
 
@@ -148,10 +156,10 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
-@pytest.mark.parametrize("selection", ["block", "tensor"])
-def test_no_step_waits_for_the_device(selection: str, kernels: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"selection": "tensor"}, {"parameters": "gather"}])
+def test_no_step_waits_for_the_device(options: dict[str, Any], kernels: str) -> None:
     """From the first step on, through the density's warm-up and at the target."""
-    parameters, optimizer = start(density=0.1, density_warmup_steps=3, selection=selection, kernels=kernels)
+    parameters, optimizer = start(density=0.1, density_warmup_steps=3, kernels=kernels, **options)
     for step in range(7):
         draw(step, 0, parameters)
         with no_synchronisation():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from kernels import choose, finite_check, gather_passes, reference, scape_passes
+from kernels import choose, finite_check, gather_passes, scape_passes
 from kernels.blocks import BlockLayout, density_at
 from kernels.gather_passes import GatherPasses
 from kernels.ownership import Ownership, Piece
@@ -20,11 +20,13 @@ from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle
+from torchtitan_scape.optimizer.agreement import check_one_device, check_replicas_agree, split
 from torchtitan_scape.optimizer.exchange import GatherExchange, LocalExchange
 from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
 from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of
+from torchtitan_scape.optimizer.statistics import statistics
 from torchtitan_scape.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -142,7 +144,7 @@ class Scape(Optimizer):
         self.max_wait = float(max_wait) if wait_scaling else None
         self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
         self._shards = collect_shards(self.param_groups)
-        _check_one_device(self._shards)
+        check_one_device(self._shards)
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = ReplicaCollectives(replicas, model)
@@ -150,7 +152,7 @@ class Scape(Optimizer):
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
         self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
 
-        self._sparse, self._dense = _split(self._shards, dense_names)
+        self._sparse, self._dense = split(self._shards, dense_names)
         self._ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
         self._fingerprint = self._make_fingerprint(
@@ -163,7 +165,8 @@ class Scape(Optimizer):
             parameters,
             values_dtype,
         )
-        self._check_replicas_agree({"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes})
+        others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes}
+        check_replicas_agree(replicas, self._fingerprint | others, self.param_groups)
         replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
 
         device = local(self._shards[0].parameter).device
@@ -192,8 +195,7 @@ class Scape(Optimizer):
                     )
                 if backend == "triton":
                     logger.warning("selection 'tensor' with parameters 'gather' runs in PyTorch, not in Triton")
-                backend = "torch"
-            passes = self._gather_passes(backend, values_dtype, common)
+            passes = self._gather_passes("torch" if selection == "tensor" else backend, values_dtype, common)
             self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
         else:
             self.passes = scape_passes(
@@ -279,7 +281,7 @@ class Scape(Optimizer):
             passes.bind(
                 self._local_parameters(),
                 self._cut(gradients),
-                [self._rates(self._ordered[i]) for i, _ in self._pieces],
+                [self._rates(self.shard_of(i)) for i in range(len(self._pieces))],
                 masks.in_use,
                 masks.previous,
                 next_density,
@@ -355,12 +357,16 @@ class Scape(Optimizer):
     def _local_parameters(self) -> list[Tensor]:
         return self._cut([local(shard.parameter).detach() for shard in self._ordered])
 
+    def shard_of(self, tensor: int) -> Shard:
+        """The parameter's shard that a tensor of the passes is, or is a piece of."""
+        return self._ordered[self._pieces[tensor][0]]
+
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
         for shard in self._ordered:
             self.state[shard.parameter]["moment_residual"] = []
-        for (i, _), state in zip(self._pieces, self.passes.states, strict=True):
-            self.state[self._ordered[i].parameter]["moment_residual"].append(state)
+        for i, state in enumerate(self.passes.states):
+            self.state[self.shard_of(i).parameter]["moment_residual"].append(state)
 
     def _update(self, part: Part, applied: Tensor) -> None:
         with self.timer.phase("update"):
@@ -421,24 +427,6 @@ class Scape(Optimizer):
             "values_dtype": values_dtype,
         }
 
-    def _check_replicas_agree(self, others: dict[str, Any]) -> None:
-        if self.collectives.groups.replicate is None or self.collectives.is_fake:
-            return
-        mine = {**self._fingerprint, **others}
-        for i, group in enumerate(self.param_groups):
-            mine |= {f"{key} of group {i}": group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        theirs: list[Any] = [None] * self.collectives.replicas
-        group = self.collectives.groups.replicate
-        dist.all_gather_object(theirs, mine, group=group)
-        for rank, other in zip(dist.get_process_group_ranks(group), theirs, strict=True):
-            different = [key for key, value in mine.items() if other.get(key) != value]
-            if different:
-                key = different[0]
-                raise ValueError(
-                    f"rank {rank} has {key}={other.get(key)!r}, rank {dist.get_rank()} has "
-                    f"{mine[key]!r}; every replica needs the same model and the same options"
-                )
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: masks and state are laid out over all parameters at construction."""
         if hasattr(self, "_shards"):
@@ -451,36 +439,10 @@ class Scape(Optimizer):
     def statistics(self) -> dict[str, float]:
         """Of the last step: density, nnz, overlap with the mask before, residual norm. A collective call.
 
-        nnz counts one replica's sparsified entries; `residual_norm` is the root mean square over replicas.
-        Reads the whole state: for log lines, not for every step.
+        nnz counts one replica's sparsified entries; `residual_norm` is the root mean square over replicas (with
+        "gather" without the part that they have in common). Reads the whole state: for log lines, not for every step.
         """
-        masks = self.masks
-        in_use, previous = masks.of_moment(self.guard.last_applied())
-        sums = torch.zeros(4, dtype=torch.float64, device=self.grad_norm.device)
-        for i, size in enumerate(self._layout.sizes):
-            if not self._ordered[self._pieces[i][0]].counted:
-                continue
-            used = _unpacked(self._layout.bits(in_use, i), size, sums.device)
-            before = _unpacked(self._layout.bits(previous, i), size, sums.device)
-            states = torch.atleast_2d(self.passes.states[i])  # a row a simulated replica
-            residuals = [torch.where(used, 0.0, state).double().square().sum() for state in states]
-            sums += torch.stack(
-                [
-                    torch.tensor(float(size), dtype=torch.float64, device=sums.device),
-                    used.sum().double(),
-                    (used & before).sum().double(),
-                    torch.stack(residuals).mean(),
-                ]
-            )
-        entries, nnz, common, squares = (self.collectives.sum_over_all(sums) / self.collectives.replicas).tolist()
-        return {
-            "density": nnz / entries if entries else 1.0,
-            "nnz": nnz,
-            "mask_overlap": common / nnz if nnz else 1.0,
-            "residual_norm": squares**0.5,
-            "clip_factor": self.clip_factor.item(),
-            "skipped_steps": float(self.guard.skipped),
-        }
+        return statistics(self)
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
@@ -549,29 +511,3 @@ class Scape(Optimizer):
         self._applied_steps.copy_(saved["applied_steps"])
         self.attempted_steps = saved["attempted_steps"]
         self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
-
-
-def _check_one_device(shards: list[Shard]) -> None:
-    first = local(shards[0].parameter).device
-    for shard in shards:
-        if (device := local(shard.parameter).device) != first:
-            raise ValueError(
-                f"parameter {shard.name!r} is on {device}, {shards[0].name!r} on {first}; Scape keeps all its state on "
-                "one device: move the model there, or give each device an optimizer of its own"
-            )
-
-
-def _split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
-    """Sparsified shards (global ndim of 2 or more, not named dense) and the others."""
-    unknown = set(dense_names) - {s.name for s in shards}
-    if unknown:
-        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
-    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
-    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
-    return sparse, dense
-
-
-def _unpacked(bits: Tensor | None, count: int, device: torch.device) -> Tensor:
-    if bits is None:
-        return torch.ones(count, dtype=torch.bool, device=device)
-    return reference.unpack_bits(bits, count)
