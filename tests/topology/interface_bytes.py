@@ -36,13 +36,13 @@ def interface_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def replica(rank: int, world: int, store: str, density: float, queue: Any) -> None:
+def replica(rank: int, world: int, store: str, density: float, parameters: str, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     parameter = nn.Parameter(torch.zeros(SHAPE))
-    optimizer = Scape([parameter], lr=0.1, density=density, replicas=dist.group.WORLD)
+    optimizer = Scape([parameter], lr=0.1, density=density, parameters=parameters, replicas=dist.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
 
     def step() -> None:
@@ -63,6 +63,7 @@ def replica(rank: int, world: int, store: str, density: float, queue: Any) -> No
         return call
 
     dist.all_reduce = counting(dist.all_reduce, 0)
+    dist.all_to_all_single = counting(dist.all_to_all_single, 1)
     collectives.all_gather_into = counting(collectives.all_gather_into, 1)
     before, handed = (
         optimizer.collectives.traffic.sent_by_level(),
@@ -84,12 +85,14 @@ def replica(rank: int, world: int, store: str, density: float, queue: Any) -> No
 
 
 def main() -> None:
-    world, density = int(sys.argv[1]), float(sys.argv[2])
+    world, density, parameters = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     bring_loopback_up()
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"
-    processes = [context.Process(target=replica, args=(r, world, store, density, queue)) for r in range(world)]
+    processes = [
+        context.Process(target=replica, args=(r, world, store, density, parameters, queue)) for r in range(world)
+    ]
     for process in processes:
         process.start()
     results = [queue.get(timeout=100) for _ in processes]

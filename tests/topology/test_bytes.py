@@ -17,10 +17,10 @@ def _isolated() -> list[str]:
     pytest.skip("no network namespace can be made here (needs root or user namespaces)")
 
 
-@pytest.mark.parametrize("world, density", [(2, 0.1), (3, 0.05)])
-def test_counted_bytes_are_on_the_interface(world: int, density: float) -> None:
+@pytest.mark.parametrize("world, density, parameters", [(2, 0.1, "local"), (3, 0.05, "gather")])
+def test_counted_bytes_are_on_the_interface(world: int, density: float, parameters: str) -> None:
     result = subprocess.run(
-        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", str(world), str(density)],
+        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", str(world), str(density), parameters],
         capture_output=True,
         text=True,
         timeout=120,
