@@ -125,7 +125,8 @@ def settings_of(finished: Sequence[Cell], failed: Sequence[Cell] = ()) -> list[S
         steps, batch, replicas = cell["steps"], cell["batch"], cell["replicas"]
         if cell["setting"] not in settings:
             budget = steps * batch / cell["parameters"]
-            title = f"{budget:.3g} tokens a parameter: {steps:,} steps x {batch:,} tokens, {replicas} replicas"
+            title = f"{budget:.3g} tokens a parameter: {steps:,} steps x {batch:,} tokens, {replicas} replica"
+            title += "s" if replicas > 1 else ""
             slug = f"{steps}x{batch}-r{replicas}"
             settings[cell["setting"]] = Setting(cell["setting"], title, slug, steps, batch, replicas)
     titles = [one.title for one in settings.values()]
