@@ -33,7 +33,7 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
         assert all(torch.equal(flat(other[step]), got) for other in results[1:]), step
 
 
-@pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
+@pytest.mark.parametrize("options", GRID[::3], ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
     """Properties 3, 4 and 5: parameters as of Algorithm 1, to 1e-6, and bitwise equal on all replicas."""
     options = dict(options)
@@ -47,7 +47,7 @@ def test_rounded_forms_follow_the_literal_ones(replicas: int, options: dict[str,
     check(replicas, 20, 1e-5, SPARSE + DENSE, density=0.1, **options)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 30)), min_size=0, max_size=4),
     st.lists(st.tuples(st.integers(1, 20)), min_size=0, max_size=2),
