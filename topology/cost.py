@@ -20,6 +20,7 @@ from topology.links import (
     all_reduce_seconds,
     all_reduce_stages,
     bytes_by_level,
+    owner_stages,
     scalar_stages,
     stage_seconds,
 )
@@ -160,16 +161,24 @@ def predict_step(
     """
     replicas = math.prod(size for _, size in tiers)
     wire = method.wire if method.kind == "scape" else "float32"
-    messages = [all_reduce_stages(tiers, nbytes, wire, flat) for nbytes in message_bytes(method, shapes, block)]
+    gathers = method.parameters == "gather"
+    messages = [
+        owner_stages(tiers, nbytes, wire, method.values, flat)
+        if gathers
+        else all_reduce_stages(tiers, nbytes, wire, flat)
+        for nbytes in message_bytes(method, shapes, block)
+    ]
     stages = [stage for message in messages for stage in message]
     latency, transfer = stage_seconds(stages, links)
-    if chunk_bytes:
+    if gathers:
+        chunks = 1
+    elif chunk_bytes:
         chunks = max(1, -(-int(sum(message_bytes(method, shapes, block))) // chunk_bytes))
     else:
         chunks = best_chunks(pack_seconds, transfer, latency) if method.kind == "scape" else 1
     exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0
-    # The finite flag: nobody packs before it is known.
-    exchange += sum(stage_seconds(scalar_stages(tiers), links))
+    # The finite flag: nobody packs before it is known. Owners exchange their parts of the norm besides.
+    exchange += (2 if gathers else 1) * sum(stage_seconds(scalar_stages(tiers), links))
     hidden = 0.0
     if method.kind == "scape":
         masks = all_gather_stages(tiers, mask_bytes(shapes, method.density, replicas, block), flat)
@@ -260,4 +269,4 @@ def predict(
         fixed_seconds=fixed_seconds,
         block=block,
     )
-    return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch))
+    return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch, block))

@@ -141,6 +141,22 @@ def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[S
     return stages
 
 
+def owner_stages(
+    tiers: Tiers, nbytes: float, wire: str = "float32", values: str = "float32", flat: bool = False
+) -> list[Stage]:
+    """Reduce-scatter of `nbytes` of FP32 to the owners of its parts, and all-gather of what they make of them.
+
+    With wire "bfloat16" the outermost reduce-scatter goes in BF16. values: the dtype of what is gathered.
+    """
+    tiers = _joined(tiers) if flat else _worth(tiers)
+    stages, own = [], nbytes
+    for place, (level, size) in enumerate(tiers):
+        narrow = width(wire) / 4 if place == len(tiers) - 1 else 1.0
+        stages.append(Stage(level, size - 1, (size - 1) / size * own * narrow))
+        own /= size
+    return stages + all_gather_stages(tiers, own * width(values) / 4)
+
+
 def all_reduce_seconds(tiers: Tiers, nbytes: float, links: Links, wire: str = "float32", flat: bool = False) -> float:
     return sum(stage_seconds(all_reduce_stages(tiers, nbytes, wire, flat), links))
 

@@ -22,12 +22,16 @@ class Method:
     kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "powersgd" (rank `rank`, AdamS) or
         "scape" at `density`.
     wire: of SCAPE's payload between nodes, "float32" or "bfloat16".
+    parameters: of SCAPE, "local" or "gather" (each entry's owner updates it for all).
+    values: with "gather", the dtype in which new values travel.
     """
 
     kind: str
     density: float = 1.0
     wire: str = "float32"
     rank: int = 0
+    parameters: str = "local"
+    values: str = "float32"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -36,12 +40,17 @@ class Method:
             raise ValueError(f"the density is {self.density}; it must be in (0, 1]")
         if self.kind == "powersgd" and self.rank < 1:
             raise ValueError(f"the rank of powersgd is {self.rank}; it must be 1 or more")
-        width(self.wire)
+        if self.parameters not in ("local", "gather"):
+            raise ValueError(f"parameters is {self.parameters!r}; it must be 'local' or 'gather'")
+        width(self.wire), width(self.values)
 
     @property
     def name(self) -> str:
         if self.kind == "scape":
-            return f"scape {self.density:g}" + (" bf16" if self.wire == "bfloat16" else "")
+            name = f"scape {self.density:g}" + (" bf16" if self.wire == "bfloat16" else "")
+            if self.parameters == "gather":
+                name += " gather" + (" bf16 values" if self.values == "bfloat16" else "")
+            return name
         return f"powersgd {self.rank}" if self.kind == "powersgd" else self.kind
 
 
@@ -123,10 +132,24 @@ def optimizer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bloc
         return 0.0, {"adamw": 44.0, "adams": 36.0, "bf16": 48.0, "powersgd": 72.0}[method.kind] * n
     k = payload_entries(shapes, method.density, block)
     masks = 2 * replicas * run_blocks(shapes, replicas, block) * block // 8
+    if method.parameters == "gather":
+        # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter
+        # for norm and update; all write the values.
+        owned, sent = owned_entries(shapes, replicas, block), k / replicas
+        pack, update = 12.0 * n + masks + 4 * k + 8 * owned, 24 * sent + 8 * n + masks + 4 * k
+        return pack, 4.0 * n + update + (8 * owned if method.values == "bfloat16" else 0.0)
     return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + 8 * n + 2 * masks + 12 * k
 
 
-def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
+def owned_entries(shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> int:
+    """Entries of the buffers that hold what a replica owns: its run, and its part of what is sent whole."""
+    whole = sum(math.prod(shape) for shape in shapes if len(shape) < 2)
+    return run_blocks(shapes, replicas, block) * block + -(-whole // (4 * replicas)) * 4
+
+
+def memory_bytes(
+    method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int, block: int = BLOCK
+) -> dict[str, float]:
     """Estimated memory of a rank by kind, bytes.
 
     State: two moments for AdamW, one otherwise, and PowerSGD's error. FP32 parameters and gradients.
@@ -135,10 +158,18 @@ def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, 
     n = 4.0 * sum(map(math.prod, shapes))
     kinds = {"parameters": n, "gradients": n, "state": 2 * n if method.kind in ("adamw", "powersgd") else n}
     if method.kind == "scape":
-        bits = run_blocks(shapes, replicas) * BLOCK // 8
-        kinds["masks"] = 2.0 * replicas * bits + mask_bytes(shapes, method.density, replicas)
-        # The payload and last step's moment on it, and what rounding lost.
-        kinds["payload"] = (8.0 if method.wire == "float32" else 12.0) * payload_entries(shapes, method.density)
+        gathers, entries = method.parameters == "gather", payload_entries(shapes, method.density, block)
+        bits = run_blocks(shapes, replicas, block) * block // 8
+        kinds["masks"] = 2.0 * replicas * bits + mask_bytes(shapes, method.density, replicas, block)
+        # The payload, last step's moment on it, and what rounding lost: in the last step, and in this one on top.
+        kinds["payload"] = (4.0 if gathers else 8.0) * entries + (0.0 if method.wire == "float32" else 8.0 * entries)
+        kinds["rates of visits"] = 25.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1)
+        if gathers:
+            kinds["state"] = 4.0 * sum(math.prod(s) for s in shapes if len(s) > 1)
+            owned = 4.0 * owned_entries(shapes, replicas, block)
+            kinds["owned moments"] = owned
+            if method.values == "bfloat16":
+                kinds["owned master"] = owned
     if method.kind == "bf16":
         kinds["BF16 gradients"] = n / 2
     kinds["working copy"] = workload.working_bytes()

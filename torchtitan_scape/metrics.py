@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_module, device_type
 from torchtitan.train import Trainer
 
 from topology.interfaces import RankBytes, compare, read_interfaces
@@ -33,6 +34,7 @@ class ReplicaMetrics(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self.last_loss: float | None = None
         self.steps_since_log = 0
+        self._peak = 0.0
         self.forecast = ""  # what a simulation is predicted to take, for every line
         self._sent_before: dict[str, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
@@ -47,6 +49,7 @@ class ReplicaMetrics(MetricsProcessor):
     ) -> None:
         steps, self.steps_since_log = max(1, self.steps_since_log), 0
         self.last_loss = global_avg_loss
+        self.take_peak()  # which logging resets
         figures = self.optimizers.statistics()
         sent, dense = self.bytes_per_step(steps, self._sent_before)
         self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
@@ -59,6 +62,12 @@ class ReplicaMetrics(MetricsProcessor):
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         line = _sync_line(step, figures, sent, dense, seconds)
         logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
+
+    def take_peak(self) -> float:
+        """Bytes in use at once at most, since the start: of a GPU's allocator, on a CPU of the process."""
+        kind = "reserved" if device_type == "cpu" else "active"
+        self._peak = max(self._peak, device_module.memory_stats().get(f"{kind}_bytes.all.peak", 0))
+        return self._peak
 
     def _take_seconds(self) -> dict[str, float]:
         seconds = self.optimizers.timer.take()

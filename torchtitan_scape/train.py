@@ -38,6 +38,7 @@ from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint import RECORD, LayoutRecord, check_resume  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
+from torchtitan_scape.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.metrics import (  # noqa: E402
     InterfaceCount,
     ReplicaMetrics,
@@ -75,9 +76,16 @@ class ScapeTrainer(Trainer):
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         register(job_config, with_data=not is_dry_run(job_config))
         self._forecast: Forecast | None = None
+        self._memory: MemoryReport | None = None
         if self._played > 1:
             check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
             self._forecast = Forecast.of(job_config, self.layout)
+        else:
+            self._memory = MemoryReport.of(job_config, self.layout, titan_utils.device_module)
+            for line in self._memory.lines():
+                logger.info(line)
+            if job_config.comm.mode != "fake_backend":
+                self._memory.check()
         with ExitStack() as self._dry_run:
             super().__init__(job_config)
         if self.tokenizer is not None:
@@ -205,6 +213,10 @@ class ScapeTrainer(Trainer):
             "skipped_steps": self.optimizers.guard.skipped,
             "layout": self._described,
         }
+        peak = self.metrics_processor.take_peak()
+        summary["peak_memory_bytes"] = peak
+        if self._memory is not None:
+            summary["predicted_memory_bytes"] = self._memory.kinds
         if self._forecast is not None:
             summary |= {"simulated_replicas": self._played, "predicted": self._forecast.figures()}
         if dist.get_rank() != 0:
@@ -223,6 +235,7 @@ class ScapeTrainer(Trainer):
             f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
             *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
             *(f"  {line}" for line in (self._forecast.lines() if self._forecast else ())),
+            *([f"  {self._memory.line(peak)}"] if self._memory else ()),
             f"  skipped steps     {self.optimizers.guard.skipped}",
             f"  written to        {folder / 'summary.json'}",
         ):

@@ -17,9 +17,10 @@ from topology.links import (
     all_reduce_seconds,
     all_reduce_stages,
     bytes_by_level,
+    owner_stages,
 )
 from topology.machines import Level, Machine
-from topology.stages import gather_bytes, reduce_bytes
+from topology.stages import gather_bytes, reduce_bytes, scatter_bytes
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
@@ -135,6 +136,25 @@ def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, rounded
     assert bytes_by_level(all_reduce_stages(spans(layout), 4 * n, wire)) == pytest.approx(counted)
     gathered = [(level, sent) for level, _, sent in gather_bytes(7, rings)]
     assert [(s.level, s.sent) for s in all_gather_stages(spans(layout), 7)] == gathered
+
+
+@given(layouts(), st.booleans(), st.booleans())
+def test_stages_of_owners_are_the_bytes_that_the_collectives_count(layout: Layout, rounded: bool, values: bool) -> None:
+    rings = [Ring(level, size, 0) for level, size in spans(layout)]
+    if not rings:
+        return
+    n = 4 * layout.world_size
+    counted: dict[str, float] = defaultdict(float)
+    own = n // layout.world_size * (2 if values else 4)
+    for level, _, sent in [*scatter_bytes(n, rings, rounded), *gather_bytes(own, rings)]:
+        counted[level] += sent
+    dtypes = ("bfloat16" if rounded else "float32", "bfloat16" if values else "float32")
+    stages = owner_stages(spans(layout), 4 * n, *dtypes)
+    assert bytes_by_level(stages) == pytest.approx(counted)
+    if not rounded and not values:
+        assert sum(s.sent for s in stages) == pytest.approx(
+            sum(s.sent for s in all_reduce_stages(spans(layout), 4 * n))
+        )
 
 
 def test_seconds_of_two_levels_by_hand() -> None:

@@ -106,6 +106,7 @@ def test_powersgd_sends_its_factors() -> None:
         ({"kind": "scape", "density": 0.0}, "density is 0.0"),
         ({"kind": "scape", "density": 0.1, "wire": "fp8"}, "'fp8'"),
         ({"kind": "powersgd"}, "rank of powersgd is 0"),
+        ({"kind": "scape", "parameters": "shared"}, "parameters is 'shared'"),
     ],
 )
 def test_methods_out_of_range_are_refused(arguments: dict, message: str) -> None:
@@ -121,4 +122,8 @@ def test_memory_counts_every_kind() -> None:
     assert [scape[k] for k in ("parameters", "gradients", "state")] == [4 * n] * 3
     assert scape["masks"] == pytest.approx(n / 4 + n / 64 * 10 * 10 / 8 / 1024, rel=1e-3)
     assert scape["payload"] == 8 * payload_entries(w.shapes(), 0.01)
+    gather = memory_bytes(Method("scape", 0.01, parameters="gather", values="bfloat16"), w, 1, 64, 1)
+    assert gather["state"] == pytest.approx(4 * n, rel=1e-3)
+    assert gather["owned moments"] == gather["owned master"] == pytest.approx(4 * n / 64, rel=1e-3)
+    assert gather["payload"] == scape["payload"] / 2 and gather["masks"] == scape["masks"]
     assert memory_bytes(Method("adamw"), w, 4, 16, 1)["state"] == pytest.approx(2 * n, rel=1e-3)
