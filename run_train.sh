@@ -9,7 +9,7 @@
 # PYTHON         the Python to use                        SCAPE_TRACEBACK=1  tracebacks for wrong input too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-source scripts/environment.sh
+source scripts/environment.sh ""  # without an argument it would see those of this script
 
 CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
 LOG_RANK="${LOG_RANK:-0}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -130,3 +131,30 @@ def test_help_shows_our_sections() -> None:
     assert result.returncode == 0
     for key in ("--sync.method", "--sync.scape.density", "--topology.machine", "--training.steps"):
         assert key in result.stdout
+
+
+def test_arguments_are_the_trainers_and_not_the_installations(tmp_path: Path) -> None:
+    """The first start, in a place where no Python has TorchTitan: arguments do not name what to install."""
+    repository = tmp_path / "repository"
+    (repository / "scripts").mkdir(parents=True)
+    for name in ("run_train.sh", "scripts/environment.sh"):
+        shutil.copy(ROOT / name, repository / name)
+    # Can import nothing, makes a .venv of itself, and tells what it is asked to install.
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$2" in\n'
+        f"venv) mkdir -p .venv/bin && cp {python} .venv/bin/python ;;\n"
+        'pip) echo "asked to install: $6" ;;\n'
+        "esac\n"
+        "exit $(test $1 = -m && echo 0 || echo 1)\n"
+    )
+    python.chmod(0o755)
+    result = subprocess.run(
+        [str(repository / "run_train.sh"), "--sync.scape.density=0.5"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHON": str(python), "CONFIG_FILE": "nowhere.toml"},
+    )
+    assert "asked to install: .\n" in result.stdout, result.stdout + result.stderr
