@@ -43,8 +43,9 @@ class MemoryReport:
         """Raises ValueError where what is certain does not fit."""
         if self.tensors > self.capacity:
             raise ValueError(
-                f"a rank needs {size_text(self.tensors)} without activations ({self._of(False)}), and its {self.device} "
-                f"has {size_text(self.capacity)}; raise parallelism.data_parallel_shard_degree, or take a smaller model"
+                f"a rank needs {size_text(self.tensors)} without activations ({self._of(False)}), and {self.device} "
+                f"has {size_text(self.capacity)} for it; raise parallelism.data_parallel_shard_degree, or take a "
+                "smaller model"
             )
 
     def lines(self) -> list[str]:
