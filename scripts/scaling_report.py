@@ -239,7 +239,8 @@ def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
         handles, labels = axis.get_legend_handles_labels()
         entries = dict(zip(labels, handles, strict=True)) | entries
     if entries:
-        columns = max(2, int(figure.get_figwidth() / 2))
+        # In inches: the line and its gaps, and the longest label's letters.
+        columns = max(1, int(figure.get_figwidth() / (0.9 + 0.07 * max(map(len, entries)))))
         figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
