@@ -10,6 +10,8 @@ if os.environ.get("SCAPE_GPU_TESTS") != "1":
     for _name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         os.environ[_name] = ""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +40,30 @@ def pool4() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+# The kernels in Triton's interpreter take one core for minutes: in a process beside the other tests, asked last.
+INTERPRETED = "test_kernels_in_the_interpreter"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.name == INTERPRETED)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str] | None]:
+    if not any(item.name == INTERPRETED for item in request.session.items):
+        yield None
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels/interpreted"]
+    process = subprocess.Popen(
+        command,
+        cwd=request.config.rootpath,
+        env={**os.environ, "PYTHONPATH": str(request.config.rootpath), "TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.wait()

@@ -69,7 +69,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
     return Case(**{**options, **fixed})
 
 
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(cases())
 @example(Case((1,), block_size=8, density=0.01, in_use=0.01, previous=0.01, next=0.01))
 @example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
@@ -78,13 +78,13 @@ def test_a_step_follows_the_twin(case: Case) -> None:
     check_step(case)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(cases(in_use=0.1, previous=0.1, density=0.1, parameter_dtype=torch.float32))
 def test_a_step_at_the_target_density_follows_the_twin(case: Case) -> None:
     check_step(case)
 
 
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(cases(values=VALUES, beta1=0.0, in_use=1.0, density=1.0, scale=1.0), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
 def test_selection_is_exact(case: Case, density: float) -> None:
     """beta1 = 0 makes mt the gradient, whatever it is. Only the selection and what is moved are compared."""
@@ -162,7 +162,7 @@ def test_a_large_payload() -> None:
     check_step(Case((7, 20_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(cases(), st.sampled_from([0.01, 0.1, 0.5]))
 def test_masks_arrive(case: Case, density: float) -> None:
     from dataclasses import replace
