@@ -55,11 +55,12 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Options:
 
 @functools.cache
 def defaults() -> Options:
-    """Those of [sync.scape]."""
+    """Those of [sync.scape] that a simulation takes."""
+    others = ("dense_names", "parameters", "values_dtype")
     # Late: the trainer has to be imported before TorchTitan is.
     from torchtitan_scape.job_config import Scape
 
-    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(Scape) if f.name != "dense_names"}
+    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(Scape) if f.name not in others}
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,17 @@ def test_the_grid_of_the_study_can_be_read_and_unknown_sets_are_named() -> None:
         grid.choose(["tiny"])
 
 
+def test_the_stored_runs_are_those_of_the_grid() -> None:
+    """An option that is added to the configuration must not make them obsolete unseen."""
+    grid = Grid(ROOT / "scripts" / "quality_grid.toml")
+    store = Store(ROOT / "results" / "quality_study")
+    for one in grid.sets:
+        if one.name in ("20-large", "20-small", "rules", "100"):
+            for method in one.methods:
+                for rate in one.learning_rates:
+                    assert store.read(grid.cell(one, method, rate, one.seeds[0])) is not None, (one.name, method, rate)
+
+
 def test_the_best_learning_rate_has_the_lowest_loss() -> None:
     assert best_learning_rate({1e-3: 2.0, 2e-3: 1.5, 4e-3: 1.7}) == 2e-3
     assert best_learning_rate({1e-3: None, 2e-3: float("nan"), 4e-3: 1.7}) == 4e-3
