@@ -5,16 +5,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from scripts.quality_probe import SHORT
+from scripts.quality_probe import SHORT, Row
 from scripts.scaling_report import COLOURS, MARKERS, markdown, save, subplots
 
 RULES = ("AdamS, dense", "the paper's rule", "one wait a tensor, moment kept", "the default rule")
 FEW = 30  # visits, of which the mean displacement is not drawn
-Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kernels.ownership import deal_out
 from kernels.reference import unpack_bits
 from tests.optimizer.test_literal import GRID
-from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions, train
+from tests.optimizer.toy import DENSE, SPARSE, copied, draw, flat, gradient, literal, positions, train
 from tests.replicas import ThreadCollectives, run_replicas
 from topology.simulated import SimulatedCollectives
 from torchtitan_scape import Scape
@@ -200,7 +200,7 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
                 p.grad = g
             optimizer.step()
             if step == at:
-                saved = copy(optimizer.state_dict())
+                saved = copied(optimizer.state_dict())
                 copies = [nn.Parameter(p.detach().clone()) for p in parameters]
                 resumed = Scape(copies, lr=1e-2, block_size=16, replicas=collectives, **more)
                 resumed.load_state_dict(saved)
@@ -213,10 +213,6 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
             assert torch.equal(getattr(resumed.passes, name), getattr(optimizer.passes, name)), name
 
     run_replicas(2, work)
-
-
-def copy(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: copy(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def test_weights_loaded_behind_the_constructor_count() -> None:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.torch_passes import TorchScape
 from tests.literal import Literal
-from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, positions, train
+from tests.optimizer.toy import DENSE, SPARSE, copied, draw, flat, gradient, positions, train
 from tests.replicas import ThreadCollectives, run_replicas
 from torchtitan_scape import NonFiniteGradientError, Scape
 
@@ -273,7 +273,7 @@ def test_state_dict_resumes_bitwise(at: int, wire_dtype: str, rule: dict[str, An
                 p.grad = g
             optimizer.step()
             if step == at:
-                saved = torch_copy(optimizer.state_dict())
+                saved = copied(optimizer.state_dict())
                 copies = [nn.Parameter(p.detach().clone()) for p in parameters]
                 resumed = Scape(copies, **options)
                 resumed.load_state_dict(saved)
@@ -297,7 +297,7 @@ def test_rounding_errors_are_loaded_however_the_payload_is_cut() -> None:
             train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
         small, large = states
         assert small.passes.errors.numel() > large.passes.errors.numel()
-        saved = torch_copy(small.state_dict())
+        saved = copied(small.state_dict())
         large.load_state_dict(saved)
         kept = large.passes.errors_by_tensor()
         assert torch.equal(kept, saved["scape"]["rounding_errors"]) and bool((kept != 0).any())
@@ -310,12 +310,6 @@ def test_rounding_errors_are_loaded_however_the_payload_is_cut() -> None:
             large.load_state_dict(saved)
 
     run_replicas(3, work)
-
-
-def torch_copy(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: torch_copy(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
-    }
 
 
 def test_another_layout_is_refused_at_load() -> None:

@@ -69,3 +69,10 @@ def literal(
         reference.step([gradient(step, r, shapes) for r in range(replicas)])
         history.append([p.clone() for p in reference.shown])
     return history
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose tensors are copies."""
+    return {
+        k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
+    }

@@ -41,9 +41,6 @@ class LocalExchange:
         """FP32 (): over the whole model, from what `squares` of the passes says of all parts."""
         return self.collectives.sum_over_model(squares)
 
-    def gather(self) -> None:
-        """Behind the update: the owners' values go to all, where there are owners."""
-
     def planned_bytes(self) -> float:
         """Bytes of payload that this rank sends in a step at the target density."""
         return self.collectives.reduced_bytes(self.passes.entries or sum(self.passes.sizes), self.rounds)
@@ -71,6 +68,7 @@ class GatherExchange(LocalExchange):
         return self.collectives.sum_over_owners(squares)
 
     def gather(self) -> None:
+        """Behind the update: the owners' values go to all."""
         if not self.passes.compact:
             all_gather_chunked(self.collectives, self._rows())
         else:

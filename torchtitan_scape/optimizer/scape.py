@@ -313,11 +313,11 @@ class Scape(Optimizer):
             self._clip(squares.float(), applied)
         for part in passes.parts if self.max_norm is not None else ():
             self._update(part, applied)
-        if isinstance(passes, GatherPasses):
+        if isinstance(self.exchange, GatherExchange):
             with phase("exchange"):
                 self.exchange.gather()
             with phase("update"):
-                passes.write(applied, own_only=self.collectives.is_fake)
+                self.exchange.passes.write(applied, own_only=self.collectives.is_fake)
         passes.release()
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
