@@ -5,15 +5,18 @@ take the norm (`squares`), compute new parameter values, which replace the paylo
 (`wire`), who write them (`write`).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kernels.launching import to_device
+from kernels.launching import Table, to_device
 from kernels.ownership import Ownership
 from kernels.passes import Part, ScapePasses
 from kernels.visits import VisitRates
+
+# A scale of weights that has become smaller is made larger, long before what it divides leaves the range of BF16.
+LEAST_SCALE = 2.0**-16
 
 
 class GatherPasses(ScapePasses):
@@ -23,14 +26,21 @@ class GatherPasses(ScapePasses):
     off A, zero on A; whole tensors have none. Of what this replica owns there are besides, FP32 (ownership.share,):
 
     common: first moment on A, the part of the residual that is the same on all replicas off A.
-    master: parameters, where values travel in BF16; else empty.
+    master: parameters, where values travel in BF16 or all replicas hold scaled copies; else empty.
 
     The payload at the target density is a matrix with a row an owner.
 
     Args as `ScapePasses`, and:
         owner: whose pieces are this rank's.
         rounds_values: values travel in BF16 at the target density; their owner keeps them in FP32.
+        scaled: the parameters bound are not the weights w but w / scales, in BF16, see `decay_scales`.
+
+    Attributes:
+        scales: float64 (pieces,), equal on all replicas and for all pieces of a tensor. Empty if not `scaled`.
     """
+
+    # An owner's moments are n / N numbers and stay on the device; norm and update need no residual.
+    _touched: ClassVar[dict[str, tuple[str, ...]]] = {"pack": ("state",), "squares": (), "update": ("master",)}
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class GatherPasses(ScapePasses):
         device: torch.device,
         owner: int,
         rounds_values: bool = False,
+        scaled: bool = False,
         **options: Any,
     ) -> None:
         self.ownership, self.owner = ownership, owner
@@ -50,7 +61,12 @@ class GatherPasses(ScapePasses):
         self.rounds_values = rounds_values
         self._padding_at: Tensor | None = None
         self.common = self._zeros(ownership.share)
-        self.master = self._zeros(ownership.share if rounds_values else 0)
+        if rounds_values or scaled:
+            self.master, self.masters = self._keep("master", self._owned_spans(), ownership.share)
+        count = len(ownership.pieces) if scaled else 0
+        self.scales = torch.ones(count, dtype=torch.float64, device=device)
+        self._left_by_decay = Table(count, 1, torch.float64, device)
+        self._least_scale = 1.0
 
     def _pad(self) -> list[int]:
         return [*super()._pad()[: self.sparsified], *(0 for _ in self.ownership.whole)]
@@ -62,15 +78,76 @@ class GatherPasses(ScapePasses):
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         # Last step's moment is the owner's, in `common`.
-        self.use(self._zeros(state), self._zeros(payload), self._zeros(0), self._zeros(errors))
+        self.state, self.states = self._keep("state", self._spans(), state)
+        self.payload, self.last, self.errors = (self._zeros(n) for n in (payload, 0, errors))
+        self.master, self.masters = self._zeros(0), []
+
+    def _owned_spans(self) -> list[tuple[int, int]]:
+        """Where every piece lies in the buffers of this replica's share; nowhere unless it owns it."""
+        spans, end = [], 0
+        for i, place in enumerate(self.ownership.places):
+            start, end = (place, place + self.sizes[i]) if self.owns(i) else (end, end)
+            spans.append((start, end))
+        return spans
 
     def _rates_of_visits(self, columns: Any) -> VisitRates:
         return VisitRates(self.ownership.tensors.sizes, columns, self.device)
 
     def start_master(self, parameters: list[Tensor]) -> None:
-        """Copies the parameters, in the order of `sizes`, into the master."""
-        for i in self.own if self.rounds_values else ():
-            self.share_of(self.master, i).copy_(parameters[i].reshape(-1))
+        kept = self.kept("master")
+        for i in self.own if kept else ():
+            kept[i].copy_(parameters[i].reshape(-1))
+            if self.scales.numel():
+                kept[i].mul_(self.scales[i])
+
+    def load_scales(self, scales: Tensor) -> None:
+        """Takes back `scales`."""
+        self.scales.copy_(scales)
+        self._least_scale = min([1.0, *scales.tolist()])
+
+    def decay_scales(self, applied: Tensor) -> None:
+        """Weight decay of the step, where parameters are scaled; unless not `applied`.
+
+        A weight w off the mask changes by decay alone, w *= 1 - lr * wd, which is less than half a unit of BF16's last
+        place: rounded to BF16 step by step it would not decay at all. So what is kept is w / scale, rounded once, when
+        the entry was last on the mask; the decay of all entries is that of the scale, exact to FP64. However long an
+        entry waits, its error stays that of one rounding. A scale that has become small moves into the numbers by a
+        power of two, which rounds nothing.
+        """
+        if not self.scales.numel():
+            return
+        if self._least_scale < LEAST_SCALE:
+            powers = torch.exp2(torch.frexp(self.scales).exponent.double())
+            for parameter, power in zip(self.parameters, powers, strict=True):
+                parameter.mul_(power)
+            self.scales.div_(powers)
+            self._least_scale = 0.5
+        left = [1.0 - r.lr * r.weight_decay for r in self.rates]
+        if min(left) < 0.5:
+            raise ValueError(f"lr * weight_decay is {1.0 - min(left):g}; with weights in BF16 it must be 0.5 or less")
+        # What the host can tell without asking whether steps were applied: scales are this at least.
+        self._least_scale *= min(left)
+        decay = self._left_by_decay.set([(value,) for value in left]).view(-1)
+        self.scales.mul_(torch.where(applied, decay, 1.0))
+
+    def update(
+        self,
+        part: Part,
+        clip: Tensor,
+        clip_moment: bool,
+        steps: Tensor,
+        max_wait: float | None,
+        applied: Tensor,
+    ) -> None:
+        """The owner's AdamS step: new values over the payload of its pieces."""
+        self.decay_scales(applied)
+        super().update(part, clip, clip_moment, steps, max_wait, applied)
+        for i in self.own if self.scales.numel() else ():
+            self._sent(i).div_(self.scales[i])
+
+    def _sent(self, piece: int) -> Tensor:
+        """Behind `update`: storage, FP32, in which all values of an owned piece lie."""
+        raise NotImplementedError
 
     def owns(self, piece: int) -> bool:
         return self.ownership.pieces[piece].owner == self.owner

@@ -106,17 +106,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **co
 
 
 class Writable:
-    """Contiguous forms of tensors to write to; `store` takes back what had to be copied."""
+    """Contiguous forms of tensors to write to; `store` takes back what had to be copied.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    masters: FP32, what is written to instead, and the tensors are copies of.
+    """
+
+    def __init__(self, tensors: list[Tensor], masters: list[Tensor] | None = None) -> None:
         self._tensors = tensors
-        self.flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        self.flat = masters if masters is not None else [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
     def store(self, numbers: range | None = None) -> None:
         """Takes back the tensors of these numbers, all by default."""
         for i in numbers if numbers is not None else range(len(self.flat)):
             if self.flat[i] is not self._tensors[i]:
-                self._tensors[i].copy_(self.flat[i])
+                self._tensors[i].copy_(self.flat[i].view(self._tensors[i].shape))
 
 
 def as_flag(applied: Tensor) -> Tensor:

@@ -6,15 +6,16 @@ storage (`compact` tells), so that nothing of the model's size is ever allocated
 part by part, each part some tensors, so that one can be exchanged while the next is packed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels.blocks import BlockLayout, Mask
+from kernels.offload import Window, check_host_memory, walk
 from kernels.visits import VisitRates
 
 
@@ -68,7 +69,19 @@ class ScapePasses:
         keeps: share of the moment that a newly entered entry keeps after its step, where steps are scaled by waiting
             times. Below 1, at the target density, it is not selected for the next mask either, unless nothing else is
             left: its mt, large as it is, is about to be spent.
+        holds_master: parameters are kept in FP32 here, and `bind` is given copies of them in a narrower dtype.
+        offload: which of "state" and "master" lie in host memory, see `offload.Window`.
+
+    `state` is the flat buffer, on the host where it is offloaded; `states` are its tensors as the passes see them, on
+    the device. Likewise `master` and `masters`.
     """
+
+    # What each pass works on of what may be offloaded.
+    _touched: ClassVar[dict[str, tuple[str, ...]]] = {
+        "pack": ("state",),
+        "squares": ("state",),
+        "update": ("state", "master"),
+    }
 
     def __init__(
         self,
@@ -83,6 +96,8 @@ class ScapePasses:
         carries: bool = False,
         columns: Sequence[int] | None = None,
         keeps: float = 1.0,
+        holds_master: bool = False,
+        offload: Sequence[str] = (),
     ) -> None:
         self.layout, self.selection, self.device, self.density = layout, selection, device, density
         self.sparsified = len(layout.sizes)
@@ -93,6 +108,8 @@ class ScapePasses:
         self._whole = (Part(0, len(self.sizes), 0, 0, 0),)
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
         self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
+        self.holds_master, self._offload = holds_master, tuple(offload)
+        self.windows: dict[str, Window] = {}
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
         self.visits = None if columns is None else self._rates_of_visits(columns)
         self.keeps = keeps
@@ -105,7 +122,48 @@ class ScapePasses:
         return blocks + [-(-n // 4) * 4 for n in self.sizes[self.sparsified :]]
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
-        self.use(self._zeros(state), self._zeros(payload), self._zeros(payload), self._zeros(errors))
+        spans = self._spans()
+        self.state, self.states = self._keep("state", spans, state)
+        self.master, self.masters = self._keep("master", spans, state) if self.holds_master else (self._zeros(0), [])
+        self.payload, self.last, self.errors = (self._zeros(n) for n in (payload, payload, errors))
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Where every tensor's state lies in the flat buffer, padding left out."""
+        starts = [0, *accumulate(self._padded)]
+        return [(a, a + min(n, room)) for a, n, room in zip(starts, self.sizes, self._padded, strict=False)]
+
+    def _keep(self, name: str, spans: list[tuple[int, int]], entries: int) -> tuple[Tensor, list[Tensor]]:
+        """Zeros, FP32 (entries,), for the whole run, and the tensors as the passes see them."""
+        if name in self._offload:
+            check_host_memory(4 * entries + sum(window.host.nbytes for window in self.windows.values()))
+            window = self.windows[name] = Window(spans, entries, self.device)
+            return window.host, window.views
+        flat = self._zeros(entries)
+        return flat, [flat[start:end] for start, end in spans]
+
+    def kept(self, name: str) -> list[Tensor]:
+        """The tensors of "state" or "master" where they are kept, on the host where offloaded; up to date."""
+        if name not in self.windows:
+            return self.states if name == "state" else self.masters
+        self.finish()
+        return [self.windows[name].host[start:end] for start, end in self.windows[name].spans]
+
+    def finish(self) -> None:
+        """Waits until what is offloaded lies in host memory. Call it before `state` or `master` is read."""
+        for window in self.windows.values():
+            window.finish()
+
+    def _walk(self, part: Part, name: str) -> Iterator[Part]:
+        """The part's tensors, those at a time whose offloaded state is on the device."""
+        windows = [self.windows[kind] for kind in self._touched[name] if kind in self.windows]
+        if name == "squares" and self.compact:
+            windows = []  # the payload has all that is needed
+        if not windows:
+            yield part
+            return
+        parts = [(p.first, p.end) for p in self.parts]
+        for first, end in walk(windows, (part.first, part.end), parts, changed=name != "squares"):
+            yield replace(part, first=first, end=end)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -116,8 +174,8 @@ class ScapePasses:
     def use(self, state: Tensor, payload: Tensor, last: Tensor, errors: Tensor) -> None:
         """Takes these buffers, FP32 and aligned to 16 bytes, for its own; of the sizes of those that it has."""
         self.state, self.payload, self.last, self.errors = state, payload, last, errors
-        pieces = state.split(self._padded, dim=-1)
-        self.states = [piece[..., :n] for piece, n in zip(pieces, self.sizes, strict=True)]
+        self.states = [state[..., start:end] for start, end in self._spans()]
+        self.master, self.masters = self._zeros(0), []
 
     def _cut(self, chunk_entries: int, granularity: int) -> tuple[tuple[Part, ...], list[int]]:
         """The parts of the payload at the target density, and where each tensor's entries start in the buffer."""
@@ -225,7 +283,7 @@ class ScapePasses:
     ) -> None:
         """The tensors of the step that follows, in the order of `sizes`; `release` lets go of them.
 
-        parameters: local shards, any floating-point dtype; written by `update`.
+        parameters: local shards, any floating-point dtype; written by `update`. With a master, copies of it.
         gradients: flat and contiguous; their storage is scratch space from here on.
         in_use, previous: A and P.
         next_density: of the mask to select.
@@ -240,6 +298,10 @@ class ScapePasses:
 
         applied: bool (); false leaves the state as it is, and payload and selection undefined.
         """
+        for some in self._walk(part, "pack"):
+            self._pack_tensors(some, applied)
+
+    def _pack_tensors(self, part: Part, applied: Tensor) -> None:
         raise NotImplementedError
 
     def selected(self, applied: Tensor) -> Tensor | None:
@@ -261,6 +323,12 @@ class ScapePasses:
 
     def squares(self, part: Part) -> Tensor:
         """FP64 (): sum of squares of the synchronised gradient, from the averaged payload. Call it once a part."""
+        # One sum over all, so that it does not depend on how many tensors are at hand at a time.
+        sums = [partial for some in self._walk(part, "squares") for partial in self._squares_of(some)]
+        return torch.cat([self._zeros(1), *sums]).sum(dtype=torch.float64)
+
+    def _squares_of(self, part: Part) -> list[Tensor]:
+        """Sums of squares of stretches of the tensors, FP32 (any number,), in an order that no cut changes."""
         raise NotImplementedError
 
     def squares_all(self) -> Tensor:
@@ -283,7 +351,26 @@ class ScapePasses:
             steps: float64 (), applied steps, this one included.
             max_wait: upper clamp of the waiting time; None for no scaling.
         """
+        visits = self.learn_visits(part, max_wait, applied)
+        for some in self._walk(part, "update"):
+            self._update_tensors(some, clip, clip_moment, steps, max_wait, visits, applied)
+
+    def _update_tensors(
+        self,
+        part: Part,
+        clip: Tensor,
+        clip_moment: bool,
+        steps: Tensor,
+        max_wait: float | None,
+        visits: VisitRates | None,
+        applied: Tensor,
+    ) -> None:
         raise NotImplementedError
+
+    def start_master(self, parameters: list[Tensor]) -> None:
+        """Copies the parameters, in the order of `sizes`, into the master, where there is one."""
+        for master, parameter in zip(self.kept("master"), parameters, strict=bool(self.masters)):
+            master.copy_(parameter.reshape(-1))
 
     def update_all(self, *arguments: Any) -> None:
         """All parts, with the arguments of `update` behind the part; then lets go of the step's tensors."""

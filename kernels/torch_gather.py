@@ -1,6 +1,5 @@
 """The passes of the sharded form of SCAPE ("gather") in plain PyTorch; `reference_gather.py` says what they do."""
 
-import torch
 from torch import Tensor
 
 from kernels import reference, reference_gather
@@ -13,9 +12,10 @@ from kernels.visits import VisitRates
 class TorchGather(GatherPasses, TorchScape):
     """`GatherPasses` on `kernels.reference_gather`."""
 
-    def pack(self, part: Part, applied: Tensor) -> None:
+    def _pack_tensors(self, part: Part, applied: Tensor) -> None:
         errors = self._split(self.errors) if self.compact and self.carrying else None
-        for i, (gradient, rates) in enumerate(zip(self.gradients, self.rates, strict=True)):
+        for i in range(part.first, part.end):
+            gradient, rates = self.gradients[i], self.rates[i]
             if errors is not None:
                 self._carry(i, errors[i])
             if i >= self.sparsified:
@@ -30,28 +30,28 @@ class TorchGather(GatherPasses, TorchScape):
                 used = self._bits(self.in_use, i)
                 reference_gather.keep_common_(self.share_of(self.common, i), held, used, rates.beta1, applied)
 
-    def squares(self, part: Part) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _squares_of(self, part: Part) -> list[Tensor]:
+        sums = []
         for i in self.own:
             payload, (_, released) = self._payloads[i], self._last_of(i)
             reference_gather.synchronised_gradient_(payload, released, self.rates[i].beta1)
             if self.rates[i].counted:
-                total += payload.square().sum()
-        return total
+                sums.append(payload.square().sum().view(1))
+        return sums
 
-    def update(
+    def _update_tensors(
         self,
         part: Part,
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
         max_wait: float | None,
+        visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
-        visits = self.learn_visits(part, max_wait, applied)
         if reference.known_false(applied):
             return
-        for i in self.own:
+        for i in (i for i in self.own if i in part):
             payload, rates, indices = self._payloads[i], self.rates[i], self._indices(i)
             corrections = (1 - rates.beta1**steps, 1 - rates.beta2**steps)
             last, _ = self._last_of(i)
@@ -64,8 +64,8 @@ class TorchGather(GatherPasses, TorchScape):
                     step, moment, fresh, self._waits(i, indices, max_wait, visits), self.keeps
                 )
             values = self._decayed(i, rates, indices, applied).sub_(step * rates.lr)
-            if self.rounds_values:
-                reference_gather.write_(self.share_of(self.master, i), indices, values, applied)
+            if self.masters:
+                reference_gather.write_(self.masters[i], indices, values, applied)
             reference_gather.write_(self.share_of(self.common, i), indices, moment, applied)
             payload.copy_(values)
 
@@ -75,7 +75,8 @@ class TorchGather(GatherPasses, TorchScape):
         values = self._split(self.wire) if self.compact else self._payloads
         for i in self.own if own_only else range(len(self.sizes)):
             rates, parameter = self.rates[i], Flat(self.parameters[i])
-            reference.decay_(parameter.flat, rates.lr * rates.weight_decay, applied)
+            if not self.scales.numel():
+                reference.decay_(parameter.flat, rates.lr * rates.weight_decay, applied)
             reference_gather.write_(parameter.flat, self._indices(i), values[i].float(), applied)
             parameter.store()
 
@@ -87,6 +88,9 @@ class TorchGather(GatherPasses, TorchScape):
             columns.copy_(fresh.sum(0))
 
     # ------------------------------------------------------------------------------------ internals
+
+    def _sent(self, piece: int) -> Tensor:
+        return self._payloads[piece]
 
     def _candidates(self, tensor: int, start: int, end: int) -> Tensor:
         if not self.owns(tensor):  # in a dry run
@@ -104,8 +108,8 @@ class TorchGather(GatherPasses, TorchScape):
     def _decayed(self, piece: int, rates: Rates, indices: Tensor | None, applied: Tensor) -> Tensor:
         """The piece's parameters on A, decayed; the master is decayed everywhere, parameters are by `write`."""
         rate = rates.lr * rates.weight_decay
-        if self.rounds_values:
-            master = self.share_of(self.master, piece)
+        if self.masters:
+            master = self.masters[piece]
             reference.decay_(master, rate, applied)
             return master.clone() if indices is None else master.index_select(0, indices)
         parameter = Flat(self.parameters[piece]).flat

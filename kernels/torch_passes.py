@@ -18,12 +18,13 @@ _ROWS = 4096
 class Flat:
     """A tensor as FP32 (n,) to write to; `store` takes back what is no view of it.
 
-    No master copy is kept: a BF16 parameter loses updates that are smaller than its rounding.
+    master: what is written to instead, and the tensor is a copy of. Without one a BF16 parameter loses updates that are
+    smaller than its rounding.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, master: Tensor | None = None) -> None:
         self._tensor = tensor
-        self.flat = tensor.float().contiguous().view(-1)
+        self.flat = tensor.float().contiguous().view(-1) if master is None else master
 
     def store(self) -> None:
         if self.flat.data_ptr() != self._tensor.data_ptr():
@@ -56,7 +57,7 @@ class TorchScape(ScapePasses):
         """The stretch of each tensor."""
         return [buffer[start : start + n] for start, n in zip(self.positions(), self.counts, strict=True)]
 
-    def pack(self, part: Part, applied: Tensor) -> None:
+    def _pack_tensors(self, part: Part, applied: Tensor) -> None:
         errors = self._split(self.errors) if self.compact and self.carrying else None
         for i in range(part.first, part.end):
             gradient, rates, held = self.gradients[i], self.rates[i], self._bits(self.previous, i)
@@ -85,27 +86,27 @@ class TorchScape(ScapePasses):
     def pieces(self) -> list[Tensor]:
         return list(self._payloads)
 
-    def squares(self, part: Part) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _squares_of(self, part: Part) -> list[Tensor]:
+        sums = []
         for i in range(part.first, part.end):
             payload = self._payloads[i]
             reference.synchronised_gradient_(payload, self._last_moment(i), self.rates[i].beta1)
             if self.rates[i].counted:
-                total += payload.square().sum()
-        return total
+                sums.append(payload.square().sum().view(1))
+        return sums
 
-    def update(
+    def _update_tensors(
         self,
         part: Part,
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
         max_wait: float | None,
+        visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
-        visits = self.learn_visits(part, max_wait, applied)
         for i in range(part.first, part.end):
-            rates, parameter = self.rates[i], Flat(self.parameters[i])
+            rates, parameter = self.rates[i], Flat(self.parameters[i], self.masters[i] if self.masters else None)
             reference.update_(
                 parameter.flat,
                 self._payloads[i],

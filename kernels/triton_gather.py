@@ -239,8 +239,9 @@ def write_kernel(
     EASY: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):
-    """Weight decay everywhere off A, and on A the owners' values: from `wire`, FP32 or BF16, where COMPACT."""
+    """On A the owners' values, from `wire`, FP32 or BF16, where COMPACT; off A weight decay, where DECAYS."""
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
@@ -249,10 +250,12 @@ def write_kernel(
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
-    parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    decayed = parameter - parameter * rate(rates, tensor, DECAY)
+    changed = spread(used)
+    if DECAYS:
+        parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        decayed = parameter - parameter * rate(rates, tensor, DECAY)
+        tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
     if COMPACT:
-        tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~spread(used))
         base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
         wire += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
@@ -266,5 +269,5 @@ def write_kernel(
             position += 1
     else:
         gradients = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
-        value = tl.load(gradients + local, mask=inside, other=0.0)
-        tl.store(parameters + local, tl.where(spread(used), value, decayed).to(DTYPE), mask=inside)
+        value = tl.load(gradients + local, mask=inside & changed, other=0.0)
+        tl.store(parameters + local, value.to(DTYPE), mask=inside & changed)

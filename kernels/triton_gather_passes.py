@@ -30,6 +30,7 @@ class TritonGather(GatherPasses, TritonScape):
         self._selected_mine = tuple(r for r in self._own if self.owns(r[0]))
         self._selected_others = tuple(r for r in self._own if not self.owns(r[0]))
         self._packed_others = tuple(r for r in self._others if r[0] < self.sparsified)
+        self._packed_mine = tuple(r for r in mine if r[0] < self.sparsified)
 
     def bind(
         self,
@@ -55,39 +56,43 @@ class TritonGather(GatherPasses, TritonScape):
             outside = tensors.sizes[piece.tensor] - tensors.nnz(piece.tensor, self.in_use.density, self.selection)
             if self.visits is not None:
                 axes = (self.visits.columns[piece.tensor], *self.visits.places[2 * piece.tensor :][:2])
-        own = [self.share_of(b, i).data_ptr() if self.owns(i) and b.numel() else 0 for b in (self.common, self.master)]
-        return outside, *axes, piece.start, *own
+        common = self.share_of(self.common, i).data_ptr() if self.owns(i) else 0
+        master = self.masters[i].data_ptr() if self.owns(i) and self.masters else 0
+        return outside, *axes, piece.start, common, master
 
-    def pack(self, part: Part, applied: Tensor) -> None:
+    def _pack_tensors(self, part: Part, applied: Tensor) -> None:
         if self.compact and self.carrying:
             self._carry(part)
-        self._pack_whole()
+        self._pack_whole(range(max(part.first, self.sparsified), part.end))
         if self._chosen is None:
             # Nothing is selected while the next mask is dense, yet the common part has to be kept.
-            self._pack(self._tiles, tuple(r for r in self._mine if r[0] < self.sparsified), applied, common=True)
-            self._pack(self._tiles, self._selected_others + self._packed_others, applied)
+            self._pack(self._tiles, self._in(part, self._packed_mine), applied, common=True)
+            self._pack(self._tiles, self._in(part, self._selected_others + self._packed_others), applied)
             return
         k = entries_per_block(self.next_density, self.layout.block_size)
         form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
-        self._pack(self._choose, self._selected_mine, applied, form, self._chosen, k, common=True)
-        self._pack(self._choose, self._selected_others, applied, form, self._chosen, k)
-        self._pack(self._tiles, self._packed_others, applied)
+        self._pack(self._choose, self._in(part, self._selected_mine), applied, form, self._chosen, k, common=True)
+        self._pack(self._choose, self._in(part, self._selected_others), applied, form, self._chosen, k)
+        self._pack(self._tiles, self._in(part, self._packed_others), applied)
 
-    def _pack_whole(self) -> None:
+    def _in(self, part: Part, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+        return ranges if part.end - part.first == len(self.sizes) else tuple(r for r in ranges if r[0] in part)
+
+    def _pack_whole(self, tensors: range) -> None:
         """Tensors that are sent whole have no residual."""
-        gradients = [g.float() for g in self.gradients[self.sparsified :]]
+        gradients = [self.gradients[i].float() for i in tensors]
         if not gradients:
             return
-        rates = [(1.0 - r.beta1) * r.scale for r in self.rates[self.sparsified :]]
+        rates = [(1.0 - self.rates[i].beta1) * self.rates[i].scale for i in tensors]
         if not self.compact:
             torch._foreach_mul_(gradients, rates)  # FP32 already
             return
-        places = self.positions()[self.sparsified :]
+        places = [self.positions()[i] for i in tensors]
         payloads = [self.payload[at : at + g.numel()] for at, g in zip(places, gradients, strict=True)]
         torch._foreach_copy_(payloads, torch._foreach_mul(gradients, rates))
 
-    def squares(self, part: Part) -> Tensor:
-        sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
+    def _squares_of(self, part: Part) -> list[Tensor]:
+        sums: list[Tensor] = []
         for listed, _, _ in self._tiles.lists(self._mine, self._any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launching.launch(
@@ -107,27 +112,28 @@ class TritonGather(GatherPasses, TritonScape):
                 **self._tiles.shape,
                 COMPACT=self.compact,
             )
-            sums.append(partial.sum(dtype=torch.float64))
-        return torch.stack(sums).sum()
+            sums.append(partial)
+        return sums
 
-    def update(
+    def _update_tensors(
         self,
         part: Part,
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
         max_wait: float | None,
+        visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        visits, wait, fresh = self.learn_visits(part, max_wait, applied), "none", self._fresh
+        wait, fresh = "none", self._fresh
         if max_wait is not None and not (self.in_use.dense or self.previous.dense):
             wait = "tensor" if visits is None else "row_column"
             # Pieces were counted; a waiting time is that of the tensor.
             sums = torch.zeros(len(self.ownership.tensors.sizes), dtype=torch.int32, device=self.device)
             sums.index_add_(0, self._tensor, self._fresh[: self.sparsified])
             fresh = torch.cat((sums[self._tensor], self._fresh[self.sparsified :]))
-        for listed, easy, dtype in self._tiles.lists(self._mine, self._owner_kinds):
+        for listed, easy, dtype in self._tiles.lists(self._in(part, self._mine), self._owner_kinds):
             launching.launch(
                 triton_gather.owned_update_kernel,
                 (len(listed),),
@@ -151,7 +157,7 @@ class TritonGather(GatherPasses, TritonScape):
                 EASY=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
-                HAS_MASTER=self.rounds_values,
+                HAS_MASTER=bool(self.masters),
                 WAIT=wait,
                 KEEPS=self.keeps,
                 LEAST=LEAST_RATE,
@@ -176,8 +182,14 @@ class TritonGather(GatherPasses, TritonScape):
                 EASY=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
+                DECAYS=self.scales.numel() == 0,
             )
         self._writable.store()
+
+    def _sent(self, piece: int) -> Tensor:
+        if not self.compact:
+            return self.gradients[piece]
+        return self.payload[self.positions()[piece] :][: self.counts[piece]]
 
     def count_entering(self, visits: VisitRates) -> None:
         if self._entering is None:

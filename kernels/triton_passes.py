@@ -1,8 +1,8 @@
 """SCAPE's passes as Triton kernels, a few launches for all tensors of a model. Nothing here waits for the device."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,25 +37,9 @@ class TritonScape(ScapePasses):
         density: float,
         replica: int | None,
         device: torch.device,
-        chunk_entries: int = 0,
-        granularity: int = 1,
-        carries: bool = False,
-        columns: Sequence[int] | None = None,
-        keeps: float = 1.0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            layout,
-            whole_sizes,
-            selection,
-            density,
-            replica,
-            device,
-            chunk_entries,
-            granularity,
-            carries,
-            columns,
-            keeps,
-        )
+        super().__init__(layout, whole_sizes, selection, density, replica, device, **options)
         count, size = len(self.sizes), layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
         self._rates = Table(count, RATES.value, torch.float32, device)
@@ -113,7 +97,7 @@ class TritonScape(ScapePasses):
         if not self.compact or self.selection == "tensor" or self.carrying:
             # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
             self.gradients = [g.float() for g in gradients]
-        self._writable = Writable(parameters)
+        self._writable = Writable(parameters, self.masters if self.holds_master else None)
         layout, flat, positions = self.layout, self._writable.flat, self.positions()
         k = entries_per_block(in_use.density, layout.block_size) if not in_use.dense else layout.block_size
         rows = []
@@ -162,7 +146,7 @@ class TritonScape(ScapePasses):
             axes = (self.visits.columns[i], *self.visits.places[2 * i : 2 * i + 2])
         return self.sizes[i] - self.counts[i], *axes
 
-    def pack(self, part: Part, applied: Tensor) -> None:
+    def _pack_tensors(self, part: Part, applied: Tensor) -> None:
         tiles, own, others = self._tiles, self._of(part, "own"), self._of(part, "others")
         if self.compact and self.carrying:
             self._carry(part)
@@ -252,8 +236,8 @@ class TritonScape(ScapePasses):
     def pieces(self) -> "list[Tensor] | _InPlace":
         return self.gradients if self.in_use.dense else _InPlace(self)
 
-    def squares(self, part: Part) -> Tensor:
-        sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
+    def _squares_of(self, part: Part) -> list[Tensor]:
+        sums: list[Tensor] = []
         if self.compact:
             if part not in self._payload_tiles:
                 self._payload_tiles[part] = self._tile_payload(part)
@@ -271,8 +255,8 @@ class TritonScape(ScapePasses):
                     TILE=_FLAT,
                     EASY=easy,
                 )
-                sums.append(partial.sum(dtype=torch.float64))
-            return torch.stack(sums).sum()
+                sums.append(partial)
+            return sums
         for listed, _, _ in self._stream.lists(self._of(part, "all"), self._any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launching.launch(
@@ -287,20 +271,21 @@ class TritonScape(ScapePasses):
                 warps=self._stream.warps,
                 **self._stream.shape,
             )
-            sums.append(partial.sum(dtype=torch.float64))
-        return torch.stack(sums).sum()
+            sums.append(partial)
+        return sums
 
-    def update(
+    def _update_tensors(
         self,
         part: Part,
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
         max_wait: float | None,
+        visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        tiles, visits, wait = self._tiles, self.learn_visits(part, max_wait, applied), "none"
+        tiles, wait = self._tiles, "none"
         if max_wait is not None and not (self.in_use.dense or self.previous.dense):
             wait = "tensor" if visits is None else "row_column"
         for listed, easy, dtype in tiles.lists(self._of(part, "all"), self._parameter_kinds):

@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import torch
 
+from kernels.offload import free_host_memory
+
 
 class _CpuDevice:
     """`torch.cpu` with the answers that TorchTitan expects of a device module.
@@ -48,13 +50,7 @@ def free_memory(device_type: str, rank: int, ranks: int) -> int:
     """Bytes that a process can still take: of its GPU, or this rank's share of what the host has left."""
     if device_type != "cpu":
         return int(torch.get_device_module(device_type).mem_get_info(rank)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            figures = dict(line.split(":") for line in lines)
-        free = int(figures["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return free // ranks
+    return free_host_memory() // ranks
 
 
 # What TorchTitan and PyTorch say about a missing GPU: on a CPU it is expected, and hides what matters.

@@ -75,6 +75,14 @@ class Scape:
     values_dtype: Literal["float32", "bfloat16"] = "float32"
     """With "gather", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
 
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What every replica keeps of the weights. In BF16 their FP32 master is with each entry's owner alone ("gather"),
+    or with every replica ("local", which saves memory where the master is offloaded)"""
+
+    offload: list[str] = field(default_factory=list)
+    """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
+    others); two buffers of the largest tensor stay on the device for each"""
+
     chunk_bytes: int = 0
     """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
 
@@ -96,9 +104,15 @@ class Scape:
                 chunk_bytes=self.chunk_bytes or 4,
                 parameters=self.parameters,
                 values_dtype=self.values_dtype,
+                offload=self.offload,
             )
         except ValueError as error:
             raise ValueError(f"[sync.scape] {error}") from None
+        if "master" in self.offload and self.weights_dtype == self.values_dtype == "float32":
+            raise ValueError(
+                "[sync.scape] offload has 'master', and with FP32 weights there is no master besides them; set "
+                "weights_dtype = 'bfloat16'"
+            )
 
 
 @dataclass
@@ -202,6 +216,13 @@ def check_config(config: JobConfig, device_type: str) -> None:
             '[sync.scape] parameters = "gather" with simulated replicas: its losses are those of "local" up to FP32 '
             'rounding; set parameters = "local"'
         )
+    if config.topology.simulate_replicas > 1 and config.sync.method == "scape":
+        scape = config.sync.scape
+        if scape.offload or scape.weights_dtype != "float32":
+            raise ValueError(
+                f"[sync.scape] offload = {scape.offload} and weights_dtype = {scape.weights_dtype!r} with simulated "
+                "replicas, which keep all their state on the device: leave both at their defaults"
+            )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
     at_least_one = ["training.local_batch_size", "training.seq_len", "training.gc_freq", "metrics.log_freq"]

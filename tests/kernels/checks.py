@@ -70,11 +70,11 @@ class Case:
             self.density,
             self.replica,
             device,
-            self.chunk_entries,
-            self.granularity,
-            self.carries,
-            self.columns,
-            self.keeps,
+            chunk_entries=self.chunk_entries,
+            granularity=self.granularity,
+            carries=self.carries,
+            columns=self.columns,
+            keeps=self.keeps,
         )
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:

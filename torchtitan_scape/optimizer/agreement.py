@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.optimizer.shards import Shard, local
+from torchtitan_scape.optimizer.weights import ScaledTensor
 
 
 def check_one_device(shards: list[Shard]) -> None:
@@ -18,6 +19,15 @@ def check_one_device(shards: list[Shard]) -> None:
                 f"parameter {shard.name!r} is on {device}, {shards[0].name!r} on {first}; Scape keeps all its state on "
                 "one device: move the model there, or give each device an optimizer of its own"
             )
+
+
+def check_one_form(shards: list[Shard]) -> bool:
+    """Whether parameters are kept in BF16. Raises ValueError where some are and some are not."""
+    narrow = [isinstance(local(s.parameter), ScaledTensor) for s in shards]
+    if any(narrow) and not all(narrow):
+        other = shards[narrow.index(False)].name
+        raise ValueError(f"{other!r} is not kept in BF16, and others are; give all of them to hold_in_bfloat16")
+    return all(narrow)
 
 
 def split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:

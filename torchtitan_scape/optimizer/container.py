@@ -26,6 +26,7 @@ from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.guard import FiniteGuard
 from torchtitan_scape.optimizer.scape import Scape
 from torchtitan_scape.optimizer.shards import collect_shards, flat_gradient, local, store_gradient
+from torchtitan_scape.optimizer.weights import hold_in_bfloat16
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.sync.dense import DenseSync
 from torchtitan_scape.timing import PhaseTimer
@@ -234,8 +235,11 @@ def build_optimizers(
                 wire_dtype=scape.wire_dtype,
                 parameters=scape.parameters,
                 values_dtype=scape.values_dtype,
+                offload=scape.offload,
                 chunk_bytes=scape.chunk_bytes or _chunk_bytes(model_parts, scape, layout, collectives),
             )
+            if scape.weights_dtype == "bfloat16":
+                hold_in_bfloat16(model_parts[0], scaled=scape.parameters == "gather")
             return ScapeOptimizers(model_parts, make)
         case "dense", "AdamS":
             make = partial(AdamS, **common, kernels=sync.kernels)

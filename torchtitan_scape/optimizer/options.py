@@ -1,5 +1,7 @@
 """What an optimizer option may be. Every error names the value and what is allowed."""
 
+from collections.abc import Sequence
+
 
 def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Raises ValueError for a value out of range."""
@@ -27,6 +29,7 @@ def check_scape_options(
     chunk_bytes: int,
     parameters: str,
     values_dtype: str,
+    offload: Sequence[str],
 ) -> None:
     """Raises ValueError for an option out of range, with the value and what is allowed."""
     if not 0.0 < density <= 1.0:
@@ -61,3 +64,6 @@ def check_scape_options(
         raise ValueError(
             f"values_dtype is {values_dtype!r}, and parameters is 'local', where no values travel; it is for 'gather'"
         )
+    for name in offload:
+        if name not in ("state", "master"):
+            raise ValueError(f"offload has {name!r}; it may have 'state' and 'master'")

@@ -20,19 +20,20 @@ from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle
-from torchtitan_scape.optimizer.agreement import check_one_device, check_replicas_agree, split
+from torchtitan_scape.optimizer.agreement import check_one_device, check_one_form, check_replicas_agree, split
 from torchtitan_scape.optimizer.exchange import GatherExchange, LocalExchange
 from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
-from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of
+from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
 from torchtitan_scape.optimizer.statistics import statistics
+from torchtitan_scape.optimizer.weights import share_scale
 from torchtitan_scape.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
 # What states were saved with that do not say.
-_OLDER = {"form": "local", "values_dtype": "float32"}
+_OLDER = {"form": "local", "values_dtype": "float32", "weights_dtype": "float32"}
 
 
 class Scape(Optimizer):
@@ -44,8 +45,9 @@ class Scape(Optimizer):
 
     Args:
         params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`,
-            `weight_decay`, `betas` or `eps`; plain tensors or DTensors. Keep them in FP32: of others no
-            master copy is kept, so that updates smaller than their rounding are lost.
+            `weight_decay`, `betas` or `eps`; plain tensors or DTensors. Keep them in FP32, or in what
+            `weights.hold_in_bfloat16` makes of them: of others no master copy is kept, so that updates smaller than
+            their rounding are lost.
         density: share of the entries that is exchanged, in (0, 1].
         density_warmup_steps: the density falls exponentially from 1 over so many steps; 0 for none.
         block_size: entries per block of the mask, a multiple of 8 up to 32768.
@@ -82,6 +84,11 @@ class Scape(Optimizer):
             for each of the n/N entries that a replica owns, and saves last step's moment on the mask.
         values_dtype: with "gather", of the new values on the wire at the target density. In "bfloat16" their owner
             keeps an FP32 master of its n/N entries, and all, the owner included, hold what arrived.
+        offload: any of "state" (moment and residual) and "master" (FP32 weights), to lie in host memory (see
+            `kernels.offload`). The result is the same to the last bit. Steps cannot be captured in CUDA graphs then.
+
+    Parameters that `weights.hold_in_bfloat16` has made are kept in BF16, with an FP32 master here: with "gather" of the
+    n/N entries that this replica owns, in "local" of all.
 
     With `replicas=topology.simulated.SimulatedCollectives(N)` this process plays all N replicas: call `collect()` after
     the backward pass of each, then `step()` once. N states and N gradients exist at the same time, N x 8 bytes a
@@ -121,6 +128,7 @@ class Scape(Optimizer):
         chunk_bytes: int = 4 * CHUNK_ENTRIES,
         parameters: str = "local",
         values_dtype: str = "float32",
+        offload: Sequence[str] = (),
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         check_scape_options(
@@ -138,6 +146,7 @@ class Scape(Optimizer):
             chunk_bytes,
             parameters,
             values_dtype,
+            offload,
         )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.density, self.density_warmup_steps = density, density_warmup_steps
@@ -145,6 +154,7 @@ class Scape(Optimizer):
         self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
         self._shards = collect_shards(self.param_groups)
         check_one_device(self._shards)
+        self._narrow = check_one_form(self._shards)
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = ReplicaCollectives(replicas, model)
@@ -167,7 +177,9 @@ class Scape(Optimizer):
         )
         others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes}
         check_replicas_agree(replicas, self._fingerprint | others, self.param_groups)
-        replicas.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
+        replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
+        if replicas.simulated and (offload or self._narrow):
+            raise ValueError("replicas are simulated, which keep all their state on the device, weights in FP32")
 
         device = local(self._shards[0].parameter).device
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
@@ -182,6 +194,7 @@ class Scape(Optimizer):
             carries=self._rounds,
             columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
             keeps=keep_moment if wait_scaling else 1.0,
+            offload=offload,
         )
         self._gathers = parameters == "gather"
         self.passes: ScapePasses
@@ -205,9 +218,12 @@ class Scape(Optimizer):
                 # In a dry run nobody else selects.
                 replica="all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
                 chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
+                holds_master=self._narrow,
                 **common,
             )
             self.exchange = LocalExchange(self.passes, replicas, self._rounds)
+        if "master" in offload and not self.passes.masters:
+            raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
 
@@ -236,7 +252,7 @@ class Scape(Optimizer):
         ownership = Ownership.of(self._layout, [s.size for s in self._dense])
         for shards, pieces in ((self._sparse, ownership.sparse), (self._dense, ownership.whole)):
             for piece in pieces:
-                if not local(shards[piece.tensor].parameter).is_contiguous():
+                if not stored(shards[piece.tensor].parameter).is_contiguous():
                     name = shards[piece.tensor].name
                     raise ValueError(
                         f"{name!r} is not contiguous; 'gather' cuts tensors into parts: make it contiguous"
@@ -248,11 +264,14 @@ class Scape(Optimizer):
             replica=None if replicas.is_fake else replicas.replica,
             owner=replicas.replica,
             rounds_values=values_dtype == "bfloat16" and replicas.replicas > 1 and self.density < 1.0,
+            scaled=self._narrow,
             **options,
         )
         count = len(self._sparse)
         self._pieces = [(p.tensor, p) for p in ownership.sparse]
         self._pieces += [(count + p.tensor, p) for p in ownership.whole]
+        for (shard, _), scale in zip(self._pieces, passes.scales, strict=self._narrow):
+            share_scale(self._ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
         return passes
 
     # ------------------------------------------------------------------------------------------ the step
@@ -269,7 +288,7 @@ class Scape(Optimizer):
             gradients = self._gradients()
         with phase("exchange"):
             self.settle()
-        if self.attempted_steps == 0 and isinstance(passes, GatherPasses):
+        if self.attempted_steps == 0:
             # Not before: weights may be loaded into the parameters until then.
             passes.start_master(self._local_parameters())
         self.attempted_steps += 1
@@ -355,7 +374,7 @@ class Scape(Optimizer):
         return pieces if self._gathers else tensors
 
     def _local_parameters(self) -> list[Tensor]:
-        return self._cut([local(shard.parameter).detach() for shard in self._ordered])
+        return self._cut([stored(shard.parameter) for shard in self._ordered])
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
@@ -365,7 +384,7 @@ class Scape(Optimizer):
         """Names the state in `self.state`, as other optimizers do."""
         for shard in self._ordered:
             self.state[shard.parameter]["moment_residual"] = []
-        for i, state in enumerate(self.passes.states):
+        for i, state in enumerate(self.passes.kept("state")):
             self.state[self.shard_of(i).parameter]["moment_residual"].append(state)
 
     def _update(self, part: Part, applied: Tensor) -> None:
@@ -425,6 +444,7 @@ class Scape(Optimizer):
             "wire_dtype": wire_dtype,
             "form": form,
             "values_dtype": values_dtype,
+            "weights_dtype": "bfloat16" if self._narrow else "float32",
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -455,6 +475,7 @@ class Scape(Optimizer):
         Replicas differ: every rank has to save its own.
         """
         self.settle()
+        self.passes.finish()
         state = super().state_dict()
         masks = self.masks
         state["state"] = {}
@@ -473,8 +494,16 @@ class Scape(Optimizer):
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
         if isinstance(self.passes, GatherPasses):
-            state["scape"] |= {"common": self.passes.common, "master": self.passes.master}
+            state["scape"] |= {"common": self.passes.common}
+        if self.passes.masters:
+            state["scape"] |= {"master": self.passes.master}
+        if isinstance(self.passes, GatherPasses) and self._narrow:
+            state["scape"] |= {"scales": self.passes.scales, "weights": self._weights()}
         return state
+
+    def _weights(self) -> Tensor:
+        """What BF16 keeps of this rank's parameters, one behind the other: a checkpoint's FP32 values are scaled."""
+        return torch.cat([stored(shard.parameter).view(-1) for shard in self._ordered])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -504,7 +533,13 @@ class Scape(Optimizer):
             self.passes.visits.rates.copy_(saved["visit_rates"])
         if isinstance(self.passes, GatherPasses):
             self.passes.common.copy_(saved["common"])
+        if self.passes.masters:
             self.passes.master.copy_(saved["master"])
+        if isinstance(self.passes, GatherPasses) and self._narrow:
+            self.passes.load_scales(saved["scales"])
+            sizes = [s.size for s in self._ordered]
+            for shard, weight in zip(self._ordered, saved["weights"].split(sizes), strict=True):
+                stored(shard.parameter).copy_(weight.view(local(shard.parameter).shape))
         for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
             mask.bits.copy_(saved[key])
             mask.density = saved[f"{key}_density"]

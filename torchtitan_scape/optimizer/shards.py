@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_scape.optimizer.weights import ScaledTensor
+
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
@@ -51,6 +53,12 @@ def local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """The numbers of the local shard: those that a `ScaledTensor` keeps, else the shard itself."""
+    own = local(parameter).detach()
+    return own.weight if isinstance(own, ScaledTensor) else own
 
 
 def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:

@@ -16,11 +16,12 @@ def statistics(scape: "Scape") -> dict[str, float]:
     masks, passes, layout = scape.masks, scape.passes, scape.masks.layout
     in_use, previous = masks.of_moment(scape.guard.last_applied())
     sums = torch.zeros(4, dtype=torch.float64, device=scape.grad_norm.device)
+    kept = passes.kept("state")
     for i, size in enumerate(layout.sizes):
         if not scape.shard_of(i).counted:
             continue
         used, before = (_unpacked(layout.bits(mask, i), size, sums.device) for mask in (in_use, previous))
-        states = torch.atleast_2d(passes.states[i])  # a row a simulated replica
+        states = torch.atleast_2d(kept[i].to(sums.device))  # a row a simulated replica
         residuals = [torch.where(used, 0.0, state).double().square().sum() for state in states]
         sums += torch.stack(
             [
