@@ -19,12 +19,12 @@ class RankBytes:
     """What one rank knows of some steps.
 
     node: the node that it is on.
-    counted: bytes that it counted as sent, by link level.
+    counted: bytes that it counted as sent, by (link level, kind of message).
     interfaces: bytes that its node's interfaces sent meanwhile, by level as `by_level` has them.
     """
 
     node: int
-    counted: Mapping[str, float]
+    counted: Mapping[tuple[str, str], float]
     interfaces: Mapping[str, int]
 
 
@@ -66,7 +66,8 @@ def compare(ranks: Sequence[RankBytes], steps: int) -> dict[str, list[dict[str, 
     """Counted bytes of each node's ranks beside its interfaces', by level: one entry a node, bytes sent per step.
 
     Ranks of a node report the same interfaces; the first one's figures are taken. What a GCD pair exchanges goes over
-    the loopback as well. `ratio` is interface over counted, None where nothing was counted.
+    the loopback as well. `by_kind` is `counted` by kind of message; `ratio` is interface over counted, None where
+    nothing was counted.
     """
     nodes: dict[int, list[RankBytes]] = defaultdict(list)
     for rank in ranks:
@@ -75,12 +76,18 @@ def compare(ranks: Sequence[RankBytes], steps: int) -> dict[str, list[dict[str, 
     for level, counted_as in (("node", ("gcd_pair", "node")), ("network", ("network",))):
         table[level] = []
         for node, members in sorted(nodes.items()):
-            counted = sum(member.counted.get(name, 0.0) for member in members for name in counted_as)
+            by_kind: dict[str, float] = defaultdict(float)
+            for member in members:
+                for (name, kind), sent in member.counted.items():
+                    if name in counted_as:
+                        by_kind[kind] += sent
+            counted = sum(by_kind.values())
             moved = members[0].interfaces[level]
             table[level].append(
                 {
                     "node": node,
                     "counted": counted / steps,
+                    "by_kind": {kind: sent / steps for kind, sent in sorted(by_kind.items())},
                     "interface": moved / steps,
                     "ratio": moved / counted if counted else None,
                 }

@@ -117,8 +117,8 @@ class InterfaceCount:
     def __init__(self, layout: Layout, optimizers: ReplicaOptimizers) -> None:
         self._layout, self._optimizers = layout, optimizers
         self._steps = 0
-        self._open: tuple[dict[str, float], dict[str, int]] | None = None
-        self._counted: dict[str, float] = defaultdict(float)
+        self._open: tuple[dict[tuple[str, str], float], dict[str, int]] | None = None
+        self._counted: dict[tuple[str, str], float] = defaultdict(float)
         self._moved: dict[str, int] = defaultdict(int)
         self.enabled = os.environ.get("SCAPE_COUNT_INTERFACES") == "1" and not optimizers.collectives.is_fake
         if self.enabled and (optimizers.grad_norm.device.type != "cpu" or read_interfaces() is None):
@@ -159,20 +159,20 @@ class InterfaceCount:
         if self._open is None:
             return
         counted, moved = self._look()
-        for level, sent in counted.items():
-            self._counted[level] += sent - self._open[0].get(level, 0.0)
+        for kind, sent in counted.items():
+            self._counted[kind] += sent - self._open[0].get(kind, 0.0)
         for level, bytes_sent in moved.items():
             self._moved[level] += bytes_sent - self._open[1][level]
         self._open = None
 
-    def _look(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Bytes that this rank counted and its interfaces sent so far, by level, while all ranks are silent."""
+    def _look(self) -> tuple[dict[tuple[str, str], float], dict[str, int]]:
+        """Bytes so far, while all ranks are silent: counted by this rank, by level and kind; sent by its interfaces."""
         self._optimizers.settle()
         dist.barrier()
         moved = read_interfaces()
         assert moved is not None
         dist.barrier()  # a twin on this node that ran ahead would send before the counters are read
-        return self._optimizers.collectives.traffic.sent_by_level(), {level: sent for level, (sent, _) in moved.items()}
+        return dict(self._optimizers.collectives.traffic.sent), {level: sent for level, (sent, _) in moved.items()}
 
 
 def a_step_follows(trainer: Trainer) -> bool:

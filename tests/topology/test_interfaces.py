@@ -71,18 +71,24 @@ def test_bytes_are_compared_by_node_and_level() -> None:
     """Pairs and nodes both travel over the loopback; the interfaces' figures are a node's, not a rank's."""
     first = {"node": 4_400, "network": 1_020}
     ranks = [
-        RankBytes(0, {"gcd_pair": 1000.0, "network": 1000.0}, first),
-        RankBytes(1, {"node": 500.0}, {"node": 510, "network": 7}),
-        RankBytes(0, {"gcd_pair": 1000.0, "node": 2000.0}, first),
+        RankBytes(0, {("gcd_pair", "payload"): 1000.0, ("network", "payload"): 1000.0}, first),
+        RankBytes(1, {("node", "mask"): 500.0}, {"node": 510, "network": 7}),
+        RankBytes(0, {("gcd_pair", "mask"): 1000.0, ("node", "payload"): 2000.0}, first),
     ]
     table = compare(ranks, steps=10)
     assert table == {
         "node": [
-            {"node": 0, "counted": 400.0, "interface": 440.0, "ratio": 1.1},
-            {"node": 1, "counted": 50.0, "interface": 51.0, "ratio": 1.02},
+            {
+                "node": 0,
+                "counted": 400.0,
+                "by_kind": {"mask": 100.0, "payload": 300.0},
+                "interface": 440.0,
+                "ratio": 1.1,
+            },
+            {"node": 1, "counted": 50.0, "by_kind": {"mask": 50.0}, "interface": 51.0, "ratio": 1.02},
         ],
         "network": [
-            {"node": 0, "counted": 100.0, "interface": 102.0, "ratio": 1.02},
-            {"node": 1, "counted": 0.0, "interface": 0.7, "ratio": None},
+            {"node": 0, "counted": 100.0, "by_kind": {"payload": 100.0}, "interface": 102.0, "ratio": 1.02},
+            {"node": 1, "counted": 0.0, "by_kind": {}, "interface": 0.7, "ratio": None},
         ],
     }
