@@ -15,12 +15,12 @@ from torchtitan_scape.memory import MemoryReport
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
-    from torchtitan_scape.optimizer.shards import local
+    from torchtitan_scape.optimizer.shards import stored
     from torchtitan_scape.train import ScapeTrainer, parse
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
     optimizers = trainer.optimizers
-    found = {"parameters": sum(local(p).nbytes for p in trainer.model_parts[0].parameters())}
+    found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
     if hasattr(optimizers, "scape"):
         passes, masks = optimizers.scape.passes, optimizers.scape.masks
         found["state"] = passes.state.nbytes
@@ -32,18 +32,31 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         found["rates of visits"] = sum(t.nbytes for t in tables)
         if hasattr(passes, "common"):
             found |= {"owned moments": passes.common.nbytes, "owned master": passes.master.nbytes}
+        else:
+            found["master"] = passes.master.nbytes
+        found["offload buffers"] = sum(b.nbytes for window in passes.windows.values() for b in window.buffers)
     assert trainer._memory is not None
-    kinds = trainer._memory.kinds
+    kinds, host = trainer._memory.kinds, trainer._memory.host
+    assert len(host) == (len(passes.windows) if hasattr(optimizers, "scape") else 0) and not kinds.keys() & host.keys()
+    kinds = kinds | host
     trainer.close()
     return kinds, found
 
 
 @pytest.mark.parametrize(
     "method, layout",
-    [("adams", "2x1"), ("scape", "1x2"), ("scape-bf16", "1x2"), ("scape-gather", "1x2"), ("scape-gather-bf16", "1x2")],
+    [
+        ("adams", "2x1"),
+        ("scape", "1x2"),
+        ("scape-bf16", "1x2"),
+        ("scape-gather", "1x2"),
+        ("scape-gather-bf16", "1x2"),
+        ("scape-local-bf16", "1x2"),
+    ],
 )
 def test_predicted_bytes_are_those_of_the_tensors(method: str, layout: str, pool2: Pool, tmp_path: Path) -> None:
-    for kinds, found in pool2(held, str(tmp_path), [*METHODS[method], *LAYOUTS[layout]]):
+    narrow = ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=master"]
+    for kinds, found in pool2(held, str(tmp_path), [*METHODS.get(method, narrow), *LAYOUTS[layout]]):
         for kind, value in found.items():
             if value:  # blocks, rows and shards are padded
                 assert value == pytest.approx(kinds[kind], rel=0.02), kind
@@ -54,6 +67,8 @@ def test_predicted_bytes_are_those_of_the_tensors(method: str, layout: str, pool
 def test_a_model_that_cannot_fit_is_refused() -> None:
     report = MemoryReport({"parameters": 6e9, "state": 3e9, "activations": 5e9}, 10e9, "a test")
     report.check()
+    with pytest.raises(ValueError, match=r"offload needs 7.00 GB of host memory a rank \(state 7.00 GB\), and 6.00 GB"):
+        replace(report, host={"state": 7e9}, host_capacity=6e9).check()
     assert "14.00 GB of 10.00 GB (a test): may not fit" in report.lines()[0]
     with pytest.raises(ValueError, match=r"needs 9.00 GB without activations.*raise parallelism"):
         replace(report, capacity=8e9).check()

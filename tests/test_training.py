@@ -30,13 +30,20 @@ METHODS = {
     "scape-1": ["--sync.scape.density=1.0"],
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
     "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000"],
-    "scape-bf16": ["--sync.scape.density=0.1", "--sync.scape.wire_dtype=bfloat16", "--sync.scape.chunk_bytes=100000"],
+    "scape-bf16": [
+        "--sync.scape.density=0.1",
+        "--sync.scape.wire_dtype=bfloat16",
+        "--sync.scape.chunk_bytes=100000",
+        "--sync.scape.offload=state",
+    ],
     "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.parameters=gather"],
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
         "--sync.scape.parameters=gather",
         "--sync.scape.wire_dtype=bfloat16",
         "--sync.scape.values_dtype=bfloat16",
+        "--sync.scape.weights_dtype=bfloat16",
+        "--sync.scape.offload=state,master",
     ],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-wait-scaling"],
 }

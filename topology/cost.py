@@ -27,6 +27,8 @@ from topology.links import (
 from topology.volumes import (
     BLOCK,
     Method,
+    host_bytes,
+    host_link_bytes,
     mask_bytes,
     memory_bytes,
     message_bytes,
@@ -54,6 +56,8 @@ __all__ = [
     "best_chunks",
     "bytes_by_level",
     "fsdp_seconds",
+    "host_bytes",
+    "host_link_bytes",
     "mask_bytes",
     "memory_bytes",
     "message_bytes",
@@ -251,7 +255,14 @@ def predict(
         compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
     shapes = local_shapes(workload.shapes(), layout.shard)
     bandwidth = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
-    pack, rest = (nbytes / bandwidth for nbytes in optimizer_bytes(method, shapes, layout.replicate, block))
+    device_bytes, link_bytes = (
+        of(method, shapes, layout.replicate, block) for of in (optimizer_bytes, host_link_bytes)
+    )
+    # Copies to and from the host go behind the passes, as far as these take time.
+    pack, rest = (
+        max(nbytes / bandwidth, copied / (device.host_link * 1e9))
+        for nbytes, copied in zip(device_bytes, link_bytes, strict=True)
+    )
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))

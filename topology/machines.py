@@ -29,6 +29,8 @@ class Device:
     memory: GB (1e9 bytes) that the rank may fill.
     memory_bandwidth: GB/s, nominal, read and write together.
     peak: TFLOP/s of dense BF16 matrix products, nominal.
+    host_memory: GB of the host that are the rank's.
+    host_link: GB/s between the two, one direction, nominal.
     """
 
     name: str
@@ -36,10 +38,20 @@ class Device:
     memory_bandwidth: float
     peak: float
     source: str
+    host_memory: float
+    host_link: float
 
 
-_A100 = Device("A100 80GB", 80.0, 2000.0, 312.0, "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down)")
-ASSUMED_CORE = Device("one core", 8.0, 10.0, 0.05, "assumed: a core of a laptop, its share of the memory")
+_A100 = Device(
+    "A100 80GB",
+    80.0,
+    2000.0,
+    312.0,
+    "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down), PCIe 4.0; an eighth of a DGX's 2 TB",
+    host_memory=250.0,
+    host_link=31.5,
+)
+ASSUMED_CORE = Device("one core", 8.0, 10.0, 0.05, "assumed: a core of a laptop, its share of the memory", 8.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,14 @@ MACHINES = {
             source="SCAPE paper, Section V-A: one GH200 a node, NDR 400 Gb/s InfiniBand; NVLink-C2C 900 GB/s both "
             "ways. Latencies are assumed",
             device=Device(
-                "GH200", 96.0, 4000.0, 989.0, "NVIDIA GH200 data sheet, 96 GB HBM3 model; dense BF16 of its H100 part"
+                "GH200",
+                96.0,
+                4000.0,
+                989.0,
+                "NVIDIA GH200 data sheet, 96 GB HBM3 model; dense BF16 of its H100 part; 120 GB LPDDR5X, NVLink-C2C "
+                "900 GB/s both ways (Cornell Virtual Workshop on Vista)",
+                host_memory=120.0,
+                host_link=450.0,
             ),
         ),
         Machine(
@@ -82,7 +101,10 @@ MACHINES = {
                 64.0,
                 1600.0,
                 191.5,
-                "AMD MI250X data sheet, half of 128 GB, 3.2 TB/s and 383 TFLOP/s: a GCD is half a package",
+                "AMD MI250X data sheet, half of 128 GB, 3.2 TB/s and 383 TFLOP/s: a GCD is half a package; Frontier "
+                "User Guide: 512 GB a node, 36 GB/s each way between CPU and GCD",
+                host_memory=64.0,
+                host_link=36.0,
             ),
         ),
         Machine(

@@ -24,6 +24,8 @@ class Method:
     wire: of SCAPE's payload between nodes, "float32" or "bfloat16".
     parameters: of SCAPE, "local" or "gather" (each entry's owner updates it for all).
     values: with "gather", the dtype in which new values travel.
+    weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
+    offload: of SCAPE, "state" and "master" as far as they lie in host memory.
     """
 
     kind: str
@@ -32,6 +34,8 @@ class Method:
     rank: int = 0
     parameters: str = "local"
     values: str = "float32"
+    weights: str = "float32"
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -42,7 +46,7 @@ class Method:
             raise ValueError(f"the rank of powersgd is {self.rank}; it must be 1 or more")
         if self.parameters not in ("local", "gather"):
             raise ValueError(f"parameters is {self.parameters!r}; it must be 'local' or 'gather'")
-        width(self.wire), width(self.values)
+        width(self.wire), width(self.values), width(self.weights)
 
     @property
     def name(self) -> str:
@@ -50,8 +54,17 @@ class Method:
             name = f"scape {self.density:g}" + (" bf16" if self.wire == "bfloat16" else "")
             if self.parameters == "gather":
                 name += " gather" + (" bf16 values" if self.values == "bfloat16" else "")
-            return name
+            name += " bf16 weights" if self.narrow else ""
+            return name + (f" offload {'+'.join(self.offload)}" if self.offload else "")
         return f"powersgd {self.rank}" if self.kind == "powersgd" else self.kind
+
+    @property
+    def narrow(self) -> bool:
+        return self.weights == "bfloat16"
+
+    @property
+    def has_master(self) -> bool:
+        return self.narrow or (self.parameters == "gather" and self.values == "bfloat16")
 
 
 def payload_entries(shapes: Sequence[Shape], density: float, block: int = BLOCK) -> int:
@@ -136,9 +149,25 @@ def optimizer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bloc
         # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter
         # for norm and update; all write the values.
         owned, sent = owned_entries(shapes, replicas, block), k / replicas
-        pack, update = 12.0 * n + masks + 4 * k + 8 * owned, 24 * sent + 8 * n + masks + 4 * k
-        return pack, 4.0 * n + update + (8 * owned if method.values == "bfloat16" else 0.0)
-    return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + 8 * n + 2 * masks + 12 * k
+        pack, update = 12.0 * n + masks + 4 * k + 8 * owned, 24 * sent + masks + 4 * k
+        update += 0 if method.narrow else 8 * n  # the decay of BF16 weights is that of their scale
+        return pack, 4.0 * n + update + (8 * owned if method.has_master else 0.0)
+    # A master is decayed and updated in the place of weights, and then read to be rounded.
+    return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + (14 if method.narrow else 8) * n + 2 * masks + 12 * k
+
+
+def host_link_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> tuple[float, float]:
+    """Bytes that (pack, the other passes) move between device and host, both directions together.
+
+    In "local" the state comes and goes twice, as the new moment enters it behind the exchange; with "gather" once.
+    """
+    n = 4.0 * sum(map(math.prod, shapes))
+    pack = rest = 0.0
+    if "state" in method.offload:
+        pack, rest = 2 * n, 0.0 if method.parameters == "gather" else 2 * n
+    if "master" in method.offload and method.has_master:
+        rest += 2 * (4.0 * owned_entries(shapes, replicas, block) if method.parameters == "gather" else n)
+    return pack, rest
 
 
 def owned_entries(shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> int:
@@ -150,7 +179,7 @@ def owned_entries(shapes: Sequence[Shape], replicas: int, block: int = BLOCK) ->
 def memory_bytes(
     method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int, block: int = BLOCK
 ) -> dict[str, float]:
-    """Estimated memory of a rank by kind, bytes.
+    """Estimated memory of a rank's device by kind, bytes.
 
     State: two moments for AdamW, one otherwise, and PowerSGD's error. FP32 parameters and gradients.
     """
@@ -158,23 +187,57 @@ def memory_bytes(
     n = 4.0 * sum(map(math.prod, shapes))
     kinds = {"parameters": n, "gradients": n, "state": 2 * n if method.kind in ("adamw", "powersgd") else n}
     if method.kind == "scape":
-        gathers, entries = method.parameters == "gather", payload_entries(shapes, method.density, block)
-        bits = run_blocks(shapes, replicas, block) * block // 8
-        kinds["masks"] = 2.0 * replicas * bits + mask_bytes(shapes, method.density, replicas, block)
-        # The payload, last step's moment on it, and what rounding lost: in the last step, and in this one on top.
-        kinds["payload"] = (4.0 if gathers else 8.0) * entries + (0.0 if method.wire == "float32" else 8.0 * entries)
-        kinds["rates of visits"] = 25.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1)
-        if gathers:
-            kinds["state"] = 4.0 * sum(math.prod(s) for s in shapes if len(s) > 1)
-            owned = 4.0 * owned_entries(shapes, replicas, block)
-            kinds["owned moments"] = owned
-            if method.values == "bfloat16":
-                kinds["owned master"] = owned
+        kinds |= _scape_bytes(method, shapes, replicas, block)
+        kinds |= scape_state_bytes(method, shapes, replicas, block)
+        for kind in host_bytes(method, shapes, replicas, block):
+            del kinds[kind]
+        if method.offload:
+            kinds["offload buffers"] = _buffer_bytes(method, shapes, replicas, block)
     if method.kind == "bf16":
         kinds["BF16 gradients"] = n / 2
     kinds["working copy"] = workload.working_bytes()
     kinds["activations"] = workload.activation_bytes(micro_batch)
     return kinds
+
+
+def _scape_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int) -> dict[str, float]:
+    """What SCAPE keeps on the device besides gradients and state."""
+    n, entries = sum(map(math.prod, shapes)), payload_entries(shapes, method.density, block)
+    bits = run_blocks(shapes, replicas, block) * block // 8
+    # The payload, last step's moment on it, and what rounding lost: in the last step, and in this one on top.
+    payload = (4.0 if method.parameters == "gather" else 8.0) * entries
+    return {
+        "parameters": float(width(method.weights)) * n,
+        "masks": 2.0 * replicas * bits + mask_bytes(shapes, method.density, replicas, block),
+        "payload": payload + (0.0 if method.wire == "float32" else 8.0 * entries),
+        "rates of visits": 25.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
+    }
+
+
+def scape_state_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> dict[str, float]:
+    """SCAPE's state by kind, bytes, wherever it lies."""
+    n = 4.0 * sum(map(math.prod, shapes))
+    if method.parameters == "local":
+        return {"state": n} | ({"master": n} if method.has_master else {})
+    owned = 4.0 * owned_entries(shapes, replicas, block)
+    residual = 4.0 * sum(math.prod(s) for s in shapes if len(s) > 1)
+    return {"state": residual, "owned moments": owned} | ({"owned master": owned} if method.has_master else {})
+
+
+def host_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> dict[str, float]:
+    """What a rank keeps in host memory by kind, bytes."""
+    offloaded = {"state": ("state",), "master": ("master", "owned master")}
+    kinds = {kind for name in method.offload for kind in offloaded[name]}
+    state = scape_state_bytes(method, shapes, replicas, block) if kinds else {}
+    return {kind: value for kind, value in state.items() if kind in kinds}
+
+
+def _buffer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int) -> float:
+    """Two buffers for each kind offloaded, of the largest tensor; with "gather" of the largest that has one owner."""
+    largest = max(map(math.prod, shapes))
+    if method.parameters == "gather":
+        largest = min(largest, owned_entries(shapes, replicas, block))
+    return 8.0 * largest * len(host_bytes(method, shapes, replicas, block))
 
 
 def simulated_memory_bytes(

@@ -19,7 +19,15 @@ from torchtitan_scape.metrics import size_text
 def method_of(config: JobConfig) -> Method:
     scape = config.sync.scape
     if config.sync.method == "scape":
-        return Method("scape", scape.density, scape.wire_dtype, parameters=scape.parameters, values=scape.values_dtype)
+        return Method(
+            "scape",
+            scape.density,
+            scape.wire_dtype,
+            parameters=scape.parameters,
+            values=scape.values_dtype,
+            weights=scape.weights_dtype,
+            offload=tuple(scape.offload),
+        )
     return Method(config.optimizer.name.lower())
 
 

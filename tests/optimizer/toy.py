@@ -9,6 +9,7 @@ from kernels.reference import mask_indices
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
+from torchtitan_scape.optimizer.weights import hold_in_bfloat16
 
 SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
 
@@ -27,10 +28,13 @@ def train(
     steps: int,
     shapes: list[tuple[int, ...]] = SPARSE + DENSE,
     probe: Any = None,
+    narrow: bool = False,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """Parameters after every step; `probe(optimizer, step)` is called after each."""
-    parameters = [nn.Parameter(p) for p in draw(0, shapes)]
+    """Parameters after every step; `probe(optimizer, step)` is called after each. narrow: weights in BF16."""
+    parameters = nn.ParameterList(draw(0, shapes))
+    if narrow:
+        hold_in_bfloat16(parameters, scaled=options.get("parameters") == "gather")
     options = {"lr": 1e-2, "block_size": 16, **options}
     optimizer = Scape([(f"p{i}", p) for i, p in enumerate(parameters)], replicas=collectives, **options)
     replica = collectives.replica if collectives else 0
@@ -39,7 +43,7 @@ def train(
         for p, g in zip(parameters, gradient(step, replica, shapes), strict=True):
             p.grad = g
         optimizer.step()
-        history.append([p.detach().clone() for p in parameters])
+        history.append([p.detach() * 1.0 for p in parameters])
         if probe:
             probe(optimizer, step)
     return history

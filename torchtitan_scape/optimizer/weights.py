@@ -45,6 +45,10 @@ class ScaledTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ScaledTensor(weight={self.weight}, scale={self.scale})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A file has the FP32 values, as plain tensors, which anybody can load."""
+        return self.values().__reduce_ex__(protocol)
+
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """weight * scale, rounded once, to `dtype`."""
         if self.scale is None:
