@@ -108,6 +108,11 @@ class BlockLayout:
                 total += max(1, round(density * (end - start)))
         return total
 
+    def share(self, density: float) -> float:
+        """The density that a mask has in fact, selected in blocks."""
+        tensors = range(len(self.sizes))
+        return sum(self.nnz(i, density, "block") for i in tensors) / max(1, sum(self.sizes))
+
     def bits(self, mask: Mask, tensor: int) -> Tensor | None:
         """The packed bits of one tensor's blocks; None for all ones."""
         if mask.dense:

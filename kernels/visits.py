@@ -39,8 +39,8 @@ class VisitRates:
         self.places = (0, *accumulate(lengths))  # of rows and columns in turn
         axes = torch.tensor(lengths, dtype=torch.int64)
         # The size is given for a dry run's sake: fake tensors have no values to add up.
-        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.places[-1]).to(device)
-        self._axis_lengths, self._tensor, self._first_axis = axes.to(device)[axis].float(), axis // 2, axis % 2 == 0
+        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.places[-1])
+        self._axis, self._axis_lengths = axis.to(device, torch.int32), axes.to(device, torch.float32)
         self.counts = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
         self.rates = torch.zeros(self.places[-1] + len(self.rows), dtype=torch.float32, device=device)
         self.relative = torch.ones(self.places[-1], dtype=torch.float32, device=device)
@@ -55,11 +55,9 @@ class VisitRates:
 
         Sums are of integers: the result does not depend on their order.
         """
-        entered = torch.where(self._first_axis, self.counts, 0)
-        totals = torch.zeros(len(self.rows), dtype=torch.int32, device=entered.device)
-        totals.index_add_(0, self._tensor, entered)
-        new = self.rates * SMOOTHING + torch.cat((self.counts, totals)) * (1.0 - SMOOTHING)
+        totals = torch.zeros_like(self._axis_lengths, dtype=torch.int32).index_add_(0, self._axis, self.counts)
+        new = self.rates * SMOOTHING + torch.cat((self.counts, totals[::2])) * (1.0 - SMOOTHING)
         self.rates.copy_(torch.where(applied, new, self.rates))
         axes, tensors = self.rates.split((self.places[-1], len(self.rows)))
-        mean = tensors[self._tensor] / self._axis_lengths
+        mean = (tensors.repeat_interleave(2) / self._axis_lengths).index_select(0, self._axis)
         self.relative.copy_(torch.where(mean > 0, axes / mean, 1.0))

@@ -116,6 +116,8 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(dtype=torch.bfloat16),
         dict(rounds_values=True),
         dict(rounds_values=True, in_use=0.5),
+        dict(scaled=True, dtype=torch.bfloat16),
+        dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
         dict(columns=None),
         dict(columns=None, max_wait=1000.0),
         dict(block=32768, density=0.01),
@@ -164,13 +166,14 @@ def _gather_step(
     in_use: float | None = None,
     dtype: torch.dtype = torch.float32,
     rounds_values: bool = False,
+    scaled: bool = False,
     columns: tuple[int, ...] | None = (16, 8),
     max_wait: float | None = None,
 ) -> None:
     """The sharded form's kernels; the others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
-    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values, columns=columns)
+    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values or scaled, scaled=scaled, columns=columns)
     passes = TritonGather(ownership, "block", density, 0, cpu, keeps=0.5 if columns else 1.0, **options)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
     bits = ownership.layout.mask_bytes()

@@ -210,7 +210,7 @@ def _scape_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: 
         "parameters": float(width(method.weights)) * n,
         "masks": 2.0 * replicas * bits + mask_bytes(shapes, method.density, replicas, block),
         "payload": payload + (0.0 if method.wire == "float32" else 8.0 * entries),
-        "rates of visits": 25.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
+        "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
     }
 
 

@@ -13,7 +13,7 @@ from torchtitan_scape.job_config import JobConfig
 
 RECORD = "scape_layout"
 # What records say that were saved before the key existed.
-_OLDER = {"simulate_replicas": 1, "parameters": "local", "values_dtype": "float32"}
+_OLDER = {"simulate_replicas": 1, "parameters": "local", "values_dtype": "float32", "weights_dtype": "float32"}
 
 
 class LayoutRecord(Stateful):
@@ -46,6 +46,7 @@ class LayoutRecord(Stateful):
                 "wire_dtype": scape.wire_dtype,
                 "parameters": scape.parameters,
                 "values_dtype": scape.values_dtype,
+                "weights_dtype": scape.weights_dtype,
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,
                 "ranks_per_node": layout.ranks_per_node,

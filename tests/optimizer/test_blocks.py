@@ -3,10 +3,13 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from kernels.blocks import BlockLayout, density_at, entries_per_block
+from torchtitan_scape import Scape
 
 
 @given(
@@ -38,3 +41,18 @@ def test_density_schedule() -> None:
 @pytest.mark.parametrize("density, k", [(1.0, 1024), (0.1, 102), (0.01, 10), (1e-9, 1), (0.0004, 1)])
 def test_entries_per_block(density: float, k: int) -> None:
     assert entries_per_block(density, 1024) == k
+
+
+def test_a_density_below_one_entry_a_block_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """40 + 3 real entries in blocks of 16: three and one."""
+    parameters = [nn.Parameter(torch.ones(4, 10)), nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(5))]
+    optimizer = Scape(parameters, lr=0.1, block_size=16, density=0.001)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert "density 0.001 of a block of 16 entries is less than one" in message
+    assert "which is a density of 0.093" in message
+    caplog.clear()
+    Scape(parameters, lr=0.1, block_size=16, density=0.04)
+    assert not caplog.records

@@ -165,6 +165,12 @@ class Scape(Optimizer):
         self._sparse, self._dense = split(self._shards, dense_names)
         self._ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank == 0 and selection == "block" and self._sparse and round(density * block_size) == 0:
+            logger.warning(
+                f"density {density:g} of a block of {block_size} entries is less than one: one is selected in each, "
+                f"which is a density of {self._layout.share(density):.3g}"
+            )
         self._fingerprint = self._make_fingerprint(
             selection,
             wait_by if wait_scaling else None,
@@ -236,7 +242,7 @@ class Scape(Optimizer):
             finite_check(backend),
             replicas.all_true,
             replicas.gather_objects,
-            dist.get_rank() if dist.is_initialized() else 0,
+            rank,
             max_skipped_steps,
         )
         self.attempted_steps = 0

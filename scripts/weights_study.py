@@ -1,0 +1,171 @@
+"""What it costs to keep weights in BF16: the sharded form's losses, and how far its weights are from their master.
+
+    python scripts/weights_study.py            # trains what is not stored yet, then writes the table
+    python scripts/weights_study.py report     # the table alone, from results/weights_study/runs.json
+
+Two replicas (processes, gloo) train the quality study's recipe with `parameters = "gather"`. Forward and backward
+compute in FP32, so that all that is rounded are weights. One form is not in the product: weights kept in BF16 and
+decayed there step by step, which is what the scale of `kernels.gather_passes` avoids.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results" / "weights_study"
+if str(ROOT) not in sys.path:  # where the packages are not installed
+    sys.path.insert(0, str(ROOT))
+
+STEPS, SEEDS, DENSITIES = 980, (0, 1, 2), (0.1, 0.01)
+FORMS = {
+    "FP32 weights": [],
+    "FP32 weights, BF16 values": ["--sync.scape.values_dtype=bfloat16"],
+    "BF16 weights with a scale": ["--sync.scape.values_dtype=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
+    "BF16 weights decayed in place": ["--sync.scape.values_dtype=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
+}
+IN_PLACE = "BF16 weights decayed in place"
+
+
+def arguments(form: str, density: float, seed: int) -> list[str]:
+    return [
+        "--job.config_file=train_configs/study.toml",
+        "--optimizer.lr=0.004",
+        f"--training.steps={STEPS}",
+        "--training.local_batch_size=16",
+        "--training.global_batch_size=32",
+        f"--lr_scheduler.warmup_steps={STEPS // 20}",
+        f"--sync.scape.density_warmup_steps={STEPS // 10}",
+        f"--validation.freq={STEPS}",
+        "--validation.steps=10",
+        "--topology.simulate_replicas=1",
+        "--sync.scape.parameters=gather",
+        f"--sync.scape.density={density}",
+        f"--debug.seed={seed}",
+        *FORMS[form],
+    ]
+
+
+def rank(form: str, output: str, options: list[str]) -> None:
+    """One rank of one run; rank 0 writes what came out."""
+    import torch.distributed as dist
+
+    from kernels.gather_passes import GatherPasses
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    def decay_in_place(passes: GatherPasses, applied: Any) -> None:
+        passes.scales = passes.scales[:0]  # then `write` decays what BF16 holds, and rounds it
+
+    patches = [patch.object(GatherPasses, "decay_scales", decay_in_place)] if form == IN_PLACE else []
+    for one in patches:
+        one.start()
+    trainer = ScapeTrainer(parse([*options, f"--job.dump_folder={output}"]))
+    trainer.train()
+    scape = trainer.optimizers.scape  # type: ignore[attr-defined]
+    figures: dict[str, Any] = {"validation_loss": trainer.validator.last_loss} | distance(scape)
+    if dist.get_rank() == 0:
+        (Path(output) / "figures.json").write_text(json.dumps(figures))
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def distance(scape: Any) -> dict[str, float]:
+    """Of what the model sees from the master of what this rank owns: all entries of matrices together.
+
+    error: relative, L2. excess: how much longer the weights are, along the master: what has not decayed.
+    """
+    import torch
+
+    from torchtitan_scape.optimizer.shards import local
+
+    passes = scape.passes
+    if not passes.masters:
+        return {}
+    weights = scape._cut([local(shard.parameter).detach() * 1.0 for shard in scape._ordered])
+    own = [i for i in passes.own if i < passes.sparsified]
+    seen = torch.cat([weights[i] for i in own]).double()
+    master = torch.cat([passes.kept("master")[i] for i in own]).double()
+    error = (seen - master).norm() / master.norm()
+    return {"error": error.item(), "excess": ((seen @ master) / (master @ master) - 1).item()}
+
+
+def train(form: str, density: float, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torchtitan_scape.launch", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+        command += ["--rdzv_endpoint=localhost:0", str(Path(__file__)), "rank", form, folder]
+        command += arguments(form, density, seed)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{form}, density {density}, seed {seed}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
+    return {"form": form, "density": density, "seed": seed} | found
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    rows = [
+        "| density | form | validation loss, by seed | against FP32 weights, mean (range) | from the master, L2 "
+        "| not decayed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    found = {(r["density"], r["form"], r["seed"]): r for r in runs}
+    for density in DENSITIES:
+        for form in FORMS:
+            chosen = [found[density, form, s] for s in SEEDS if (density, form, s) in found]
+            if not chosen:
+                continue
+            plain = [found.get((density, "FP32 weights", r["seed"])) for r in chosen]
+            gaps = [
+                100 * (r["validation_loss"] / p["validation_loss"] - 1)
+                for r, p in zip(chosen, plain, strict=True)
+                if p is not None
+            ]
+            gap = f"{sum(gaps) / len(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})" if gaps else ""
+            losses = ", ".join(f"{r['validation_loss']:.4f}" for r in chosen)
+            errors = [r["error"] for r in chosen if "error" in r]
+            excess = [r["excess"] for r in chosen if "excess" in r]
+            rows.append(
+                f"| {density:g} | {form} | {losses} | {gap if form != 'FP32 weights' else ''} "
+                f"| {f'{max(errors):.2e}' if errors else ''} | {f'{max(excess):+.2e}' if excess else ''} |"
+            )
+    return "\n".join(rows)
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    return f"""# Weights in BF16
+
+`python scripts/weights_study.py`: Llama of 0.2 M parameters on the bytes of Python's standard library, two replicas,
+{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `parameters = "gather"`. Forward and backward in FP32.
+A step of weight decay is at most 4e-4 of a weight; BF16 rounds by up to 3.9e-3. "From the master": distance of what
+the model sees from the FP32 master, relative, over the matrices that a replica owns, the largest of the seeds. "Not
+decayed": how much too long the weights are along their master. The last form is not in the product.
+
+{table(runs)}
+"""
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["rank"]:
+        rank(sys.argv[2], sys.argv[3], sys.argv[4:])
+        return
+    store = RESULTS / "runs.json"
+    runs: list[dict[str, Any]] = json.loads(store.read_text()) if store.exists() else []
+    done = {(r["form"], r["density"], r["seed"]) for r in runs}
+    wanted = [(f, d, s) for s in SEEDS for d in DENSITIES for f in FORMS]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for form, density, seed in wanted if sys.argv[1:] != ["report"] else ():
+        if (form, density, seed) not in done:
+            runs.append(train(form, density, seed))
+            store.write_text(json.dumps(runs, indent=1) + "\n")
+            print(runs[-1], flush=True)
+    (RESULTS / "table.md").write_text(report(runs))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()
