@@ -134,7 +134,8 @@ class ScapePasses:
 
     def _keep(self, name: str, spans: list[tuple[int, int]], entries: int) -> tuple[Tensor, list[Tensor]]:
         """Zeros, FP32 (entries,), for the whole run, and the tensors as the passes see them."""
-        if name in self._offload:
+        # Not where the two buffers would hold all of it.
+        if name in self._offload and 4 * entries > Window.bytes_on_device(spans):
             check_host_memory(4 * entries + sum(window.host.nbytes for window in self.windows.values()))
             window = self.windows[name] = Window(spans, entries, self.device)
             return window.host, window.views

@@ -188,9 +188,9 @@ class ReplicaCollectives:
             return
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
-            values = tensor.contiguous()
+            values = tensor if tensor.is_contiguous() else tensor.contiguous()
             dist.broadcast(values, source, group=group)
-            if values.data_ptr() != tensor.data_ptr():
+            if values is not tensor:
                 tensor.copy_(values)
 
     # ------------------------------------------------------------------------- scalars, over all axes

@@ -161,13 +161,10 @@ def host_link_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bloc
 
     In "local" the state comes and goes twice, as the new moment enters it behind the exchange; with "gather" once.
     """
-    n = 4.0 * sum(map(math.prod, shapes))
-    pack = rest = 0.0
-    if "state" in method.offload:
-        pack, rest = 2 * n, 0.0 if method.parameters == "gather" else 2 * n
-    if "master" in method.offload and method.has_master:
-        rest += 2 * (4.0 * owned_entries(shapes, replicas, block) if method.parameters == "gather" else n)
-    return pack, rest
+    host = host_bytes(method, shapes, replicas, block)
+    state = host.get("state", 0.0)
+    rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if method.parameters == "gather" else state)
+    return 2 * state, 2 * rest
 
 
 def owned_entries(shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> int:
@@ -189,10 +186,10 @@ def memory_bytes(
     if method.kind == "scape":
         kinds |= _scape_bytes(method, shapes, replicas, block)
         kinds |= scape_state_bytes(method, shapes, replicas, block)
-        for kind in host_bytes(method, shapes, replicas, block):
+        for kind in (offloaded := host_bytes(method, shapes, replicas, block)):
             del kinds[kind]
-        if method.offload:
-            kinds["offload buffers"] = _buffer_bytes(method, shapes, replicas, block)
+        if offloaded:
+            kinds["offload buffers"] = len(offloaded) * buffer_bytes(method, shapes, replicas, block)
     if method.kind == "bf16":
         kinds["BF16 gradients"] = n / 2
     kinds["working copy"] = workload.working_bytes()
@@ -225,19 +222,19 @@ def scape_state_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bl
 
 
 def host_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> dict[str, float]:
-    """What a rank keeps in host memory by kind, bytes."""
+    """What a rank keeps in host memory by kind, bytes: what is offloaded and more than its buffers would hold."""
     offloaded = {"state": ("state",), "master": ("master", "owned master")}
     kinds = {kind for name in method.offload for kind in offloaded[name]}
-    state = scape_state_bytes(method, shapes, replicas, block) if kinds else {}
-    return {kind: value for kind, value in state.items() if kind in kinds}
+    state, buffers = scape_state_bytes(method, shapes, replicas, block), buffer_bytes(method, shapes, replicas, block)
+    return {kind: value for kind, value in state.items() if kind in kinds and value > buffers}
 
 
-def _buffer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int) -> float:
-    """Two buffers for each kind offloaded, of the largest tensor; with "gather" of the largest that has one owner."""
+def buffer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> float:
+    """Two buffers of the largest tensor; with "gather" of the largest piece of one that has one owner."""
     largest = max(map(math.prod, shapes))
     if method.parameters == "gather":
         largest = min(largest, owned_entries(shapes, replicas, block))
-    return 8.0 * largest * len(host_bytes(method, shapes, replicas, block))
+    return 8.0 * largest
 
 
 def simulated_memory_bytes(

@@ -18,7 +18,7 @@ from torchtitan_scape import Scape
 from torchtitan_scape.optimizer.shards import stored
 from torchtitan_scape.optimizer.weights import ScaledTensor, hold_in_bfloat16
 
-SHAPES = [(33, 5), (20, 15), *SPARSE, (15, 20), *DENSE]
+SHAPES = [(33, 5), (20, 15), *SPARSE, (15, 20), *[(12, 20)] * 3, *DENSE]
 
 
 class Model(nn.Module):
@@ -81,7 +81,9 @@ def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None
         expected, resident, _ = run(collectives, 10, **options)
         for offload in [["state"], *([["master"], ["state", "master"]] if master else [])]:
             got, optimizer, _ = run(collectives, 10, offload=offload, **options)
-            assert set(optimizer.passes.windows) == set(offload)
+            # A share of a few tensors would fill its buffers, and stays on the device.
+            small = {"master"} if options.get("parameters") == "gather" and replicas > 2 else set()
+            assert set(offload) - small <= set(optimizer.passes.windows) <= set(offload)
             for step, (want, values) in enumerate(zip(expected, got, strict=True)):
                 assert torch.equal(flat(want), flat(values)), (offload, step)
             want_state, state = kept(resident), kept(optimizer)

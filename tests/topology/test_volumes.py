@@ -11,6 +11,8 @@ from kernels.blocks import BlockLayout
 from scripts.bench_kernels import minimal_bytes
 from topology.volumes import (
     Method,
+    host_bytes,
+    host_link_bytes,
     mask_bytes,
     memory_bytes,
     message_bytes,
@@ -127,3 +129,21 @@ def test_memory_counts_every_kind() -> None:
     assert gather["owned moments"] == gather["owned master"] == pytest.approx(4 * n / 64, rel=1e-3)
     assert gather["payload"] == scape["payload"] / 2 and gather["masks"] == scape["masks"]
     assert memory_bytes(Method("adamw"), w, 4, 16, 1)["state"] == pytest.approx(2 * n, rel=1e-3)
+
+
+def test_what_is_offloaded_leaves_two_buffers() -> None:
+    """On one of 4 ranks; a share of an owner among 64 is less than its buffers would be, and stays."""
+    w = get_workload("llama_1_8b")
+    n, largest = 4 * w.parameters, 4 * 32000 * 2560
+    plain = memory_bytes(Method("scape", 0.01), w, 1, 4, 1)
+    local = Method("scape", 0.01, weights="bfloat16", offload=("state", "master"))
+    found, host = memory_bytes(local, w, 1, 4, 1), host_bytes(local, w.shapes(), 4)
+    assert host == {"state": n, "master": n} and found["offload buffers"] == 4 * largest
+    assert sum(plain.values()) - sum(found.values()) == n + n / 2 - 4 * largest
+    assert host_link_bytes(local, w.shapes(), 4) == (2 * n, 4 * n)
+    gather = Method("scape", 0.01, parameters="gather", weights="bfloat16", offload=("state", "master"))
+    assert set(host_bytes(gather, w.shapes(), 4)) == {"state", "owned master"}
+    assert set(host_bytes(gather, w.shapes(), 64)) == {"state"}
+    pack, rest = host_link_bytes(gather, w.shapes(), 4)
+    assert pack == pytest.approx(2 * n, rel=1e-3) and rest == pytest.approx(2 * n / 4, rel=1e-3)
+    assert memory_bytes(gather, w, 1, 64, 1)["owned master"] == pytest.approx(n / 64, rel=1e-3)
