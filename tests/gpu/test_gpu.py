@@ -5,7 +5,7 @@ The rest of the suite hides GPUs, so that it is the same everywhere.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.replicas import ThreadCollectives, run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.simulated import SimulatedCollectives
 from torchtitan_scape import AdamS, Scape
+from torchtitan_scape.optimizer.weights import hold_in_bfloat16
 
 BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda", columns=(2400, 5, 1, 8), keeps=0.5)
 SHAPES = [(700, 513), (33, 1024), (1, 1), (2048, 96), (1000,), (7,)]
@@ -164,6 +165,28 @@ def test_no_step_waits_for_the_device(options: dict[str, Any], kernels: str) -> 
         draw(step, 0, parameters)
         with no_synchronisation():
             optimizer.step()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("form", ["local", "gather"])
+def test_offload_changes_nothing_and_does_not_wait(form: str, narrow: bool) -> None:
+    """To the last bit, many groups of tensors through two buffers; only the first step reads the master."""
+    results = []
+    for offload in ([], ["state", "master"] if narrow else ["state"]):
+        torch.manual_seed(0)
+        model = nn.ParameterList(torch.randn(shape, device="cuda") for shape in SHAPES * 8)
+        if narrow:
+            hold_in_bfloat16(model, scaled=form == "gather")
+        more: dict[str, Any] = {"density_warmup_steps": 4, "parameters": form, "offload": offload}
+        optimizer = Scape(model.named_parameters(), lr=1e-2, density=0.05, **more)
+        for step in range(10):
+            draw(step, 0, list(model))
+            with no_synchronisation() if step else nullcontext():
+                optimizer.step()
+        assert len(optimizer.passes.windows) == len(offload)
+        state = {k: v for k, v in optimizer.state_dict()["scape"].items() if isinstance(v, Tensor)}
+        results.append([p.detach() * 1.0 for p in model] + [state[k].cpu().clone() for k in sorted(state)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_dense_adams_does_not_wait() -> None:
