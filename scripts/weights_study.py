@@ -3,9 +3,9 @@
     python scripts/weights_study.py            # trains what is not stored yet, then writes the table
     python scripts/weights_study.py report     # the table alone, from results/weights_study/runs.json
 
-Two replicas (processes, gloo) train the quality study's recipe with `parameters = "gather"`. Forward and backward
-compute in FP32, so that all that is rounded are weights. One form is not in the product: weights kept in BF16 and
-decayed there step by step, which is what the scale of `kernels.gather_passes` avoids.
+Two replicas (processes, gloo) train the quality study's recipe with `parameters = "gather"`; forward and backward in
+BF16, as mixed precision has it, or in FP32, so that all that is rounded are weights. One form is not in the product:
+weights kept in BF16 and decayed there step by step, which is what the scale of `kernels.gather_passes` avoids.
 """
 
 import json
@@ -22,7 +22,8 @@ RESULTS = ROOT / "results" / "weights_study"
 if str(ROOT) not in sys.path:  # where the packages are not installed
     sys.path.insert(0, str(ROOT))
 
-STEPS, SEEDS, DENSITIES = 980, (0, 1, 2), (0.1, 0.01)
+STEPS, SEEDS = 980, (0, 1, 2)
+SETTINGS = [(0.01, "bfloat16"), (0.1, "bfloat16"), (0.01, "float32"), (0.1, "float32")]  # density, forward and backward
 FORMS = {
     "FP32 weights": [],
     "FP32 weights, BF16 values": ["--sync.scape.values_dtype=bfloat16"],
@@ -32,7 +33,7 @@ FORMS = {
 IN_PLACE = "BF16 weights decayed in place"
 
 
-def arguments(form: str, density: float, seed: int) -> list[str]:
+def arguments(form: str, density: float, compute: str, seed: int) -> list[str]:
     return [
         "--job.config_file=train_configs/study.toml",
         "--optimizer.lr=0.004",
@@ -46,6 +47,7 @@ def arguments(form: str, density: float, seed: int) -> list[str]:
         "--topology.simulate_replicas=1",
         "--sync.scape.parameters=gather",
         f"--sync.scape.density={density}",
+        f"--training.mixed_precision_param={compute}",
         f"--debug.seed={seed}",
         *FORMS[form],
     ]
@@ -94,45 +96,41 @@ def distance(scape: Any) -> dict[str, float]:
     return {"error": error.item(), "excess": ((seen @ master) / (master @ master) - 1).item()}
 
 
-def train(form: str, density: float, seed: int) -> dict[str, Any]:
+def train(form: str, density: float, compute: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torchtitan_scape.launch", "--nproc_per_node=2", "--rdzv_backend=c10d"]
         command += ["--rdzv_endpoint=localhost:0", str(Path(__file__)), "rank", form, folder]
-        command += arguments(form, density, seed)
+        command += arguments(form, density, compute, seed)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{form}, density {density}, seed {seed}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"{form}, density {density}, {compute}, seed {seed}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
         found: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
-    return {"form": form, "density": density, "seed": seed} | found
+    return {"form": form, "density": density, "compute": compute, "seed": seed} | found
 
 
 def table(runs: list[dict[str, Any]]) -> str:
     rows = [
-        "| density | form | validation loss, by seed | against FP32 weights, mean (range) | from the master, L2 "
-        "| not decayed |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| density | forward | form | validation loss, by seed | against FP32 weights, mean (range) "
+        "| from the master, L2 | not decayed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    found = {(r["density"], r["form"], r["seed"]): r for r in runs}
-    for density in DENSITIES:
+    found = {(r["density"], r["compute"], r["form"], r["seed"]): r for r in runs}
+    for density, compute in SETTINGS:
         for form in FORMS:
-            chosen = [found[density, form, s] for s in SEEDS if (density, form, s) in found]
-            if not chosen:
-                continue
-            plain = [found.get((density, "FP32 weights", r["seed"])) for r in chosen]
-            gaps = [
-                100 * (r["validation_loss"] / p["validation_loss"] - 1)
-                for r, p in zip(chosen, plain, strict=True)
-                if p is not None
-            ]
+            chosen = [r for s in SEEDS if (r := found.get((density, compute, form, s)))]
+            pairs = [(r, p) for r in chosen if (p := found.get((density, compute, "FP32 weights", r["seed"])))]
+            gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
             gap = f"{sum(gaps) / len(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})" if gaps else ""
             losses = ", ".join(f"{r['validation_loss']:.4f}" for r in chosen)
-            errors = [r["error"] for r in chosen if "error" in r]
-            excess = [r["excess"] for r in chosen if "excess" in r]
-            rows.append(
-                f"| {density:g} | {form} | {losses} | {gap if form != 'FP32 weights' else ''} "
-                f"| {f'{max(errors):.2e}' if errors else ''} | {f'{max(excess):+.2e}' if excess else ''} |"
-            )
+            error, excess = (max((r[key] for r in chosen if key in r), default=None) for key in ("error", "excess"))
+            if chosen:
+                rows.append(
+                    f"| {density:g} | {compute} | {form} | {losses} | {gap if form != 'FP32 weights' else ''} "
+                    f"| {'' if error is None else f'{error:.2e}'} | {'' if excess is None else f'{excess:+.2e}'} |"
+                )
     return "\n".join(rows)
 
 
@@ -140,7 +138,7 @@ def report(runs: list[dict[str, Any]]) -> str:
     return f"""# Weights in BF16
 
 `python scripts/weights_study.py`: Llama of 0.2 M parameters on the bytes of Python's standard library, two replicas,
-{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `parameters = "gather"`. Forward and backward in FP32.
+{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `parameters = "gather"`.
 A step of weight decay is at most 4e-4 of a weight; BF16 rounds by up to 3.9e-3. "From the master": distance of what
 the model sees from the FP32 master, relative, over the matrices that a replica owns, the largest of the seeds. "Not
 decayed": how much too long the weights are along their master. The last form is not in the product.
@@ -155,12 +153,12 @@ def main() -> None:
         return
     store = RESULTS / "runs.json"
     runs: list[dict[str, Any]] = json.loads(store.read_text()) if store.exists() else []
-    done = {(r["form"], r["density"], r["seed"]) for r in runs}
-    wanted = [(f, d, s) for s in SEEDS for d in DENSITIES for f in FORMS]
+    done = {(r["form"], r["density"], r["compute"], r["seed"]) for r in runs}
+    wanted = [(f, *setting, s) for setting in SETTINGS for s in SEEDS for f in FORMS if f != IN_PLACE or s == 0]
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for form, density, seed in wanted if sys.argv[1:] != ["report"] else ():
-        if (form, density, seed) not in done:
-            runs.append(train(form, density, seed))
+    for cell in wanted if sys.argv[1:] != ["report"] else ():
+        if cell not in done:
+            runs.append(train(*cell))
             store.write_text(json.dumps(runs, indent=1) + "\n")
             print(runs[-1], flush=True)
     (RESULTS / "table.md").write_text(report(runs))
