@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kernels.blocks import Mask
 from kernels.launching import Table, to_device
 from kernels.ownership import Ownership
-from kernels.passes import Part, ScapePasses
+from kernels.passes import Part, Rates, ScapePasses
 from kernels.visits import VisitRates
 
 # A scale of weights that has become smaller is made larger, long before what it divides leaves the range of BF16.
@@ -55,14 +56,12 @@ class GatherPasses(ScapePasses):
         **options: Any,
     ) -> None:
         self.ownership, self.owner = ownership, owner
+        self.rounds_values, self._scaled = rounds_values, scaled
         sizes = [piece.end - piece.start for piece in ownership.whole]
         super().__init__(ownership.layout, sizes, selection, density, replica, device, **options)
         self.own = [i for i, piece in enumerate(ownership.pieces) if piece.owner == owner]
-        self.rounds_values = rounds_values
         self._padding_at: Tensor | None = None
         self.common = self._zeros(ownership.share)
-        if rounds_values or scaled:
-            self.master, self.masters = self._keep("master", self._owned_spans(), ownership.share)
         count = len(ownership.pieces) if scaled else 0
         self.scales = torch.ones(count, dtype=torch.float64, device=device)
         self._left_by_decay = Table(count, 1, torch.float64, device)
@@ -78,9 +77,10 @@ class GatherPasses(ScapePasses):
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         # Last step's moment is the owner's, in `common`.
-        self.state, self.states = self._keep("state", self._spans(), state)
+        has_master = self.rounds_values or self._scaled
+        owned = (self._owned_spans(), self.ownership.share) if has_master else ([], 0)
+        self._keep(self._spans(), state, *owned)
         self.payload, self.last, self.errors = (self._zeros(n) for n in (payload, 0, errors))
-        self.master, self.masters = self._zeros(0), []
 
     def _owned_spans(self) -> list[tuple[int, int]]:
         """Where every piece lies in the buffers of this replica's share; nowhere unless it owns it."""
@@ -96,9 +96,22 @@ class GatherPasses(ScapePasses):
     def start_master(self, parameters: list[Tensor]) -> None:
         kept = self.kept("master")
         for i in self.own if kept else ():
-            kept[i].copy_(parameters[i].reshape(-1))
-            if self.scales.numel():
-                kept[i].mul_(self.scales[i])
+            values = parameters[i].reshape(-1).float()
+            kept[i].copy_(values * self.scales[i].float() if self.scales.numel() else values)
+
+    def bind(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rates: list[Rates],
+        in_use: Mask,
+        previous: Mask,
+        next_density: float,
+    ) -> None:
+        decay = max((r.lr * r.weight_decay for r in rates), default=0.0)
+        if self._scaled and decay > 0.5:
+            raise ValueError(f"lr * weight_decay is {decay:g}; with weights in BF16 it must be 0.5 or less")
+        super().bind(parameters, gradients, rates, in_use, previous, next_density)
 
     def load_scales(self, scales: Tensor) -> None:
         """Takes back `scales`."""
@@ -123,8 +136,6 @@ class GatherPasses(ScapePasses):
             self.scales.div_(powers)
             self._least_scale = 0.5
         left = [1.0 - r.lr * r.weight_decay for r in self.rates]
-        if min(left) < 0.5:
-            raise ValueError(f"lr * weight_decay is {1.0 - min(left):g}; with weights in BF16 it must be 0.5 or less")
         # What the host can tell without asking whether steps were applied: scales are this at least.
         self._least_scale *= min(left)
         decay = self._left_by_decay.set([(value,) for value in left]).view(-1)

@@ -68,7 +68,8 @@ class Tiles:
         """
         key = (ranges, kinds)
         if key not in self._lists:
-            if len(self._lists) > 128:  # gradients that keep changing their alignment
+            # Gradients that keep changing their alignment. A step asks for a few lists of every stretch it goes by.
+            if len(self._lists) > 128 + 16 * len(self.sizes):
                 self._lists.clear()
             self._lists[key] = self._build(ranges, kinds)
         return self._lists[key]

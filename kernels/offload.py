@@ -8,7 +8,7 @@ made in turn.
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +16,48 @@ from torch import Tensor
 
 # [first, end) among the tensors
 Stretch = tuple[int, int]
+
+
+class InTurn:
+    """Copies where there are no streams: at once."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def record(self) -> Any:
+        """A mark behind the copies so far, for `main_waits`."""
+
+    def main_waits(self, event: Any) -> None:
+        """Work queued from here on runs behind the mark."""
+
+    def wait_for_main(self) -> None:
+        """Copies from here on run behind all work queued so far."""
+
+    def finish(self) -> None:
+        """Returns when all copies are done."""
+
+
+class SideStream(InTurn):
+    """Copies on a CUDA stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def record(self) -> Any:
+        return self._stream.record_event()
+
+    def main_waits(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def wait_for_main(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def finish(self) -> None:
+        self._stream.synchronize()
 
 
 class Window:
@@ -33,14 +75,15 @@ class Window:
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], entries: int, device: torch.device) -> None:
-        self.spans, self.device = list(spans), device
-        on_gpu = device.type != "cpu"
+        self.spans = list(spans)
         self.host = torch.zeros(entries, dtype=torch.float32)
-        if on_gpu and entries:
+        self._side = InTurn()
+        if device.type != "cpu" and not in_dry_run():
+            self._side = SideStream(device)
             _pin(self.host)
-            weakref.finalize(self, _unpin, self.host)
-        self._side: Any = torch.cuda.Stream(device) if on_gpu else None
-        self.capacity = max((end - start for start, end in self.spans), default=0)
+            # Not when the process ends: CUDA may be gone by then.
+            weakref.finalize(self, _unpin, self.host, self._side).atexit = False
+        self.capacity = _largest(self.spans)
         self._group: list[int] = []
         begins: list[int] = []  # of every group in the flat buffer
         for start, end in self.spans:
@@ -49,15 +92,16 @@ class Window:
             self._group.append(len(begins) - 1)
         sizes = [self.capacity] * min(2, len(begins))
         self.buffers = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
+        self._side.wait_for_main()  # whose work on this memory, freed before, may still be queued
         self._shift = [(number % 2, begin) for number, begin in enumerate(begins)]
         self.views = [self._on_device(start, end, i) for i, (start, end) in enumerate(self.spans)]
         self._sequences: dict[tuple[Stretch, ...], list[Stretch]] = {}
         self._coming: dict[Stretch, Any] = {}
 
     @staticmethod
-    def bytes_on_device(spans: Sequence[tuple[int, int]]) -> int:
-        """Of the two buffers."""
-        return 8 * max((end - start for start, end in spans), default=0)
+    def pays(spans: Sequence[tuple[int, int]], entries: int) -> bool:
+        """Whether the host takes more than the two buffers would hold."""
+        return entries > 2 * _largest(spans)
 
     def sequence(self, parts: Sequence[Stretch]) -> list[Stretch]:
         """The parts, cut where a group ends."""
@@ -76,38 +120,37 @@ class Window:
     def arrive(self, stretch: Stretch, following: Stretch | None) -> None:
         """Waits for a stretch, on the device, and starts fetching the one behind it."""
         self._fetch(stretch)
-        event = self._coming.pop(stretch)
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        self._side.main_waits(self._coming.pop(stretch))
         if following is not None:
             self._fetch(following)
 
     def leave(self, stretch: Stretch, changed: bool) -> None:
         """Writes a stretch back behind the work that is queued on it."""
-        if self._side is not None:  # also where nothing is written: the buffer is another group's next
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
+        self._side.wait_for_main()  # also where nothing is written: the buffer is another group's next
         if changed:
-            self._copy(stretch, to_host=True)
+            there, here = self._both(stretch)
+            self._side.copy(there, here)
+
+    def forget(self) -> None:
+        """Drops what was fetched for a pass that did not come to its end."""
+        self._coming.clear()
 
     def finish(self) -> None:
-        """Waits until all that was written lies in `host`."""
-        if self._side is not None:
-            self._side.synchronize()
+        """Waits until all that was written lies in `host`, which may be read and written then."""
+        self._side.finish()
+        self.forget()
 
     def _fetch(self, stretch: Stretch) -> None:
         if stretch not in self._coming:
-            self._copy(stretch, to_host=False)
-            # What the buffer held before has been left: this stream has waited for it.
-            self._coming[stretch] = self._side.record_event() if self._side is not None else None
+            there, here = self._both(stretch)
+            # What the buffer held before has been left: the copies wait for that.
+            self._side.copy(here, there)
+            self._coming[stretch] = self._side.record()
 
-    def _copy(self, stretch: Stretch, to_host: bool) -> None:
+    def _both(self, stretch: Stretch) -> tuple[Tensor, Tensor]:
+        """A stretch on the host and on the device."""
         start, end = self.spans[stretch[0]][0], self.spans[stretch[1] - 1][1]
-        there, here = self.host[start:end], self._on_device(start, end, stretch[0])
-        with torch.cuda.stream(self._side) if self._side is not None else nullcontext():
-            if to_host:
-                there.copy_(here, non_blocking=True)
-            else:
-                here.copy_(there, non_blocking=True)
+        return self.host[start:end], self._on_device(start, end, stretch[0])
 
     def _on_device(self, start: int, end: int, tensor: int) -> Tensor:
         buffer, begin = self._shift[self._group[tensor]]
@@ -124,26 +167,60 @@ def walk(windows: Sequence[Window], part: Stretch, parts: Sequence[Stretch], cha
     following = dict(zip(sequence, [*sequence[1:], None], strict=True))
     for stretch in windows[0].sequence((part,)):
         for window in windows:
+            if stretch == sequence[0]:
+                window.forget()
             window.arrive(stretch, following[stretch])
         yield stretch
         for window in windows:
             window.leave(stretch, changed)
 
 
+def _largest(spans: Sequence[tuple[int, int]]) -> int:
+    return max((end - start for start, end in spans), default=0)
+
+
+# --------------------------------------------------------------------------------------------- host memory
+
+
+def in_dry_run() -> bool:
+    """Whether tensors are fake: they have sizes and no memory."""
+    return torch._guards.detect_fake_mode() is not None
+
+
 def free_host_memory() -> int:
-    """Bytes that processes can still take."""
+    """Bytes that this process can still take: what the host has left, or its control group (Slurm's, a container's)."""
     try:
-        with open("/proc/meminfo") as lines:
-            figures = dict(line.split(":") for line in lines)
-        return int(figures["MemAvailable"].split()[0]) * 1024
+        figures = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(figures["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([free, *_left_in_groups()])
+
+
+def _left_in_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Bytes left in each limited control group (version 2) that the process is in; cached files can be dropped."""
+    try:
+        (own,) = (line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, ValueError):
+        return
+    folder = root / own.strip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(root):
+            return
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            used = int((group / "memory.current").read_text())
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue  # the root has no limit
+        if limit != "max":
+            yield max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
 
 
 def check_host_memory(needed: int) -> None:
-    """Raises ValueError where the host has less than so many bytes left."""
+    """Raises ValueError where the host has less than so many bytes left; a dry run needs none."""
     free = free_host_memory()
-    if needed > free:
+    if needed > free and not in_dry_run():
         raise ValueError(
             f"offload needs {needed / 1e9:.2f} GB of host memory for this rank, and {free / 1e9:.2f} GB are free; free "
             "some, offload less, or shard the model over more ranks"
@@ -152,14 +229,14 @@ def check_host_memory(needed: int) -> None:
 
 def _pin(tensor: Tensor) -> None:
     """Locks the tensor's memory where it is: PyTorch's own pinned tensors take the next power of two."""
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if int(error) != 0:
+    error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if error != 0:
         raise ValueError(
-            f"{tensor.nbytes / 1e9:.2f} GB of host memory for offload cannot be locked ({error}); free some, raise "
-            "the limit on locked memory (ulimit -l), or leave offload empty"
+            f"{tensor.nbytes / 1e9:.2f} GB of host memory for offload cannot be locked (CUDA error {error}); free "
+            "some, raise the limit on locked memory (ulimit -l), or leave offload empty"
         )
 
 
-def _unpin(tensor: Tensor) -> None:
+def _unpin(tensor: Tensor, side: InTurn) -> None:
+    side.finish()
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

@@ -109,7 +109,6 @@ class ScapePasses:
         self._parts, self._places = self._cut(chunk_entries, granularity) if density < 1.0 else ((), [])
         self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
         self.holds_master, self._offload = holds_master, tuple(offload)
-        self.windows: dict[str, Window] = {}
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
         self.visits = None if columns is None else self._rates_of_visits(columns)
         self.keeps = keeps
@@ -123,8 +122,7 @@ class ScapePasses:
 
     def _allocate(self, state: int, payload: int, errors: int) -> None:
         spans = self._spans()
-        self.state, self.states = self._keep("state", spans, state)
-        self.master, self.masters = self._keep("master", spans, state) if self.holds_master else (self._zeros(0), [])
+        self._keep(spans, state, spans if self.holds_master else [], state if self.holds_master else 0)
         self.payload, self.last, self.errors = (self._zeros(n) for n in (payload, payload, errors))
 
     def _spans(self) -> list[tuple[int, int]]:
@@ -132,15 +130,21 @@ class ScapePasses:
         starts = [0, *accumulate(self._padded)]
         return [(a, a + min(n, room)) for a, n, room in zip(starts, self.sizes, self._padded, strict=False)]
 
-    def _keep(self, name: str, spans: list[tuple[int, int]], entries: int) -> tuple[Tensor, list[Tensor]]:
-        """Zeros, FP32 (entries,), for the whole run, and the tensors as the passes see them."""
+    def _keep(
+        self, spans: list[tuple[int, int]], entries: int, master_spans: list[tuple[int, int]], master_entries: int
+    ) -> None:
+        """Makes `state` and `master`: zeros, FP32 (entries,), and their tensors where they lie for the passes."""
+        kinds = {"state": (spans, entries), "master": (master_spans, master_entries)}
         # Not where the two buffers would hold all of it.
-        if name in self._offload and 4 * entries > Window.bytes_on_device(spans):
-            check_host_memory(4 * entries + sum(window.host.nbytes for window in self.windows.values()))
-            window = self.windows[name] = Window(spans, entries, self.device)
-            return window.host, window.views
-        flat = self._zeros(entries)
-        return flat, [flat[start:end] for start, end in spans]
+        away = [name for name in self._offload if Window.pays(*kinds[name])]
+        check_host_memory(4 * sum(kinds[name][1] for name in away))
+        self.windows = {name: Window(*kinds[name], self.device) for name in away}
+        flat = {k: self.windows[k].host if k in away else self._zeros(n) for k, (_, n) in kinds.items()}
+        self.state, self.master = flat["state"], flat["master"]
+        self.states, self.masters = (
+            self.windows[k].views if k in away else [flat[k][start:end] for start, end in where]
+            for k, (where, _) in kinds.items()
+        )
 
     def kept(self, name: str) -> list[Tensor]:
         """The tensors of "state" or "master" where they are kept, on the host where offloaded; up to date."""
@@ -176,7 +180,7 @@ class ScapePasses:
         """Takes these buffers, FP32 and aligned to 16 bytes, for its own; of the sizes of those that it has."""
         self.state, self.payload, self.last, self.errors = state, payload, last, errors
         self.states = [state[..., start:end] for start, end in self._spans()]
-        self.master, self.masters = self._zeros(0), []
+        self.windows, self.master, self.masters = {}, self._zeros(0), []
 
     def _cut(self, chunk_entries: int, granularity: int) -> tuple[tuple[Part, ...], list[int]]:
         """The parts of the payload at the target density, and where each tensor's entries start in the buffer."""

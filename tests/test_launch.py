@@ -109,9 +109,12 @@ def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: 
         "--topology.machine=frontier",
         "--parallelism.data_parallel_shard_degree=8",
         "--sync.scape.density=0.01",
+        *(("--sync.scape.parameters=gather", "--sync.scape.weights_dtype=bfloat16") if recipe == "llama_1_8b" else ()),
+        "--sync.scape.offload=state",
     )
     assert result.returncode == 0, result.stderr
     output = result.stdout + result.stderr
+    assert "in host memory" in output and "to and from the host a step" in output
     assert f"size: {parameters} total parameters" in output
     assert "replicate 8 x shard 8" in output and "Dry run: everything was built" in output
 

@@ -34,7 +34,8 @@ METHODS = {
         "--sync.scape.density=0.1",
         "--sync.scape.wire_dtype=bfloat16",
         "--sync.scape.chunk_bytes=100000",
-        "--sync.scape.offload=state",
+        "--sync.scape.weights_dtype=bfloat16",
+        "--sync.scape.offload=state,master",
     ],
     "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.parameters=gather"],
     "scape-gather-bf16": [

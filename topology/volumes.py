@@ -62,9 +62,9 @@ class Method:
     def narrow(self) -> bool:
         return self.weights == "bfloat16"
 
-    @property
-    def has_master(self) -> bool:
-        return self.narrow or (self.parameters == "gather" and self.values == "bfloat16")
+    def has_master(self, replicas: int) -> bool:
+        rounds = self.parameters == "gather" and self.values == "bfloat16" and self.density < 1.0
+        return self.narrow or (rounds and replicas > 1)
 
 
 def payload_entries(shapes: Sequence[Shape], density: float, block: int = BLOCK) -> int:
@@ -151,7 +151,7 @@ def optimizer_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bloc
         owned, sent = owned_entries(shapes, replicas, block), k / replicas
         pack, update = 12.0 * n + masks + 4 * k + 8 * owned, 24 * sent + masks + 4 * k
         update += 0 if method.narrow else 8 * n  # the decay of BF16 weights is that of their scale
-        return pack, 4.0 * n + update + (8 * owned if method.has_master else 0.0)
+        return pack, 4.0 * n + update + (8 * owned if method.has_master(replicas) else 0.0)
     # A master is decayed and updated in the place of weights, and then read to be rounded.
     return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + (14 if method.narrow else 8) * n + 2 * masks + 12 * k
 
@@ -215,10 +215,12 @@ def scape_state_bytes(method: Method, shapes: Sequence[Shape], replicas: int, bl
     """SCAPE's state by kind, bytes, wherever it lies."""
     n = 4.0 * sum(map(math.prod, shapes))
     if method.parameters == "local":
-        return {"state": n} | ({"master": n} if method.has_master else {})
+        return {"state": n} | ({"master": n} if method.has_master(replicas) else {})
     owned = 4.0 * owned_entries(shapes, replicas, block)
     residual = 4.0 * sum(math.prod(s) for s in shapes if len(s) > 1)
-    return {"state": residual, "owned moments": owned} | ({"owned master": owned} if method.has_master else {})
+    return {"state": residual, "owned moments": owned} | (
+        {"owned master": owned} if method.has_master(replicas) else {}
+    )
 
 
 def host_bytes(method: Method, shapes: Sequence[Shape], replicas: int, block: int = BLOCK) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import io
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from kernels.offload import Window, walk
+from kernels.offload import InTurn, Window, _left_in_groups, walk
 from tests.optimizer.toy import DENSE, SPARSE, copied, draw, flat, gradient
 from tests.replicas import ThreadCollectives, run_replicas
 from torchtitan_scape import Scape
@@ -46,6 +48,7 @@ def run(
             model.p[0].grad[3, 2] = float("nan")
         optimizer.step()
         for window in optimizer.passes.windows.values():
+            window.finish()
             for buffer in window.buffers:
                 buffer.fill_(float("nan"))
         history.append([p.detach() * 1.0 for p in model.parameters()])
@@ -128,6 +131,95 @@ def test_a_walk_visits_every_tensor_once(sizes: list[int], cuts: list[int], pass
     window.finish()
     assert all(bool((window.host[a:b] == written * (i + 1)).all()) for i, (a, b) in enumerate(spans))
     assert sum(b.numel() for b in window.buffers) <= 2 * max(sizes)
+
+
+class Lazy(InTurn):
+    """A side stream that falls behind as far as it may: it copies when somebody waits for it. It refuses to touch what
+    has arrived and may still be worked on."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Tensor, Tensor]] = []
+        self.done, self.in_use = 0, list[Tensor]()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        for one in self.in_use:
+            for other in (target, source):
+                apart = (
+                    one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
+                )
+                assert apart, "the buffer may still be worked on"
+        self.queue.append((target, source))
+
+    def record(self) -> int:
+        return len(self.queue)
+
+    def main_waits(self, event: int) -> None:
+        for target, source in self.queue[self.done : event]:
+            target.copy_(source)
+        self.done = max(self.done, event)
+        self.in_use.append(self.queue[event - 1][0])
+
+    def wait_for_main(self) -> None:
+        self.in_use.clear()
+
+    def finish(self) -> None:
+        for target, source in self.queue[self.done :]:
+            target.copy_(source)
+        self.done = len(self.queue)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[-1]], ids=["local", "gather"])
+def test_no_pass_runs_ahead_of_the_copies(options: dict[str, Any]) -> None:
+    expected, _, _ = run(None, 8, **options)
+
+    def lazily(window: Window, *arguments: Any) -> None:
+        made(window, *arguments)
+        window._side = Lazy()
+
+    made = Window.__init__
+    with patch.object(Window, "__init__", lazily):
+        got, optimizer, _ = run(None, 8, offload=["state", "master"], **options)
+    assert all(torch.equal(flat(a), flat(b)) for a, b in zip(expected, got, strict=True))
+    sides: list[Any] = [window._side for window in optimizer.passes.windows.values()]
+    assert len(sides) == 2 and all(len(side.queue) > 30 for side in sides)
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    """Out of memory between two groups of tensors, say; then the last state is loaded again."""
+    options: dict[str, Any] = {"offload": ["state"]}
+    expected, _, _ = run(None, 6, **options)
+    _, optimizer, model = run(None, 3, **options)
+    saved = copied(optimizer.state_dict())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with patch.object(type(optimizer.passes), "_pack_tensors", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        for p, g in zip(model.parameters(), gradient(50, 0, SHAPES), strict=True):
+            p.grad = g
+        optimizer.step()
+    for p, value in zip(model.parameters(), weights, strict=True):
+        p.data.copy_(value)
+    optimizer.load_state_dict(saved)
+    for window in optimizer.passes.windows.values():
+        for buffer in window.buffers:
+            buffer.fill_(float("nan"))
+    for step in range(3, 6):
+        for p, g in zip(model.parameters(), gradient(step, 0, SHAPES), strict=True):
+            p.grad = g
+        if step == 4:
+            model.p[0].grad[3, 2] = float("nan")
+        optimizer.step()
+    assert torch.equal(flat([p.detach() for p in model.parameters()]), flat(expected[-1]))
+
+
+def test_what_a_control_group_leaves(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/job_1/step_0\n")
+    job = tmp_path / "sys" / "job_1"
+    (job / "step_0").mkdir(parents=True)
+    for folder, limit, used in ((job, "5000", "1000"), (job / "step_0", "max", "800")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(used + "\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 300\n")
+    assert list(_left_in_groups(tmp_path / "own", tmp_path / "sys")) == [4300]
+    assert list(_left_in_groups(tmp_path / "none", tmp_path / "sys")) == []
 
 
 def test_too_little_host_memory_is_refused() -> None:
@@ -226,6 +318,17 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
         run(None, 1, narrow=True, lr=0.6, weight_decay=1.0, parameters="gather")
 
 
+def test_another_optimizer_takes_the_weights_over() -> None:
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 1.0, "parameters": "gather", "block_size": 16}
+    _, optimizer, model = run(None, 6, narrow=True, **options)
+    before = [p.detach() * 1.0 for p in model.parameters()]
+    again = Scape(model.named_parameters(), **options)
+    assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
+    assert torch.equal(again.passes.scales, optimizer.passes.scales)  # type: ignore[attr-defined]
+    again.passes.start_master(again._local_parameters())
+    torch.testing.assert_close(torch.cat(again.passes.masters), flat(before))
+
+
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=lambda o: "-".join(map(str, o.values())))
 def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
     """Property 8, the resumed run with other things offloaded. A model's checkpoint has FP32 values, which are loaded
@@ -283,6 +386,13 @@ def test_a_scaled_tensor_looks_like_fp32() -> None:
     assert weight.tolist() == [[2.0, 4.0], [2.5, 0.125]], "its own values leave it as it is"
     held.mul_(2.0)
     assert weight.tolist() == [[4.0, 8.0], [5.0, 0.25]]
+    torch._foreach_mul_([held], 2.0)
+    assert weight.tolist() == [[8.0, 16.0], [10.0, 0.5]]
+    torch.mul(torch.full((2, 2), 1.1), torch.full((2, 2), 3.0), out=held)
+    assert weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage({"p": held})["p"]
+    weight.zero_()
+    assert torch.equal(staged * 1.0, torch.full((2, 2), 3.0) * torch.tensor(1.1)), "as asynchronous checkpoints do"
     file = io.BytesIO()
     torch.save({"p": held}, file)
     file.seek(0)

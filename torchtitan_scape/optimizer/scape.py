@@ -155,6 +155,8 @@ class Scape(Optimizer):
         self._shards = collect_shards(self.param_groups)
         check_one_device(self._shards)
         self._narrow = check_one_form(self._shards)
+        if "master" in offload and not self._narrow and values_dtype == "float32":
+            raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = ReplicaCollectives(replicas, model)
@@ -228,8 +230,6 @@ class Scape(Optimizer):
                 **common,
             )
             self.exchange = LocalExchange(self.passes, replicas, self._rounds)
-        if "master" in offload and not self.passes.masters:
-            raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
 
@@ -278,6 +278,7 @@ class Scape(Optimizer):
         self._pieces += [(count + p.tensor, p) for p in ownership.whole]
         for (shard, _), scale in zip(self._pieces, passes.scales, strict=self._narrow):
             share_scale(self._ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
+        passes.load_scales(passes.scales)
         return passes
 
     # ------------------------------------------------------------------------------------------ the step

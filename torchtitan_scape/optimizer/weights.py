@@ -1,5 +1,6 @@
 """Parameters that are kept in BF16 and look like FP32: to the model, to FSDP2, and to who reads a checkpoint."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
 
 
 class ScaledTensor(torch.Tensor):
@@ -59,6 +62,7 @@ class ScaledTensor(torch.Tensor):
 
     def set_values(self, values: Tensor) -> None:
         """weight = values / scale."""
+        values = values.to(self.weight.device)
         self.weight.copy_(values if self.scale is None else values / self.scale.float())
 
     @classmethod
@@ -72,18 +76,25 @@ class ScaledTensor(torch.Tensor):
             target, source = args[:2]
             target.set_values(source.values() if isinstance(source, ScaledTensor) else source)
             return target
-        plain: dict[int, Tensor] = {}
+        if func in _EMPTY and kwargs.get("dtype") in (None, torch.float32):
+            # As checkpoints are staged: such a tensor, whose numbers are filled in.
+            like = args[0]
+            return ScaledTensor(func(like.weight, *args[1:], **kwargs | {"dtype": torch.bfloat16}), like.scale)
+        held: dict[int, tuple[ScaledTensor, Tensor]] = {}
 
         def unwrap(tensor: ScaledTensor) -> Tensor:
-            return plain.setdefault(id(tensor), tensor.values())
+            return held.setdefault(id(tensor), (tensor, tensor.values()))[1]
 
-        result = func(*tree_map_only(ScaledTensor, unwrap, args), **tree_map_only(ScaledTensor, unwrap, kwargs))
-        written: Tensor | None = None
-        for argument, schema in zip(args, func._schema.arguments, strict=False):
-            if isinstance(argument, ScaledTensor) and schema.alias_info is not None and schema.alias_info.is_write:
-                argument.set_values(plain[id(argument)])
-                written = argument
-        return result if written is None else written
+        plain_args, plain_kwargs = tree_map_only(ScaledTensor, unwrap, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(argument.name)
+                for written in tree_leaves(given):
+                    if isinstance(written, ScaledTensor):
+                        written.set_values(held[id(written)][1])
+        back = {id(values): tensor for tensor, values in held.values()}
+        return tree_map_only(Tensor, lambda values: back.get(id(values), values), result)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
@@ -99,16 +110,19 @@ class ScaledTensor(torch.Tensor):
 
 
 def share_scale(parameter: Tensor, scale: Tensor) -> None:
-    """Makes the parameter's scale, and that of all its views, this float64 ()."""
+    """Moves the parameter's scale, and that of all its views, into this float64 ()."""
     own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     if not isinstance(own, ScaledTensor) or own.scale is None:
         raise ValueError("'gather' needs weights with a scale; make them by hold_in_bfloat16(module, scaled=True)")
+    scale.copy_(own.scale)
     own.scale.set_(scale)
 
 
 @torch.no_grad()
 def hold_in_bfloat16(module: nn.Module, scaled: bool) -> None:
-    """Turns the module's parameters into `ScaledTensor`s, in place, rounding them; frees the FP32 numbers.
+    """Turns the module's parameters into `ScaledTensor`s, in place, and frees the FP32 numbers.
+
+    What is not a BF16 number is rounded, once: a master starts from what was rounded.
 
     Call it behind `fully_shard` and initialisation, before the first forward pass.
 
@@ -120,9 +134,9 @@ def hold_in_bfloat16(module: nn.Module, scaled: bool) -> None:
     for name, parameter in module.named_parameters():
         own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         if isinstance(parameter, DTensor):
-            placed = enumerate(parameter.placements)
-            uneven = [parameter.shape[p.dim] % parameter.device_mesh.size(i) for i, p in placed if p.is_shard()]
-            if any(uneven):
+            placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in placed if not placement.is_replicate())
+            if own.numel() * shards != parameter.numel():
                 raise ValueError(
                     f"{name!r} of shape {tuple(parameter.shape)} has no even shards on {parameter.device_mesh}, and "
                     "weights in BF16 need them: keep weights_dtype 'float32', or choose another shard degree"
