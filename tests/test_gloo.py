@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions
@@ -20,6 +20,8 @@ from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from torchtitan_scape import AdamS, Scape
+from torchtitan_scape.optimizer.shards import local
+from torchtitan_scape.optimizer.weights import hold_in_bfloat16
 
 STEPS = 12
 
@@ -322,3 +324,32 @@ def skip_together() -> list[int]:
 def test_rank_and_parameter_of_a_lasting_nan_are_named(pool2: Pool) -> None:
     for good, text in pool2.outcomes(skip_together):
         assert not good and "rank 1, parameter 'w'" in text and "max_skipped_steps=2" in text
+
+
+def fsdp_on_weights_in_bf16() -> list[Tensor]:
+    """Losses and gradients of FSDP2's mixed precision on FP32 weights, and on the same kept in BF16."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for narrow in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        for p in net.parameters():
+            p.data.copy_(p.data.bfloat16())
+        fully_shard(net, mesh=mesh, mp_policy=policy)
+        assert isinstance(net, FSDPModule)
+        net.set_force_sum_reduction_for_comms(True)
+        if narrow:
+            hold_in_bfloat16(net, scaled=True)
+        for step in range(2):  # the second gathers into what the first left
+            loss = net(draw(step, [(5, 8)])[0]).float().square().sum()
+            loss.backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+        found.append(flat([loss.detach(), *(local(p.grad) for p in net.parameters() if p.grad is not None)]))
+    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 4\) has no even shards on"):
+        hold_in_bfloat16(fully_shard(nn.Linear(4, 5, bias=False), mesh=mesh), scaled=True)
+    return found
+
+
+def test_fsdp_sees_weights_in_bf16_as_its_cast_of_fp32(pool2: Pool) -> None:
+    for wide, narrow in pool2(fsdp_on_weights_in_bf16):
+        assert torch.equal(wide, narrow) and bool(wide.isfinite().all()) and bool(wide.any())

@@ -67,7 +67,8 @@ class MemoryReport:
 
     def check(self) -> None:
         """Raises ValueError where what is certain does not fit."""
-        if self.tensors > self.capacity:
+        # A CPU's memory is the host's.
+        if self.tensors + (sum(self.host.values()) if self.device == "CPU" else 0) > self.capacity:
             raise ValueError(
                 f"a rank needs {size_text(self.tensors)} without activations ({self._of(False)}), and {self.device} "
                 f"has {size_text(self.capacity)} for it; raise parallelism.data_parallel_shard_degree, take a smaller "
