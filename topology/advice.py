@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from topology.cost import Assumptions, Links, Method, Prediction, predict
 from topology.layout import Layout, plan_layout
@@ -12,6 +13,12 @@ DENSE = (Method("adams"), Method("adamw"))
 # From the densest to the sparsest: density is what costs loss, so it is given up last.
 SPARSE = tuple(Method("scape", density, wire) for density in (0.1, 0.03, 0.01) for wire in ("float32", "bfloat16"))
 COMPARED = (Method("bf16"),)  # not one of this trainer's methods
+# The same with less memory.
+LEAN: tuple[dict[str, Any], ...] = (
+    {"offload": ("state",)},
+    {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16"},
+    {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16", "offload": ("state",)},
+)
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8
 WORTHWHILE = 1.03  # below that gain the model's own error decides
@@ -144,7 +151,7 @@ def best(case: Case, methods: Sequence[Method]) -> Candidate:
         raise ValueError(
             f"{case.workload.name} needs {least.memory / 1e9:.0f} GB a rank at least (estimated), and "
             f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
-            "activation checkpointing or tensor parallelism, which this plan does not know"
+            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try"
         )
     return min(fitting, key=lambda c: c.prediction.step)
 
@@ -167,6 +174,12 @@ class Advice:
     @property
     def choice(self) -> Candidate:
         return self.sparse if self.compress else self.dense
+
+
+def leaner(case: Case, chosen: Candidate) -> list[Candidate]:
+    """A SCAPE candidate with less memory, on its layout."""
+    methods = [replace(chosen.method, **lean) for lean in LEAN]
+    return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in methods]
 
 
 def advise(case: Case) -> Advice:

@@ -29,10 +29,12 @@ from topology.advice import (
     break_even_bandwidth,
     by_nodes,
     candidates,
+    leaner,
     make_case,
     overlapped,
 )
-from topology.cost import Assumptions, Links, Prediction
+from topology.cost import Assumptions, Links, Prediction, host_bytes
+from topology.workloads import local_shapes
 
 # ---------------------------------------------------------------------------------------------- words
 
@@ -47,6 +49,8 @@ def report(case: Case) -> Iterator[str]:
     yield from _keys(case, advice.choice)
     yield ""
     yield from _table(case)
+    yield ""
+    yield from _leaner(case, advice)
     yield ""
     yield from _losses(case, advice)
 
@@ -146,6 +150,15 @@ def _table(case: Case) -> Iterator[str]:
             f"{method.name:<16}{c.layout.shard:>6}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}{times[3]:>8.1f}"
             f"{times[4]:>11.1f}{c.memory / 1e9:>7.1f}"
         )
+
+
+def _leaner(case: Case, advice: Advice) -> Iterator[str]:
+    shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
+    yield "With less memory, on the same layout (README, Memory; copies to the host as fast as data sheets have it):"
+    for c in (advice.sparse, *leaner(case, advice.sparse)):
+        host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
+        host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
+        yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
 
 
 def _losses(case: Case, advice: Advice) -> Iterator[str]:

@@ -19,12 +19,13 @@ from topology.advice import (
     break_even_bandwidth,
     by_nodes,
     candidates,
+    leaner,
     make_case,
     overlapped,
 )
 from topology.cost import Assumptions, Method, predict
 from topology.links import Links
-from topology.plan import main
+from topology.plan import main, report
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 
@@ -87,6 +88,20 @@ def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_lef
     assert found.layout.shard > 1 and found.memory <= small.capacity
     with pytest.raises(ValueError, match=r"llama_1_8b needs \d+ GB a rank at least"):
         best(replace(case, assumptions=Assumptions(usable_memory=0.01)), DENSE)
+
+
+def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
+    case = make_case("dgx-a100", 8, "llama_1_8b")
+    sparse = advise(case).sparse
+    offload, gather, both = leaner(case, sparse)
+    assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
+    assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
+    # State there and back, twice; with "gather" once. The optimizer's passes take less.
+    n = 4 * case.workload.parameters / sparse.layout.shard
+    assert offload.prediction.optimizer == pytest.approx(4 * n / 31.5e9, rel=1e-3)
+    assert n * 2 / 31.5e9 <= both.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
+    text = "\n".join(report(case))
+    assert "With less memory" in text and f"{offload.method.name}: " in text and "GB on the host" in text
 
 
 def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
