@@ -51,12 +51,11 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         ("scape-bf16", "1x2"),
         ("scape-gather", "1x2"),
         ("scape-gather-bf16", "1x2"),
-        ("scape-local-bf16", "1x2"),
+        ("scape-offload", "1x2"),
     ],
 )
 def test_predicted_bytes_are_those_of_the_tensors(method: str, layout: str, pool2: Pool, tmp_path: Path) -> None:
-    narrow = ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=master"]
-    for kinds, found in pool2(held, str(tmp_path), [*METHODS.get(method, narrow), *LAYOUTS[layout]]):
+    for kinds, found in pool2(held, str(tmp_path), [*METHODS[method], *LAYOUTS[layout]]):
         for kind, value in found.items():
             if value:  # blocks, rows and shards are padded
                 assert value == pytest.approx(kinds[kind], rel=0.02), kind

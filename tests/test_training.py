@@ -34,9 +34,8 @@ METHODS = {
         "--sync.scape.density=0.1",
         "--sync.scape.wire_dtype=bfloat16",
         "--sync.scape.chunk_bytes=100000",
-        "--sync.scape.weights_dtype=bfloat16",
-        "--sync.scape.offload=state,master",
     ],
+    "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
     "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.parameters=gather"],
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
@@ -201,6 +200,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("scape-odd", "1x2", None),
         ("scape-tensor", "1x2", None),
         ("scape-bf16", "nodes", 4),
+        ("scape-offload", "1x2", None),
         ("scape-gather", "2x2", None),
         ("scape-gather-bf16", "2x2", 4),
     ],
