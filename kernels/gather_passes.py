@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.blocks import Mask
 from kernels.launching import Table, to_device
+from kernels.offload import in_dry_run
 from kernels.ownership import Ownership
 from kernels.passes import Part, Rates, ScapePasses
 from kernels.visits import VisitRates
@@ -116,7 +117,7 @@ class GatherPasses(ScapePasses):
     def load_scales(self, scales: Tensor) -> None:
         """Takes back `scales`."""
         self.scales.copy_(scales)
-        self._least_scale = min([1.0, *scales.tolist()])
+        self._least_scale = 1.0 if in_dry_run() else min([1.0, *scales.tolist()])
 
     def decay_scales(self, applied: Tensor) -> None:
         """Weight decay of the step, where parameters are scaled; unless not `applied`.
