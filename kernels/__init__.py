@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.blocks import BlockLayout
 from kernels.gather_passes import GatherPasses
+from kernels.offload import in_dry_run
 from kernels.passes import ScapePasses
 from kernels.simulated import SimulatedPasses
 
@@ -31,7 +32,7 @@ def choose(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = (
     """
     if backend not in BACKENDS:
         raise ValueError(f"kernels is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
-    if torch._guards.detect_fake_mode() is not None:
+    if in_dry_run():
         return "torch"
     installed = importlib.util.find_spec("triton") is not None
     # Triton reads the variable when it is first imported.
