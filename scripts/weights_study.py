@@ -88,7 +88,7 @@ def distance(scape: Any) -> dict[str, float]:
     passes = scape.passes
     if not passes.masters:
         return {}
-    weights = scape._cut([local(shard.parameter).detach() * 1.0 for shard in scape._ordered])
+    weights = scape._cut([local(shard.parameter).detach() * 1.0 for shard in scape.ordered])
     own = [i for i in passes.own if i < passes.sparsified]
     seen = torch.cat([weights[i] for i in own]).double()
     master = torch.cat([passes.kept("master")[i] for i in own]).double()

@@ -83,7 +83,7 @@ def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     step, bind = Scape.step, TorchScape.bind
 
     def remember(self: Scape) -> Any:
-        current[:] = [s.parameter.grad for s in self._ordered]
+        current[:] = [s.parameter.grad for s in self.ordered]
         return step(self)
 
     def spy(self: TorchScape, *arguments: Any) -> None:

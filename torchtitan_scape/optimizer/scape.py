@@ -1,7 +1,6 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,15 +24,13 @@ from torchtitan_scape.optimizer.exchange import GatherExchange, LocalExchange
 from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
+from torchtitan_scape.optimizer.resume import checked, describe, restore, saved_state
 from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
 from torchtitan_scape.optimizer.statistics import statistics
 from torchtitan_scape.optimizer.weights import share_scale
 from torchtitan_scape.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
-
-# What states were saved with that do not say.
-_OLDER = {"form": "local", "values_dtype": "float32", "weights_dtype": "float32"}
 
 
 class Scape(Optimizer):
@@ -154,8 +151,8 @@ class Scape(Optimizer):
         self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
         self._shards = collect_shards(self.param_groups)
         check_one_device(self._shards)
-        self._narrow = check_one_form(self._shards)
-        if "master" in offload and not self._narrow and values_dtype == "float32":
+        self.narrow = check_one_form(self._shards)
+        if "master" in offload and not self.narrow and values_dtype == "float32":
             raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
@@ -165,7 +162,7 @@ class Scape(Optimizer):
         self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
 
         self._sparse, self._dense = split(self._shards, dense_names)
-        self._ordered = self._sparse + self._dense  # the order of the state and of the payload
+        self.ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank == 0 and selection == "block" and self._sparse and round(density * block_size) == 0:
@@ -173,27 +170,35 @@ class Scape(Optimizer):
                 f"density {density:g} of a block of {block_size} entries is less than one: one is selected in each, "
                 f"which is a density of {self._layout.share(density):.3g}"
             )
-        self._fingerprint = self._make_fingerprint(
-            selection,
-            wait_by if wait_scaling else None,
-            keep_moment if wait_scaling else 1.0,
-            clip_mode,
-            reduction,
-            wire_dtype,
-            parameters,
-            values_dtype,
-        )
+        self.fingerprint = {
+            **describe(self.ordered, len(self._sparse)),
+            "block_size": block_size,
+            "replicas": replicas.replicas,
+            "selection": selection,
+            "density": density,
+            "density_warmup_steps": density_warmup_steps,
+            "max_wait": self.max_wait,
+            "wait_by": wait_by if wait_scaling else None,
+            "keep_moment": keep_moment if wait_scaling else 1.0,
+            "max_norm": max_norm,
+            "clip_mode": clip_mode,
+            "reduction": reduction,
+            "wire_dtype": wire_dtype,
+            "form": parameters,
+            "values_dtype": values_dtype,
+            "weights_dtype": "bfloat16" if self.narrow else "float32",
+        }
         others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes}
-        check_replicas_agree(replicas, self._fingerprint | others, self.param_groups)
+        check_replicas_agree(replicas, self.fingerprint | others, self.param_groups)
         replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
-        if replicas.simulated and (offload or self._narrow):
+        if replicas.simulated and (offload or self.narrow):
             raise ValueError("replicas are simulated, which keep all their state on the device, weights in FP32")
 
         device = local(self._shards[0].parameter).device
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
         # What the passes call tensors: (number in `_ordered`, the part of it or None).
-        self._pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self._ordered))]
+        self._pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
         common: dict[str, Any] = dict(
             selection=selection,
             density=density,
@@ -226,7 +231,7 @@ class Scape(Optimizer):
                 # In a dry run nobody else selects.
                 replica="all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
                 chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
-                holds_master=self._narrow,
+                holds_master=self.narrow,
                 **common,
             )
             self.exchange = LocalExchange(self.passes, replicas, self._rounds)
@@ -234,7 +239,7 @@ class Scape(Optimizer):
         self._show_state()
 
         self._collected: list[Tensor] = []
-        names = [s.name for s in self._ordered]
+        names = [s.name for s in self.ordered]
         self.guard = FiniteGuard(
             names
             if not replicas.simulated
@@ -246,7 +251,7 @@ class Scape(Optimizer):
             max_skipped_steps,
         )
         self.attempted_steps = 0
-        self._applied_steps = torch.zeros((), dtype=torch.float64, device=device)
+        self.applied_steps = torch.zeros((), dtype=torch.float64, device=device)
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
 
@@ -270,14 +275,14 @@ class Scape(Optimizer):
             replica=None if replicas.is_fake else replicas.replica,
             owner=replicas.replica,
             rounds_values=values_dtype == "bfloat16" and replicas.replicas > 1 and self.density < 1.0,
-            scaled=self._narrow,
+            scaled=self.narrow,
             **options,
         )
         count = len(self._sparse)
         self._pieces = [(p.tensor, p) for p in ownership.sparse]
         self._pieces += [(count + p.tensor, p) for p in ownership.whole]
-        for (shard, _), scale in zip(self._pieces, passes.scales, strict=self._narrow):
-            share_scale(self._ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
+        for (shard, _), scale in zip(self._pieces, passes.scales, strict=self.narrow):
+            share_scale(self.ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
         passes.load_scales(passes.scales)
         return passes
 
@@ -324,7 +329,7 @@ class Scape(Optimizer):
         if passes.compact:
             with phase("pack"):
                 selected = passes.selected(applied)
-        self._applied_steps += applied
+        self.applied_steps += applied
         squares = torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
         for part, (handle, errors) in zip(passes.parts, in_flight, strict=True):
             with phase("exchange"):
@@ -358,16 +363,16 @@ class Scape(Optimizer):
         """
         if not self.collectives.simulated:
             raise ValueError("collect() is for simulated replicas; a replica of its own calls step() alone")
-        self._collected += [flat_gradient(shard) for shard in self._ordered]
-        for shard in self._ordered:
+        self._collected += [flat_gradient(shard) for shard in self.ordered]
+        for shard in self.ordered:
             shard.parameter.grad = None
 
     def _gradients(self) -> list[Tensor]:
         """The flat gradients of the step; of all simulated replicas, one behind the other."""
         if not self.collectives.simulated:
-            return [flat_gradient(shard) for shard in self._ordered]
+            return [flat_gradient(shard) for shard in self.ordered]
         gradients, self._collected = self._collected, []
-        played = len(gradients) // len(self._ordered)
+        played = len(gradients) // len(self.ordered)
         if played != self.collectives.replicas:
             raise ValueError(
                 f"{played} replicas' gradients were collected, and {self.collectives.replicas} replicas are simulated; "
@@ -381,26 +386,28 @@ class Scape(Optimizer):
         return pieces if self._gathers else tensors
 
     def _local_parameters(self) -> list[Tensor]:
-        return self._cut([stored(shard.parameter) for shard in self._ordered])
+        return self._cut([stored(shard.parameter) for shard in self.ordered])
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
-        return self._ordered[self._pieces[tensor][0]]
+        return self.ordered[self._pieces[tensor][0]]
 
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
-        for shard in self._ordered:
+        for shard in self.ordered:
             self.state[shard.parameter]["moment_residual"] = []
         for i, state in enumerate(self.passes.kept("state")):
             self.state[self.shard_of(i).parameter]["moment_residual"].append(state)
 
     def _update(self, part: Part, applied: Tensor) -> None:
         with self.timer.phase("update"):
-            self.passes.update(part, self.clip_factor, self.clip_moment, self._applied_steps, self.max_wait, applied)
+            self.passes.update(part, self.clip_factor, self.clip_moment, self.applied_steps, self.max_wait, applied)
 
     def settle(self) -> None:
         """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
         if self.grad_norm.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self.passes.windows:
+                raise RuntimeError("a step with offload cannot be captured in a CUDA graph; leave offload empty for it")
             self.masks.rotate_captured()
             return
         try:
@@ -422,37 +429,6 @@ class Scape(Optimizer):
         group = self.param_groups[shard.group]
         lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
-
-    def _make_fingerprint(
-        self,
-        selection: str,
-        wait_by: str | None,
-        keep_moment: float,
-        clip_mode: str,
-        reduction: str,
-        wire_dtype: str,
-        form: str,
-        values_dtype: str,
-    ) -> dict[str, Any]:
-        return {
-            "parameters": zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in self._ordered]).encode()),
-            "sparsified": len(self._sparse),
-            "block_size": self._layout.block_size,
-            "replicas": self._layout.replicas,
-            "selection": selection,
-            "density": self.density,
-            "density_warmup_steps": self.density_warmup_steps,
-            "max_wait": self.max_wait,
-            "wait_by": wait_by,
-            "keep_moment": keep_moment,
-            "max_norm": self.max_norm,
-            "clip_mode": clip_mode,
-            "reduction": reduction,
-            "wire_dtype": wire_dtype,
-            "form": form,
-            "values_dtype": values_dtype,
-            "weights_dtype": "bfloat16" if self._narrow else "float32",
-        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: masks and state are laid out over all parameters at construction."""
@@ -482,74 +458,13 @@ class Scape(Optimizer):
         Replicas differ: every rank has to save its own.
         """
         self.settle()
-        self.passes.finish()
-        state = super().state_dict()
-        masks = self.masks
-        state["state"] = {}
-        state["scape"] = {
-            "fingerprint": {**self._fingerprint, "replica": self.collectives.replica},
-            "moment_residual": self.passes.state,
-            "rounding_errors": self.passes.errors_by_tensor(),
-            "visit_rates": self.passes.visits.rates if self.passes.visits else torch.zeros(0),
-            "in_use": masks.in_use.bits,
-            "in_use_density": masks.in_use.density,
-            "previous": masks.previous.bits,
-            "previous_density": masks.previous.density,
-            "applied_steps": self._applied_steps,
-            "attempted_steps": self.attempted_steps,
-            "skipped": self.guard.skipped,
-            "skipped_in_a_row": self.guard.skipped_in_a_row,
-        }
-        if isinstance(self.passes, GatherPasses):
-            state["scape"] |= {"common": self.passes.common}
-        if self.passes.masters:
-            state["scape"] |= {"master": self.passes.master}
-        if isinstance(self.passes, GatherPasses) and self._narrow:
-            state["scape"] |= {"scales": self.passes.scales, "weights": self._weights()}
-        return state
-
-    def _weights(self) -> Tensor:
-        """What BF16 keeps of this rank's parameters, one behind the other: a checkpoint's FP32 values are scaled."""
-        return torch.cat([stored(shard.parameter).view(-1) for shard in self._ordered])
+        return super().state_dict() | {"state": {}, "scape": saved_state(self)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back `state_dict()` of the same replica, layout and options; else raises ValueError."""
-        if "scape" not in state_dict:
-            raise ValueError(
-                "the state has no 'scape' entry; save what Scape.state_dict() returns, each rank its own (helpers that "
-                "gather optimizer state by parameter drop the residuals and masks)"
-            )
-        saved = state_dict["scape"]
-        mine = {**self._fingerprint, "replica": self.collectives.replica}
-        theirs = _OLDER | saved["fingerprint"]
-        for key, value in mine.items():
-            if theirs.get(key) != value:
-                raise ValueError(
-                    f"the saved state has {key}={theirs.get(key)!r}, this run has {value!r}; "
-                    "SCAPE resumes on the same layout and options only"
-                )
-        if "visit_rates" not in saved:
-            raise ValueError("the saved state has no visit_rates: it is of an older version, which cannot be resumed")
+        saved = checked(self, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.settle()
         self._show_state()
-        self.passes.state.copy_(saved["moment_residual"])
-        self.passes.put_errors(saved["rounding_errors"])
-        if self.passes.visits:
-            self.passes.visits.rates.copy_(saved["visit_rates"])
-        if isinstance(self.passes, GatherPasses):
-            self.passes.common.copy_(saved["common"])
-        if self.passes.masters:
-            self.passes.master.copy_(saved["master"])
-        if isinstance(self.passes, GatherPasses) and self._narrow:
-            self.passes.load_scales(saved["scales"])
-            sizes = [s.size for s in self._ordered]
-            for shard, weight in zip(self._ordered, saved["weights"].split(sizes), strict=True):
-                stored(shard.parameter).copy_(weight.view(local(shard.parameter).shape))
-        for mask, key in ((self.masks.in_use, "in_use"), (self.masks.previous, "previous")):
-            mask.bits.copy_(saved[key])
-            mask.density = saved[f"{key}_density"]
-        self._applied_steps.copy_(saved["applied_steps"])
-        self.attempted_steps = saved["attempted_steps"]
-        self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
+        restore(self, saved)
