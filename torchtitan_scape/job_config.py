@@ -208,7 +208,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if config.training.dtype != "float32":
         raise ValueError(
             f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
-            "leave it at 'float32' and set mixed_precision_param = 'bfloat16' (and with SCAPE, to keep weights in BF16, "
+            "leave it at 'float32' and set mixed_precision_param = 'bfloat16' (with SCAPE, to keep weights in BF16, also "
             "[sync.scape] weights_dtype)"
         )
     gathers = config.sync.method == "scape" and config.sync.scape.parameters == "gather"
