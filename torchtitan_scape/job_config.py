@@ -208,8 +208,8 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if config.training.dtype != "float32":
         raise ValueError(
             f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
-            "leave it at 'float32' and set mixed_precision_param = 'bfloat16' (with SCAPE, to keep weights in BF16, also "
-            "[sync.scape] weights_dtype)"
+            "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
+            "besides, with [sync.scape] weights_dtype"
         )
     gathers = config.sync.method == "scape" and config.sync.scape.parameters == "gather"
     if config.topology.simulate_replicas > 1 and gathers:
