@@ -76,6 +76,7 @@ def rank(form: str, output: str, options: list[str]) -> None:
         (Path(output) / "figures.json").write_text(json.dumps(figures))
     trainer.close()
     dist.destroy_process_group()
+    os._exit(0)  # as the trainer does: gloo's threads abort a process now and then that takes its time to end
 
 
 def distance(scape: Any) -> dict[str, float]:
