@@ -42,7 +42,9 @@ def replica(rank: int, world: int, store: str, density: float, parameters: str, 
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     parameter = nn.Parameter(torch.zeros(SHAPE))
-    optimizer = Scape([parameter], lr=0.1, density=density, parameters=parameters, replicas=dist.group.WORLD)
+    more: dict[str, Any] = {"offload": ["state"]} if parameters == "gather" else {}
+    optimizer = Scape([parameter], lr=0.1, density=density, parameters=parameters, replicas=dist.group.WORLD, **more)
+    assert len(optimizer.passes.windows) == len(more)
     generator = torch.Generator().manual_seed(rank)
 
     def step() -> None:
