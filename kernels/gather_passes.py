@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kernels.blocks import Mask
 from kernels.launching import Table, to_device
 from kernels.offload import in_dry_run
 from kernels.ownership import Ownership
-from kernels.passes import Part, Rates, ScapePasses
+from kernels.passes import Part, ScapePasses
 from kernels.visits import VisitRates
 
 # A scale of weights that has become smaller is made larger, long before what it divides leaves the range of BF16.
@@ -99,20 +98,6 @@ class GatherPasses(ScapePasses):
         for i in self.own if kept else ():
             values = parameters[i].reshape(-1).float()
             kept[i].copy_(values * self.scales[i].float() if self.scales.numel() else values)
-
-    def bind(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rates: list[Rates],
-        in_use: Mask,
-        previous: Mask,
-        next_density: float,
-    ) -> None:
-        decay = max((r.lr * r.weight_decay for r in rates), default=0.0)
-        if self._scaled and decay > 0.5:
-            raise ValueError(f"lr * weight_decay is {decay:g}; with weights in BF16 it must be 0.5 or less")
-        super().bind(parameters, gradients, rates, in_use, previous, next_density)
 
     def load_scales(self, scales: Tensor) -> None:
         """Takes back `scales`."""

@@ -24,7 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # where the packages are not installed
     sys.path.insert(0, str(ROOT))
 
-from topology.volumes import Method, host_bytes, mask_bytes, memory_bytes, payload_bytes  # noqa: E402
+from topology.volumes import (  # noqa: E402
+    Method,
+    host_bytes,
+    host_link_bytes,
+    mask_bytes,
+    memory_bytes,
+    payload_bytes,
+)
 from topology.workloads import Shape, Workload, get_workload  # noqa: E402
 from torchtitan_scape import AdamS, Scape  # noqa: E402
 from torchtitan_scape.optimizer.weights import hold_in_bfloat16  # noqa: E402
@@ -59,7 +66,7 @@ FORMS = {
 def predicted(method: Method, workload: Workload) -> tuple[float, float]:
     """Bytes on the device and on the host."""
     kinds = memory_bytes(method, workload, 1, REPLICAS, 1)
-    host = host_bytes(method, workload.shapes(), REPLICAS) if method.kind == "scape" else {}
+    host = host_bytes(method, workload.shapes(), REPLICAS)
     return sum(v for k, v in kinds.items() if k not in NOT_HERE), sum(host.values())
 
 
@@ -113,20 +120,21 @@ def total(now: dict[int, int], before: dict[int, int]) -> float:
 
 def table(workload: Workload) -> str:
     rows = [
-        "| | device, GB: predicted | measured | over dense AdamS, measured | host, GB: predicted | measured |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | device, GB: predicted | measured | over dense AdamS, measured | host, GB: predicted | measured "
+        "| over the host link a step, GB: predicted |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    found = {name: measured(method, workload.shapes()) for name, method in FORMS.items()}
+    shapes = workload.shapes()
+    found = {name: measured(method, shapes) for name, method in FORMS.items()}
     plain = found["dense AdamS"][0]
     for name, method in FORMS.items():
         (device, host), (here, there) = predicted(method, workload), found[name]
-        hosts = f"{host / 1e9:.3f} | {there / 1e9:.3f}" if there else " | "
-        rows.append(
-            f"| {name} | {device / 1e9:.3f} | {here / 1e9:.3f} | {(here - plain) / 1e9:+.3f} | {hosts} |".replace(
-                "  ", " "
-            )
-        )
-    n, shapes = workload.parameters, workload.shapes()
+        cells = [f"{device / 1e9:.3f}", f"{here / 1e9:.3f}", f"{(here - plain) / 1e9:+.3f}", "", "", ""]
+        if there:
+            moved = sum(host_link_bytes(method, shapes, REPLICAS))
+            cells[3:] = [f"{nbytes / 1e9:.3f}" for nbytes in (host, there, moved)]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    n = workload.parameters
     payload = payload_bytes(shapes, DENSITY)
     over, allowed = found["SCAPE local"][0] - plain, n / 4 + 2 * payload
     rates = memory_bytes(FORMS["SCAPE local"], workload, 1, REPLICAS, 1)["rates of visits"]

@@ -40,7 +40,7 @@ class MemoryReport:
             return memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size, block)
 
         kinds, shapes = kinds_of(method), local_shapes(workload.shapes(), shards)
-        host = host_bytes(method, shapes, layout.replicate, block) if method.kind == "scape" else {}
+        host = host_bytes(method, shapes, layout.replicate, block)
         preset, against = layout.machine.device, ""
         plain = replace(method, parameters="local", values="float32", weights="float32", offload=())
         if method != plain:

@@ -428,6 +428,8 @@ class Scape(Optimizer):
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
         lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        if self._gathers and self.narrow and lr * weight_decay > 0.5:
+            raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
         return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
