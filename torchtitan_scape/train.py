@@ -25,6 +25,7 @@ from torchtitan_scape import device
 
 DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
 
+import torchtitan.train as titan_train  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
@@ -36,7 +37,8 @@ from torchtitan.train import Trainer  # noqa: E402
 from topology.groups import build_groups  # noqa: E402
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
 from topology.machines import detect_machine, get_machine  # noqa: E402
-from torchtitan_scape.checkpoint import RECORD, LayoutRecord, check_resume  # noqa: E402
+from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
+from torchtitan_scape.checkpoint.record import RECORD, LayoutRecord, check_resume  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
 from torchtitan_scape.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.metrics import (  # noqa: E402
@@ -63,6 +65,7 @@ class ScapeTrainer(Trainer):
     job_config: JobConfig
     optimizers: ReplicaOptimizers
     metrics_processor: ReplicaMetrics
+    checkpointer: ReplicaCheckpointer
     layout: Layout
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -86,7 +89,7 @@ class ScapeTrainer(Trainer):
                 logger.info(line)
             if job_config.comm.mode != "fake_backend":
                 self._memory.check()
-        with ExitStack() as self._dry_run:
+        with ExitStack() as self._dry_run, patch.object(titan_train, "CheckpointManager", ReplicaCheckpointer):
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
