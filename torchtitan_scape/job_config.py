@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
 from torchtitan.config import JobConfig as TitanJobConfig
+from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
 from torchtitan_scape.optimizer.options import check_scape_options
@@ -15,21 +16,25 @@ from torchtitan_scape.optimizer.options import check_scape_options
 def _check_types(section: Any, name: str) -> None:
     """TOML values arrive unchecked. Raises ValueError that names key, value and what is expected."""
     for f in fields(section):
-        value, expected = getattr(section, f.name), f.type
-        if get_origin(expected) is Literal:
-            good, wanted = value in get_args(expected), " | ".join(map(repr, get_args(expected)))
-        elif get_origin(expected) is list:
-            good = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-            wanted = "a list of strings"
-        elif expected is float:
-            good, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
-        elif expected is int:
-            good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
-        else:
-            assert isinstance(expected, type)
-            good, wanted = isinstance(value, expected), expected.__name__
-        if not good:
-            raise ValueError(f"[{name}] {f.name} = {value!r}; it must be {wanted}")
+        _check_field(section, name, f.name)
+
+
+def _check_field(section: Any, name: str, key: str) -> None:
+    value, expected = getattr(section, key), type(section).__dataclass_fields__[key].type
+    if get_origin(expected) is Literal:
+        good, wanted = value in get_args(expected), " | ".join(map(repr, get_args(expected)))
+    elif get_origin(expected) is list:
+        good = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+        wanted = "a list of strings"
+    elif expected is float:
+        good, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+    elif expected is int:
+        good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
+    else:
+        assert isinstance(expected, type)
+        good, wanted = isinstance(value, expected), expected.__name__
+    if not good:
+        raise ValueError(f"[{name}] {key} = {value!r}; it must be {wanted}")
 
 
 @dataclass
@@ -171,8 +176,27 @@ class Topology:
 
 
 @dataclass
+class Checkpoint(TitanCheckpoint):
+    """[checkpoint]: TorchTitan's, and what it needs for state that differs from replica to replica."""
+
+    residual: Literal["exact", "mean", "drop"] = "exact"
+    """What is saved of SCAPE's residuals: every replica's (4 bytes a parameter and replica; resuming is exact), their
+    mean (no bytes beside the first moment's 4; nothing is lost, but replicas select otherwise than they would have), or
+    nothing (as large as the mean, saves its exchange; what was not sent is lost)"""
+
+    fallback: bool = True
+    """Where the newest checkpoint is damaged, the newest whole one before it is taken, and said; false stops the run"""
+
+    def __post_init__(self) -> None:
+        for name in ("residual", "fallback"):
+            _check_field(self, "checkpoint", name)
+
+
+@dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync] and [topology]."""
+    """TorchTitan's configuration with [sync] and [topology], and more under [checkpoint]."""
+
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)

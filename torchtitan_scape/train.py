@@ -38,7 +38,8 @@ from topology.groups import build_groups  # noqa: E402
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
 from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
-from torchtitan_scape.checkpoint.record import RECORD, LayoutRecord, check_resume  # noqa: E402
+from torchtitan_scape.checkpoint.record import Record  # noqa: E402
+from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
 from torchtitan_scape.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.metrics import (  # noqa: E402
@@ -93,8 +94,8 @@ class ScapeTrainer(Trainer):
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
-        self._record = LayoutRecord(self.layout, job_config)
-        self.checkpointer.states[RECORD] = self._record
+        if job_config.checkpoint.enable:
+            self._attach_checkpointer()
         self.optimizers.timer.enabled = True
         if self._forecast is not None:
             self.metrics_processor.forecast = self._forecast.line()
@@ -143,6 +144,12 @@ class ScapeTrainer(Trainer):
                 f"{self.job_config.model.flavor} embeds {rows}; use the tokenizer that belongs to the model"
             )
 
+    def _attach_checkpointer(self) -> None:
+        options = self.job_config.checkpoint
+        mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
+        record = Record(self.layout, self.job_config, options.residual, self.optimizers.counters)
+        self.checkpointer.attach(record, Frame(mesh, self._played), options.fallback, self.device)
+
     # ------------------------------------------------------------------------------------------ training
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
@@ -170,7 +177,6 @@ class ScapeTrainer(Trainer):
         self._interfaces.after_step(a_step_follows(self))
 
     def train(self) -> None:
-        check_resume(self.checkpointer, self.job_config.checkpoint.load_step, self._record)
         super().train()
         if self._steps_taken == 0:
             logger.info("No step was left to take")
