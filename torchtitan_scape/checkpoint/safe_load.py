@@ -97,7 +97,7 @@ class CheckedReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """DCP's load planner; a value that is no tensor must be plain data: numbers, text, bytes, and containers of them."""
+    """DCP's load planner; a value that is no tensor must be plain data: numbers, text, bytes, containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises ValueError that names the value, and the class that it should not have."""
