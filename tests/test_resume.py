@@ -1,5 +1,6 @@
 """Resuming by another layout, method or options: nothing that replicas have not delivered yet is lost."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, RECIPE
+from tests.test_training import LAYOUTS, METHODS, RECIPE, train
 
 SAVING = [
     "--training.steps=20",
@@ -189,6 +190,53 @@ def test_another_layout_or_method_keeps_what_is_pending(
     for other in resumed[1:]:
         assert largest(resumed[0]["after"], other["after"]) == 0.0
     assert resumed[0]["loss"] < 8.3
+
+
+@pytest.mark.parametrize(
+    "changed, dense",
+    [
+        (["--sync.scape.density=0.05"], False),
+        (["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
+        (["--sync.scape.block_size=256"], True),
+        (["--sync.scape.selection=tensor"], True),
+    ],
+)
+def test_options_may_change(changed: list[str], dense: bool, pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*METHODS["scape"], *LAYOUTS["1x2"]]
+    saved = pool2(first, str(tmp_path), arguments)
+    resumed = pool2(second, str(tmp_path), [*arguments, *changed])
+    for a, b in zip(saved, resumed, strict=True):
+        assert largest(a["weights"], b["weights"]) == 0.0
+        assert largest(a["pending"], b["pending"]) < 1e-12
+        assert b["dense"] == dense
+    (line,) = resumed[0]["told"]
+    names = {option.split("=")[0].split(".")[-1].replace("beta1", "betas") for option in changed}
+    assert all(f"{name} " in line for name in names) and ("next step is dense" in line) == dense
+    assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
+
+
+@pytest.mark.parametrize("method", ["scape", "scape-bf16", "scape-gather"])
+@pytest.mark.parametrize("residual", ["mean", "drop"])
+def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*METHODS[method], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}"]
+    saved = pool2(first, str(tmp_path), arguments)
+    resumed = pool2(second, str(tmp_path), arguments)
+    distance = largest(saved[0]["pending"], resumed[0]["pending"])
+    assert distance < 1e-6 if residual == "mean" else distance > 0.1
+    assert resumed[0]["dense"] is False
+    assert residual in resumed[0]["told"][0] or "not saved" in resumed[0]["told"][0]
+    assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
+
+
+@pytest.mark.parametrize("method", ["scape", "scape-bf16", "scape-gather"])
+def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """It leaves no residual, and replicas stay equal; without it the norm is reported."""
+    arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]
+    for folder, more in (("flushed", ["--sync.scape.flush_at_end"]), ("left", [])):
+        results = pool2(train, str(tmp_path / folder), [*arguments, *more])
+        assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+        norm = json.loads((tmp_path / folder / "summary.json").read_text())["residual_norm"]
+        assert (norm == 0.0) == bool(more)
 
 
 def _pool(layout: str, request: pytest.FixtureRequest) -> Pool:

@@ -88,6 +88,9 @@ class Scape:
     """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
     others); two buffers of the largest tensor stay on the device for each"""
 
+    flush_at_end: bool = False
+    """Make the last step dense, so that no residual is left unsent; its norm is reported in any case"""
+
     chunk_bytes: int = 0
     """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
 

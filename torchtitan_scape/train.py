@@ -163,6 +163,8 @@ class ScapeTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in."""
+        if self.step == self.job_config.training.steps and self.job_config.sync.scape.flush_at_end:
+            self.optimizers.send_all()
         self._interfaces.before_step(self._steps_taken)
         begin = time.perf_counter()
         self.metrics_processor.steps_since_log += 1
@@ -222,6 +224,9 @@ class ScapeTrainer(Trainer):
             "skipped_steps": self.optimizers.guard.skipped,
             "layout": self._described,
         }
+        unsent = self.optimizers.statistics().get("residual_norm")
+        if unsent is not None:
+            summary["residual_norm"] = unsent
         peak = self.metrics_processor.take_peak()
         summary["peak_memory_bytes"] = peak
         if self._memory is not None:
@@ -245,6 +250,7 @@ class ScapeTrainer(Trainer):
             *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
             *(f"  {line}" for line in (self._forecast.lines() if self._forecast else ())),
             *([f"  {self._memory.line(peak)}"] if self._memory else ()),
+            *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
             f"  skipped steps     {self.optimizers.guard.skipped}",
             f"  written to        {folder / 'summary.json'}",
         ):

@@ -33,7 +33,9 @@ from torchtitan_scape.checkpoint.record import RECORD, Record
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
 from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into, saved_state
 from torchtitan_scape.checkpoint.storage import CheckedWriter, find_damage, is_complete, remove
+from torchtitan_scape.metrics import size_text
 from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimizers
+from torchtitan_scape.optimizer.portable import RESIDUALS, Portable
 from torchtitan_scape.optimizer.scape import Scape
 
 RANDOM = "random"
@@ -93,6 +95,7 @@ class ReplicaCheckpointer(CheckpointManager):
         self.states[RECORD], self.states[RANDOM] = record, RandomState(device)
         if isinstance(self._optimizers, ScapeOptimizers):
             self.states[OPTIMIZER] = SavedScape(self._optimizers.scape, frame, record.values["residual"])
+            logger.info(_sizes_line(Portable(self._optimizers.scape), record.values["residual"]))
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -340,6 +343,22 @@ def read_record(path: str) -> dict[str, Any]:
     load_into(path, state)
     found: dict[str, Any] = json.loads(state[RECORD]["json"])
     return found
+
+
+def _sizes_line(portable: Portable, residual: str) -> str:
+    """What a checkpoint takes, and would take with other residuals."""
+    model = 4 * sum(shard.parameter.numel() for shard in portable.scape.ordered)
+
+    def total(choice: str) -> str:
+        return size_text(model + sum(portable.sizes(choice).values()))
+
+    kinds = {"parameters": model} | portable.sizes(residual)
+    return (
+        f'A checkpoint takes {total(residual)} with residual = "{residual}" '
+        f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "
+        + ", ".join(f'{total(choice)} with "{choice}"' for choice in RESIDUALS if choice != residual)
+        + f", and dense AdamW's {size_text(3 * model)}"
+    )
 
 
 def _kinds(path: str) -> set[str]:

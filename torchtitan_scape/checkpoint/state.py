@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.optimizer.portable import Portable
 from torchtitan_scape.optimizer.scape import Scape
@@ -224,11 +225,17 @@ class StateReader:
 
 
 def load_into(path: str, state: dict[str, Any]) -> None:
-    """Reads what `state` asks for, in place. Raises ValueError where the checkpoint lacks it."""
+    """Reads what `state` asks for, in place. A collective call.
+
+    Raises ValueError where the checkpoint has not what is asked for, or cannot be read.
+    """
     try:
         dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())
-    except (RuntimeError, CheckpointException) as error:
-        text = str(error)
-        if "Missing key" in text or "Size mismatch" in text:
-            raise ValueError(f"{path} is of another model or method: {text.strip().splitlines()[-1]}") from None
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if "Missing key" in str(cause) or "ize mismatch" in str(cause):
+                raise ValueError(f"{path} is of another model or method: {' '.join(str(cause).split())}") from None
+        if all(isinstance(cause, (ValueError, OSError)) for cause in causes):
+            raise ValueError(failure_text(error, path)) from None
         raise

@@ -92,6 +92,21 @@ class Portable:
                 found["weight", name] = stored(shard.parameter)
         return found
 
+    def sizes(self, residual: str) -> dict[str, int]:
+        """Bytes of all that `tensors` of all ranks leave in a checkpoint, by kind."""
+        counts = [shard.parameter.numel() for shard in self.scape.ordered]
+        every, sparse = sum(counts), sum(counts[: self.sparsified])
+        rows = self.scape.collectives.replicas if residual == "exact" else 0
+        in_one = residual == "exact" and self.one_buffer
+        found = {
+            "moment": 4 * (every - sparse if in_one else every),
+            "residual": 4 * rows * (every if self.rounds else sparse),
+            "mask": sparse,
+            "master": 4 * every if self.has_master else 0,
+            "weight": 2 * every if self.gathers and self.scape.narrow else 0,
+        }
+        return {kind: size for kind, size in found.items() if size}
+
     def extras(self) -> dict[str, Tensor]:
         """What only the same layout can use: the rates of visits, FP32, and the scales of weights, float64."""
         visits, scales = self.passes.visits, getattr(self.passes, "scales", None)
