@@ -35,7 +35,7 @@ def pool3() -> Iterator[Pool]:
 
 
 def pending(trainer: Any) -> dict[str, torch.Tensor]:
-    """b1 * first moment + mean of residuals, FP64, of every parameter whole: from the buffers, as the steps use them."""
+    """b1 * first moment + mean of residuals, FP64, of whole parameters: from the buffers, as the steps use them."""
     from torch.distributed.tensor import DTensor
 
     from kernels import reference

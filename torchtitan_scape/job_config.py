@@ -230,6 +230,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
             "attention has no CPU form; set it to 1, or run on GPUs"
         )
+    if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
+        raise ValueError(
+            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: nothing is staged from a device there; set "
+            "'async'"
+        )
     if config.comm.mode == "local_tensor":
         raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
     if config.training.dtype != "float32":

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import (
     DATALOADER,
@@ -102,6 +104,8 @@ class ReplicaCheckpointer(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """As TorchTitan's. Raises ValueError, on every rank, where it cannot be written; older ones stay whole."""
         self._guarded(curr_step, lambda: CheckpointManager.save(self, curr_step, last_step))
+        if last_step and self.enable and not self.load_only:
+            self._purge_stale_checkpoints()
 
     def save_to_resume(self, step: int) -> None:
         """Writes the full state of `step` now, synchronously, unless it is written already. A collective call."""
@@ -135,16 +139,22 @@ class ReplicaCheckpointer(CheckpointManager):
             return dcp.save(state_dict, **options)
         options["process_group"] = self.pg
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
             options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
         return dcp.async_save(state_dict, **options)
 
     def _guarded(self, step: int, write: Callable[[], None]) -> None:
-        """Runs a save. One that fails leaves nothing behind, and one message on every rank."""
+        """Runs a save. A disk that does not take it leaves nothing behind, and one message on every rank.
+
+        Other errors, such as a lost peer, pass: what was written of it has no manifest, and no start will use it.
+        """
         try:
             write()
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
+            causes = (
+                [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+            )
+            if not any(isinstance(cause, OSError) for cause in causes):
+                raise
             path = getattr(self, "_being_written", self._create_checkpoint_id(step))
             text = failure_text(error, path)
             self.save_future = None

@@ -93,10 +93,19 @@ def saved_state(scape: Scape, frame: Frame, residual: str) -> dict[str, Tensor]:
     total = frame.replicas * frame.played
     found = {}
     for (kind, name), values in portable.tensors(residual).items():
-        parameter = parameters[name]
+        parameter, values = parameters[name], _apart(values)
         is_rows = kind == "residual"
         found[f"{kind}.{name}"] = frame.rows(parameter, values, total) if is_rows else frame.whole(parameter, values)
     return found | _extras(portable)
+
+
+def _apart(values: Tensor) -> Tensor:
+    """The same memory as a storage of its own, which begins where `values` does.
+
+    Asynchronous saves stage whole storages, which are the flat buffers here, and take a DTensor of a view with an
+    offset for one that has memory of its own (PyTorch 2.13).
+    """
+    return torch.from_dlpack(values.detach())
 
 
 def _extras(portable: Portable) -> dict[str, Tensor]:
