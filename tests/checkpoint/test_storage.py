@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,15 @@ def test_ranks_without_coordination_are_refused(tmp_path: Path) -> None:
 def test_what_is_whole(saved: Path) -> None:
     assert is_complete(saved) and find_damage(saved) is None
     assert sorted(one.name for one in read_manifest(saved)) == FILES
+
+
+def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
+    """Large pieces are summed beside their write, small ones before it."""
+    save({"large": torch.randn(1 << 20), "small": torch.randn(7), "text": "x"}, tmp_path)
+    for one in read_manifest(tmp_path):
+        data = (tmp_path / one.name).read_bytes()
+        assert (one.size, one.crc32) == (len(data), zlib.crc32(data))
+    assert find_damage(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])

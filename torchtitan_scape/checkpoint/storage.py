@@ -18,6 +18,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.futures import Future
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
 _CHUNK = 4 << 20  # bytes read at a time
+_LARGE = 1 << 18  # bytes of a write from which a second thread pays
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,22 @@ class _SummedStream(io.BufferedWriter):
         super().__init__(io.FileIO(path, "wb"))
         self.size = self.crc32 = 0
         self.error: OSError | None = None
+        self._summer = ThreadPoolExecutor(1)  # starts no thread before it is needed
 
     def write(self, data: Any) -> int:
+        nbytes = memoryview(data).nbytes
+        # Of a large piece beside the write: both let go of the interpreter.
+        summing = self._summer.submit(zlib.crc32, data, self.crc32) if nbytes >= _LARGE else None
         try:
-            written = super().write(data)
+            super().write(data)
         except OSError as error:
             # torch.save turns it into a RuntimeError that does not say why.
             self.error = error
             raise
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += written
-        return written
+        finally:
+            self.crc32 = zlib.crc32(data, self.crc32) if summing is None else summing.result()
+        self.size += nbytes
+        return nbytes
 
     def seek(self, *args: Any) -> int:
         raise io.UnsupportedOperation("a checksummed file is written from its begin to its end")
@@ -73,10 +80,12 @@ class _SummedStream(io.BufferedWriter):
             self.flush()
             os.fsync(self.fileno())
         super().close()
+        self._summer.shutdown()
 
     def abandon(self) -> None:
         """Closes the file without writing what is still held back."""
         self.raw.close()
+        self._summer.shutdown()
 
 
 class _SummedFileSystem(FileSystem):
