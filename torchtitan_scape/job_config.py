@@ -171,11 +171,26 @@ class Topology:
 
 
 @dataclass
+class Data:
+    """[data]: how long the training data last."""
+
+    epochs: int = 0
+    """So many passes over the training data, then the run ends, on all ranks as soon as one has no full step left; 0
+    begins again for as long as training.steps asks"""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "data")
+        if self.epochs < 0:
+            raise ValueError(f"[data] epochs = {self.epochs}; it must be 0 (no end) or more")
+
+
+@dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync] and [topology]."""
+    """TorchTitan's configuration with [sync], [topology] and [data]."""
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)
+    data: Data = field(default_factory=Data)
 
 
 def check_config(config: JobConfig, device_type: str) -> None:
