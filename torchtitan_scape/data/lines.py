@@ -92,6 +92,14 @@ def _numbered(files: list[Path]) -> Iterator[tuple[str, bytes]]:
             raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
 
 
+def _look_at_first_lines(files: list[Path]) -> None:
+    """Raises ValueError for a file that does not begin with a document: the library guesses what else it may be."""
+    for file in files:
+        for _, line in _numbered([file]):
+            read_line(line)
+            break
+
+
 def _first(files: list[Path]) -> str:
     """Place and reason of the first line that is not a document."""
     for place, line in _numbered(files):
@@ -163,12 +171,14 @@ def _load(files: list[Path], builder: str) -> Dataset:
 def _examine(files: list[Path], builder: str, path: str, folder: Path) -> Report:
     report, cause = None, ""
     try:
+        if builder == "json":
+            _look_at_first_lines(files)
         data = _load(files, builder)
         report = _look(data, files, builder)
         kind = getattr(data.features.get("text"), "dtype", "nested")
         wrong = f"has a column 'text' of {kind}" if kind not in ("string", "large_string") else "no UTF-8"
         cause = f"{wrong}; expected strings"
-    except (DatasetGenerationError, UnicodeDecodeError, *_READ_ERRORS) as error:
+    except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
         cause = one_line(error.__cause__ or error)
     if report is None:
         if builder != "json":

@@ -136,6 +136,10 @@ class TextDataLoader(ParallelAwareDataloader):
         (worker,) = workers.values()
         return str(worker["dataset_state"]["position"])
 
+    def empty_documents(self) -> int:
+        """Those that this reader has passed over since the run began."""
+        return int(json.loads(self.position())["empty"])
+
     def state_dict(self) -> dict[str, Any]:
         return {self._rank_id: self.position(), "world_size": self.dp_world_size}
 

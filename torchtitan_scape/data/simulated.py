@@ -32,6 +32,9 @@ class SimulatedDataLoader(BaseDataLoader):
                         return
                     yield batch
 
+    def empty_documents(self) -> int:
+        return sum(loader.empty_documents() for loader in self.loaders)
+
     def state_dict(self) -> dict[str, Any]:
         return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
 
