@@ -222,7 +222,10 @@ MISTAKES = {
         lambda t, m: _parquet(t / "a.parquet", [{"body": "x"}]),
         r"has no column 'text', but \['body'\]",
     ),
-    "text of another type": (lambda t, m: _jsonl(t / "a.jsonl", [{"text": 1}]), "has a text of type int; expected strings"),
+    "text of another type": (
+        lambda t, m: _jsonl(t / "a.jsonl", [{"text": 1}]),
+        "has a text of type int; expected strings",
+    ),
     "nested text": (lambda t, m: _jsonl(t / "a.jsonl", [{"text": {"a": "b"}}]), "expected strings"),
     "not JSON": (lambda t, m: _written(t / "a.jsonl", "plain text\n"), r"a\.jsonl' cannot be read as json"),
     "damaged later": (

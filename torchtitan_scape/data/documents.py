@@ -139,8 +139,8 @@ def _cut(ranges: Units, rank: int, world: int) -> Units:
 
 
 class StreamedDocuments(Documents):
-    """A stream. A unit is [file or None for all, the library's state or None, number of the next document, step, offset]:
-    of its documents, those whose number leaves `offset` when divided by `step`."""
+    """A stream. A unit is [file or None for all, the library's state or None, n, step, offset, first]: n is the number
+    of the document that follows the state; of those from number `first` on, every `step`th is read, by `offset`."""
 
     data: IterableDataset
     _stream: IterableDataset | None = None
@@ -151,11 +151,11 @@ class StreamedDocuments(Documents):
     def share(self, rank: int, world: int) -> Units:
         files = self.size()
         if files % world:
-            return [[None, None, 0, world, rank]]
-        return [[file, None, 0, 1, 0] for file in range(rank, files, world)]
+            return [[None, None, 0, world, rank, 0]]
+        return [[file, None, 0, 1, 0, 0] for file in range(rank, files, world)]
 
     def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        file, state, _, step, offset = unit
+        file, state, _, step, offset, first = unit
         # A copy of its own: the library's streams remember where they were.
         stream = self.data.shard(1, 0) if file is None else self.data.shard(self.size(), file)
         stream.set_epoch(self.epoch)
@@ -163,9 +163,8 @@ class StreamedDocuments(Documents):
             stream.load_state_dict(state)
         self._stream = stream
         for sample in stream:
-            mine = unit[2] % step == offset
-            unit[2] += 1
-            if mine:
+            number, unit[2] = unit[2], unit[2] + 1
+            if number >= first and number % step == offset:
                 yield sample
         self._stream = None
 
@@ -182,8 +181,10 @@ class StreamedDocuments(Documents):
         rest = [unit for theirs in units for unit in theirs]
         shared = [unit for unit in rest if unit[0] is None]
         if shared:
-            file, state, number, *_ = min(shared, key=lambda unit: unit[2])
-            return [[file, state, number, self.world, self.rank]]
+            # All in front of the first document that one of them has not read were read, each by its reader.
+            first = min((begin := max(n, first)) + (offset - begin) % step for _, _, n, step, offset, first in shared)
+            _, state, number, *_ = max((u for u in shared if u[2] <= first), key=lambda u: u[2])
+            return [[None, state, number, self.world, self.rank, first]]
         return rest[self.rank :: self.world]
 
 

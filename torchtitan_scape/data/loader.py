@@ -197,5 +197,3 @@ def text_loader(
     data = TextDataset(config.dataset, config.dataset_path, tokenizer, config.seq_len, rank, world, passes)
     options: dict[str, Any] = {**asdict(config.dataloader), "batch_size": config.local_batch_size}
     return TextDataLoader(data, dp_rank=rank, dp_world_size=world, **options)
-
-
