@@ -56,9 +56,7 @@ def write(path: Path, content: list[bytes]) -> Path:
 
 @pytest.mark.parametrize("place", [0, 7])
 @pytest.mark.parametrize("bad, reason", BAD.values(), ids=BAD.keys())
-def test_a_bad_line_is_left_out_and_named(
-    bad: bytes, reason: str, place: int, tmp_path: Path, said: list[str]
-) -> None:
+def test_a_bad_line_is_left_out_and_named(bad: bytes, reason: str, place: int, tmp_path: Path, said: list[str]) -> None:
     path = write(tmp_path / ("a.jsonl.gz" if place else "a.jsonl"), [*GOOD[:place], bad, b"", *GOOD[place:]])
     data = ours.load_text_files(path)
     texts = [text for text in data["text"] if text]
@@ -72,7 +70,9 @@ def test_counts_go_over_all_files_and_survive_in_the_cache(tmp_path: Path, said:
     write(tmp_path / "b.jsonl", [*GOOD, b'{"text": ""}', b"plain text", b'{"text": 3}', *GOOD])
     for _ in range(2):
         assert len(ours.load_text_files(tmp_path)) == 90
-        assert f"2 unusable and 1 empty of 93 documents are left out; the first: {tmp_path}/b.jsonl:31 has an" in said[-1]
+        assert (
+            f"2 unusable and 1 empty of 93 documents are left out; the first: {tmp_path}/b.jsonl:31 has an" in said[-1]
+        )
     assert sum("read line by line" in message for message in said) == 1
     write(tmp_path / "b.jsonl", GOOD)  # other content under the same name
     assert len(ours.load_text_files(tmp_path)) == 60

@@ -8,9 +8,26 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.tools.utils import device_type
 
 from torchtitan_scape.data.loader import NoTextError
 from torchtitan_scape.data.simulated import Batch
+
+
+def raise_together(error: ValueError | None, what: str) -> None:
+    """Raises this rank's `error`, or names the ranks that have one. A collective call over all ranks.
+
+    what: what failed, for the other ranks' message.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        failed = torch.tensor([error is not None, dist.get_rank() if error else 0], device=device_type)
+        dist.all_reduce(failed)
+        n_failed, place = failed.tolist()
+        if n_failed and error is None:
+            where = f"rank {place}" if n_failed == 1 else f"{n_failed} ranks"
+            error = ValueError(f"{what} failed on {where}; see the message there")
+    if error is not None:
+        raise error
 
 
 class SharedEnd:

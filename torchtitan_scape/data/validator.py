@@ -14,6 +14,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 
 from torchtitan_scape.data.datasets import check_dataset
+from torchtitan_scape.data.exhaustion import raise_together
 from torchtitan_scape.data.loader import text_loader
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
 
@@ -124,7 +125,12 @@ class FixedValidator(Validator):
             text_loader(validation, tokenizer, replica * dp_world_size + dp_rank, readers)
             for replica in range(simulated)
         ]
-        batches = FixedBatches(SimulatedDataLoader(loaders), job_config.validation.steps)
+        error: ValueError | None = None
+        try:
+            batches = FixedBatches(SimulatedDataLoader(loaders), job_config.validation.steps)
+        except ValueError as caught:  # a share without text, say, is one rank's alone
+            error = caught
+        raise_together(error, "reading the validation data")
         self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
 
     @property
