@@ -196,13 +196,28 @@ class Checkpoint(TitanCheckpoint):
 
 
 @dataclass
+class Data:
+    """[data]: how long the training data last."""
+
+    epochs: int = 0
+    """So many passes over the training data, then the run ends, on all ranks as soon as one has no full step left; 0
+    begins again for as long as training.steps asks"""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "data")
+        if self.epochs < 0:
+            raise ValueError(f"[data] epochs = {self.epochs}; it must be 0 (no end) or more")
+
+
+@dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync] and [topology], and more under [checkpoint]."""
+    """TorchTitan's configuration with [sync], [topology] and [data], and more under [checkpoint]."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)
+    data: Data = field(default_factory=Data)
 
 
 def check_config(config: JobConfig, device_type: str) -> None:

@@ -26,6 +26,7 @@ from torchtitan_scape import device
 DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
 
 import torchtitan.train as titan_train  # noqa: E402
+from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
@@ -37,9 +38,13 @@ from torchtitan.train import Trainer  # noqa: E402
 from topology.groups import build_groups  # noqa: E402
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
 from topology.machines import detect_machine, get_machine  # noqa: E402
+from torchtitan_scape.agreement import check_ranks_agree, facts  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
 from torchtitan_scape.checkpoint.record import Record  # noqa: E402
 from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
+from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
+from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
 from torchtitan_scape.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.metrics import (  # noqa: E402
@@ -67,6 +72,7 @@ class ScapeTrainer(Trainer):
     optimizers: ReplicaOptimizers
     metrics_processor: ReplicaMetrics
     checkpointer: ReplicaCheckpointer
+    dataloader: TextDataLoader | SimulatedDataLoader
     layout: Layout
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -102,10 +108,14 @@ class ScapeTrainer(Trainer):
         self._interfaces = InterfaceCount(self.layout, self.optimizers)
         self._train_seconds = 0.0
         self._steps_taken = self._micro_batches = 0
+        self._data_end = SharedEnd()
+        self._ran_out = False
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout
         dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
+        if config.comm.mode != "fake_backend":
+            check_ranks_agree(facts(config), self.device)
         logger.info(self._described)
         if not layout.shard_axis_inside_node:
             logger.warning("the shard axis crosses nodes: FSDP's dense collectives will run over the network")
@@ -152,6 +162,9 @@ class ScapeTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------ training
 
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        return self._data_end.batches(super().batch_generator(data_iterable), alone=not self.parallel_dims.dp_enabled)
+
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         with self.optimizers.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
@@ -162,14 +175,26 @@ class ScapeTrainer(Trainer):
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in."""
+        """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in.
+
+        Raises, on every rank, DataloaderExhaustedError or NoTextError where the data of one have ended: it is not
+        counted then.
+        """
         if self.step == self.job_config.training.steps and self.job_config.sync.scape.flush_at_end:
             self.optimizers.send_all()
         self._interfaces.before_step(self._steps_taken)
         begin = time.perf_counter()
+        seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
-        with patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm):
-            super().train_step(data_iterator)
+        try:
+            with (
+                patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm),
+                patch.object(dist_utils, "dist_sum", self._data_end.first_sum(dist_utils.dist_sum)),
+            ):
+                super().train_step(data_iterator)
+        except (DataloaderExhaustedError, NoTextError):
+            self.step, self.ntokens_seen, self._ran_out = self.step - 1, seen, True
+            raise
         self._train_seconds += time.perf_counter() - begin
         self._steps_taken += 1
         if self._steps_taken == 1:
@@ -180,6 +205,12 @@ class ScapeTrainer(Trainer):
 
     def train(self) -> None:
         super().train()
+        if self._ran_out:
+            logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
+            if self._steps_taken and self.job_config.sync.scape.flush_at_end:
+                self._flush()
+            if self._steps_taken and not self.checkpointer._should_save(self.step):  # else it is saved already
+                self.checkpointer.save(self.step, last_step=True)
         if self._steps_taken == 0:
             logger.info("No step was left to take")
             return
@@ -187,17 +218,24 @@ class ScapeTrainer(Trainer):
             self.validator.validate(self.model_parts, self.step)
         self._summarise()
 
+    def _flush(self) -> None:
+        """A step without gradients that sends all residuals."""
+        self.optimizers.zero_grad()
+        self.optimizers.send_all()
+        for _ in range(self._played if self._played > 1 else 0):
+            self.optimizers.collect()
+        self.optimizers.step()
+
     def _summarise(self) -> None:
         """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
         self.optimizers.settle()
         traffic = self.optimizers.collectives.traffic
         sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken, since={})
-        own = self.ntokens_seen / self._played
-        tokens = torch.tensor(own, dtype=torch.float64, device=self.optimizers.grad_norm.device)
+        own = [self.ntokens_seen / self._played, float(self.dataloader.empty_documents())]
+        read = torch.tensor(own, dtype=torch.float64, device=self.optimizers.grad_norm.device)
         # Ranks of one data-parallel index read the same tokens.
-        tokens_seen = (
-            self.optimizers.collectives.sum_over_all(tokens).item() / self.parallel_dims.non_data_parallel_size
-        )
+        read = self.optimizers.collectives.sum_over_all(read) / self.parallel_dims.non_data_parallel_size
+        tokens_seen, empty = read.tolist()
         steps, total = self._steps_taken, self.step
         interfaces = self._interfaces.summary()
         tokens_per_second = tokens_seen / total * steps / self._train_seconds
@@ -207,6 +245,8 @@ class ScapeTrainer(Trainer):
             "optimizer": self.job_config.optimizer.name,
             "steps": total,
             "tokens": int(tokens_seen),
+            "data_ran_out": self._ran_out,
+            "empty_documents": int(empty),
             "sequence": self.job_config.training.seq_len,
             "training_loss": self.metrics_processor.last_loss,
             "validation_loss": validation,
@@ -238,14 +278,15 @@ class ScapeTrainer(Trainer):
         folder = Path(self.job_config.job.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        loss = "not measured" if validation is None else f"{validation:.4f}"
         for line in (
             f"Summary of {total} steps ({self.job_config.sync.method}, {self.job_config.optimizer.name}"
-            + (f", {self._played} simulated replicas)" if self._played > 1 else ")"),
+            + (f", {self._played} simulated replicas)" if self._played > 1 else ")")
+            + (f": the data ran out after {total} steps" if self._ran_out else ""),
             f"  layout            {self._described}",
-            f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
-            f"  training loss     {self.metrics_processor.last_loss:.4f} (last logged step)",
-            f"  validation loss   {loss}",
+            f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second; {empty:,.0f} empty documents "
+            "passed over",
+            f"  training loss     {_loss_text(self.metrics_processor.last_loss)} (last logged step)",
+            f"  validation loss   {_loss_text(validation)}",
             f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
             *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
             *(f"  {line}" for line in (self._forecast.lines() if self._forecast else ())),
@@ -266,6 +307,10 @@ class ScapeTrainer(Trainer):
         )
         for line in self._forecast.lines() if self._forecast else ():
             logger.info(line)
+
+
+def _loss_text(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:.4f}"
 
 
 def is_dry_run(config: JobConfig) -> bool:

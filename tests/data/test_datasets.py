@@ -20,7 +20,7 @@ from torchtitan_scape.data import EMBEDDED_TOKENIZER
 device.prepare()  # before anything of TorchTitan is imported
 
 import datasets.config  # noqa: E402
-from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan_scape.job_config import JobConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
 
 from torchtitan_scape.data import datasets as ours  # noqa: E402
@@ -137,10 +137,13 @@ def test_files_without_rows_are_passed_over(tmp_path: Path) -> None:
     assert ours.load_text_files(tmp_path)["text"][:] == TEXTS
 
 
-def test_a_null_row_is_an_empty_document(tmp_path: Path, tokenizer: Any) -> None:
-    path = _jsonl(tmp_path / "a.jsonl", [{"text": None}, *ROWS])
-    inputs, _ = next(iter(HuggingFaceTextDataset("text_files", str(path), tokenizer, seq_len=32)))
-    assert inputs["input"][:3].tolist() == [tokenizer.bos_id, tokenizer.eos_id, tokenizer.bos_id]
+def test_empty_documents_are_passed_over_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    """They would be BOS and EOS alone."""
+    rows = [{"text": text} for text in (None, "", *TEXTS * 3)]
+    loader = ours.build_dataloader(1, 0, tokenizer, _config("text_files", _parquet(tmp_path / "a.parquet", rows)))
+    inputs, _ = next(iter(loader))
+    assert tokenizer.decode(inputs["input"][0][1:].tolist()).startswith("Document 0: spam")
+    assert loader.empty_documents() == 2
 
 
 @pytest.mark.parametrize("layout", ["{split}-00000.parquet", "data/{split}-00000.parquet", "{split}/0.parquet"])
@@ -213,13 +216,16 @@ MISTAKES = {
     ),
     "no text column": (
         lambda t, m: _jsonl(t / "a.jsonl", [{"body": "x"}]),
-        r"a\.jsonl' has no column 'text', but \['body'\]",
+        r"1 of 1 documents are unusable; the first: .*a\.jsonl:1 has no column 'text', but \['body'\]",
     ),
     "no text column in parquet": (
         lambda t, m: _parquet(t / "a.parquet", [{"body": "x"}]),
         r"has no column 'text', but \['body'\]",
     ),
-    "text of another type": (lambda t, m: _jsonl(t / "a.jsonl", [{"text": 1}]), "of int64; expected strings"),
+    "text of another type": (
+        lambda t, m: _jsonl(t / "a.jsonl", [{"text": 1}]),
+        "has a text of type int; expected strings",
+    ),
     "nested text": (lambda t, m: _jsonl(t / "a.jsonl", [{"text": {"a": "b"}}]), "expected strings"),
     "not JSON": (lambda t, m: _written(t / "a.jsonl", "plain text\n"), r"a\.jsonl' cannot be read as json"),
     "damaged later": (

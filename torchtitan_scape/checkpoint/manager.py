@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import (
@@ -81,6 +82,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     record: Record
     folder: str
+    stager: Any
     _frame: Frame
     _fallback: bool
     _optimizers: ReplicaOptimizers
@@ -138,8 +140,12 @@ class ReplicaCheckpointer(CheckpointManager):
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, **options)
         options["process_group"] = self.pg
+        if self.stager is None:
+            pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+            self.stager = DefaultStager(StagingOptions(pinned, pinned, pinned, pinned))
+        options["async_stager"] = self.stager
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
         return dcp.async_save(state_dict, **options)
 
     def _guarded(self, step: int, write: Callable[[], None]) -> None:
@@ -323,7 +329,14 @@ class ReplicaCheckpointer(CheckpointManager):
         if readers == self.record.values["replicas"] * self.record.values["shard"]:
             load_into(path, {DATALOADER: loader})
             return []
-        raise NotImplementedError
+        old: dict[str, Any] = {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
+        load_into(path, {DATALOADER: old})
+        trainer: Any = self.states["train_state"]
+        # Every rank counts its own tokens.
+        trainer.ntokens_seen = (
+            trainer.ntokens_seen * readers // (self.record.values["replicas"] * self.record.values["shard"])
+        )
+        return [loader.load_old([old])]
 
     def _keep_configured_rates(self, different: list[str], excluded: set[str]) -> None:
         """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""

@@ -12,26 +12,25 @@ On a machine without a GPU, call `torchtitan_scape.device.prepare()` before impo
 """
 
 import functools
-import gzip
-import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any, cast
 
 import pyarrow
 import pyarrow.parquet
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
-from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
 from torchtitan_scape.data import standard_library
+from torchtitan_scape.data.lines import load_files, one_line, open_lines
+from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.job_config import JobConfig
 
 # File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
 _BUILDERS = {
@@ -54,10 +53,6 @@ def _split_of(path: Path, root: Path) -> str | None:
     """The split that the nearest of file name, sub-folders and given folder begins with."""
     names = [path.name] if path == root else [*reversed(path.relative_to(root).parts), root.name]
     return next((split for name in names for split in _SPLITS if name.lower().startswith(split)), None)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _check_readable(path: Path, folder: bool) -> None:
@@ -110,27 +105,22 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
 
 
 def _has_documents(file: Path) -> bool:
-    """Looks at a parquet file's metadata or the first line of JSON; the library's own errors say less.
+    """Looks at a parquet file's metadata, or for a line of JSON; the library's own errors say less.
 
     Raises:
-        ValueError: the file is damaged, or has no "text" column.
+        ValueError: the file is damaged, or is parquet without a "text" column.
     """
     builder = _BUILDERS[cast(str, _ending(file))]
     if builder == "text":
         return True
     try:
-        if builder == "parquet":
-            metadata = pyarrow.parquet.read_metadata(file)
-            columns, n_rows = metadata.schema.to_arrow_schema().names, metadata.num_rows
-        else:
-            with gzip.open(file, "rt") if file.name.endswith(".gz") else open(file, encoding="utf-8") as lines:
-                line = next((line for line in lines if line.strip()), None)
-            row = {} if line is None else json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"its first line is a {type(row).__name__}, not an object")
-            columns, n_rows = list(row), len(row)
-    except (ValueError, OSError, EOFError, pyarrow.ArrowException) as error:
-        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {_one_line(error)}") from error
+        if builder == "json":
+            with open_lines(file) as lines:
+                return any(line.strip() for line in lines)
+        metadata = pyarrow.parquet.read_metadata(file)
+        columns, n_rows = metadata.schema.to_arrow_schema().names, metadata.num_rows
+    except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
     if n_rows and "text" not in columns:
         raise ValueError(
             f"dataset_path: {str(file)!r} has no column 'text', but {columns}; expected a column 'text' of strings"
@@ -139,11 +129,14 @@ def _has_documents(file: Path) -> bool:
 
 
 def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> Dataset:
-    """Reads local text, map-style, so that TorchTitan resumes by document index.
+    """Reads local text, map-style, so that a run resumes by document index.
 
     A line of .jsonl or a row of .parquet is one document. A .txt file is one document as a whole, because a
     line break in text does not end a document; text with one document a line belongs in .jsonl. The datasets
     library converts the files once into its own cache (HF_DATASETS_CACHE), about as large as their text.
+
+    Lines that are no JSON or no UTF-8, and those without text, are left out; the log says how many and where the
+    first one is. More than a tenth of them is taken for another format.
 
     Args:
         path: a file, or a folder, which is searched with its sub-folders.
@@ -153,23 +146,13 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> D
         A data set with the one column "text".
 
     Raises:
-        ValueError: as `find_text_files`; or a file is damaged, has no "text" column of strings, or has zero
-            documents.
+        ValueError: as `find_text_files`; or a file is damaged as a whole, has no "text" column of strings, or has
+            zero documents.
     """
     files = [file for file in find_text_files(path, split) if _has_documents(file)]
     if not files:
         raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
-    builder = _BUILDERS[cast(str, _ending(files[0]))]
-    options = {"sample_by": "document"} if builder == "text" else {}
-    try:
-        data = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
-    except DatasetGenerationError as error:
-        cause = _one_line(error.__cause__ or error)
-        raise ValueError(f"dataset_path: {str(path)!r} cannot be read as {builder}: {cause}") from error
-    kind = getattr(data.features["text"], "dtype", "nested")
-    if kind not in ("string", "large_string"):
-        raise ValueError(f'dataset_path: {str(path)!r} has a column "text" of {kind}; expected strings')
-    return data.select_columns(["text"])
+    return load_files(files, _BUILDERS[cast(str, _ending(files[0]))], str(path))
 
 
 # TorchTitan reads a data set again right after `_check` counted its documents.
@@ -183,7 +166,7 @@ def _load_hub(path: str, hub: str, split: str) -> Any:
     try:
         return load_dataset(hub, split=split, streaming=True)
     except OSError as error:
-        raise ValueError(f"{hub} cannot be streamed ({_one_line(error)}); set dataset_path to a local copy") from error
+        raise ValueError(f"{hub} cannot be streamed ({one_line(error)}); set dataset_path to a local copy") from error
 
 
 def _load_local(path: str) -> Dataset:
@@ -223,6 +206,11 @@ def check_dataset(section: str, config: Training | Validation, dp_world_size: in
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
+    if config.dataloader.num_workers > 1:
+        raise ValueError(
+            f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
+            f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
+        )
     # Of TorchTitan's own sets, and of a stream, nothing is counted before it is read.
     if name not in _OURS or not isinstance(data := _OURS[name].loader(path or _OURS[name].path), Dataset):
         return
@@ -231,11 +219,6 @@ def check_dataset(section: str, config: Training | Validation, dp_world_size: in
             f"{section}.dataset: {name!r} has {len(data)} documents for {dp_world_size} data-parallel ranks; "
             "give at least one document a rank (a .txt file is one document)"
         )
-    if config.dataloader.num_workers > 1:
-        raise ValueError(
-            f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
-            f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
-        )
 
 
 def build_dataloader(
@@ -243,37 +226,28 @@ def build_dataloader(
     dp_rank: int,
     tokenizer: BaseTokenizer,
     job_config: JobConfig,
-    infinite: bool = True,
     simulated: int = 1,
-) -> BaseDataLoader:
-    """TorchTitan's text data loader, behind checks.
+) -> TextDataLoader | SimulatedDataLoader:
+    """The training data's loader, behind checks.
 
     Args:
         dp_world_size: number of data-parallel ranks, replicas times shards.
         dp_rank: this rank's place among them.
         tokenizer: encodes each document, with BOS and EOS around it.
-        job_config: its sections `training` and `training.dataloader` are read.
-        infinite: start again after the last document.
+        job_config: its sections `training`, `training.dataloader` and `data` are read.
         simulated: replicas that this rank plays: it reads what as many ranks would, one behind the other.
 
     Returns:
         Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token
-        ahead.
+        ahead; the last batch of a run with an end (`data.epochs`) may be smaller.
 
     Raises:
-        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers, on
-            a set that is not streamed.
+        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers.
     """
     training, readers = job_config.training, dp_world_size * simulated
     check_dataset("training", training, readers)
     loaders = [
-        build_text_dataloader(
-            dp_world_size=readers,
-            dp_rank=replica * dp_world_size + dp_rank,
-            tokenizer=tokenizer,
-            job_config=job_config,
-            infinite=infinite,
-        )
+        text_loader(training, tokenizer, replica * dp_world_size + dp_rank, readers, passes=job_config.data.epochs)
         for replica in range(simulated)
     ]
     if simulated == 1:

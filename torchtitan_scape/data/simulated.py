@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 
+from torchtitan_scape.data.loader import TextDataLoader
+
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
@@ -16,7 +18,7 @@ class SimulatedDataLoader(BaseDataLoader):
     they have on N ranks; TorchTitan saves between two steps, where every loader has given as many batches.
     """
 
-    def __init__(self, loaders: Sequence[BaseDataLoader], each: int = 1) -> None:
+    def __init__(self, loaders: Sequence[TextDataLoader], each: int = 1) -> None:
         self.loaders, self.each = tuple(loaders), each
 
     def __iter__(self) -> Iterator[Batch]:
@@ -30,9 +32,16 @@ class SimulatedDataLoader(BaseDataLoader):
                         return
                     yield batch
 
+    def empty_documents(self) -> int:
+        return sum(loader.empty_documents() for loader in self.loaders)
+
     def state_dict(self) -> dict[str, Any]:
         return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for loader in self.loaders:
             loader.load_state_dict(state_dict)
+
+    def load_old(self, states: Sequence[dict[str, Any]]) -> str:
+        """As TextDataLoader's, for every replica."""
+        return [loader.load_old(states) for loader in self.loaders][0]

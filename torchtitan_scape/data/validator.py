@@ -12,9 +12,10 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
-from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 
 from torchtitan_scape.data.datasets import check_dataset
+from torchtitan_scape.data.exhaustion import raise_together
+from torchtitan_scape.data.loader import text_loader
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
 
 
@@ -119,17 +120,17 @@ class FixedValidator(Validator):
             metrics_processor=cast(MetricsProcessor, self._metrics),
             **kwargs,
         )
-        others = [
-            build_text_validation_dataloader(
-                dp_world_size=readers,
-                dp_rank=replica * dp_world_size + dp_rank,
-                tokenizer=tokenizer,
-                job_config=job_config,
-                infinite=True,
-            )
-            for replica in range(1, simulated)
+        # The parent's own loader, which has read nothing yet, does not pass over empty documents.
+        loaders = [
+            text_loader(validation, tokenizer, replica * dp_world_size + dp_rank, readers)
+            for replica in range(simulated)
         ]
-        batches = FixedBatches(SimulatedDataLoader([self.validation_dataloader, *others]), job_config.validation.steps)
+        error: ValueError | None = None
+        try:
+            batches = FixedBatches(SimulatedDataLoader(loaders), job_config.validation.steps)
+        except ValueError as caught:  # a share without text, say, is one rank's alone
+            error = caught
+        raise_together(error, "reading the validation data")
         self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
 
     @property

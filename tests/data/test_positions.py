@@ -1,0 +1,281 @@
+"""Where readers are: the same batches after a resume, and every document once after another number of readers."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_scape import device
+
+device.prepare()  # before anything of TorchTitan is imported
+
+import datasets.config  # noqa: E402
+from datasets import Dataset, load_dataset  # noqa: E402
+
+from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
+from torchtitan_scape.data import datasets as ours  # noqa: E402
+from torchtitan_scape.data.documents import Documents, _cut, documents  # noqa: E402
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset  # noqa: E402
+from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
+from torchtitan_scape.job_config import JobConfig  # noqa: E402
+
+N = 40
+
+
+@pytest.fixture(autouse=True)
+def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    config = JobConfig()
+    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    return ours.build_tokenizer(config)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Documents of unequal length in eight files."""
+    for file in range(8):
+        rows = [{"text": f"<{file * 5 + i}>" + "x" * (37 * (file * 5 + i) % 90)} for i in range(5)]
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture(params=["stored", "streamed"])
+def kind(request: pytest.FixtureRequest, texts: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kind of data `text_files` is."""
+    if request.param == "streamed":
+        files = sorted(str(file) for file in texts.glob("*.jsonl"))
+        config = ours.DATASETS["text_files"]
+        monkeypatch.setitem(
+            ours.DATASETS,
+            "text_files",
+            type(config)(
+                "", lambda _: load_dataset("json", data_files=files, split="train", streaming=True), ours._text
+            ),
+        )
+    return str(request.param)
+
+
+def loader(path: Path, tokenizer: Any, rank: int, world: int, workers: int = 0, epochs: int = 0) -> TextDataLoader:
+    config = JobConfig()
+    config.training.dataset, config.training.dataset_path = "text_files", str(path)
+    config.training.local_batch_size, config.training.seq_len = 2, 16
+    config.training.dataloader.num_workers, config.data.epochs = workers, epochs
+    built = ours.build_dataloader(world, rank, tokenizer, config)
+    assert isinstance(built, TextDataLoader)
+    return built
+
+
+def take(batches: Any, n: int) -> list[torch.Tensor]:
+    return [labels.clone() for _, labels in itertools.islice(batches, n)]
+
+
+@pytest.mark.parametrize("workers, then", [(0, 0), (1, 1), (0, 1), (1, 0)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_same_batches_follow(workers: int, then: int, world: int, kind: str, texts: Path, tokenizer: Any) -> None:
+    """Three readers of a stream of eight files share them document by document. In the second epoch, too."""
+    for n_read in (7, 60) if (workers, then, kind) == (0, 0, "streamed") else (60,):
+        first = loader(texts, tokenizer, 1, world, workers)
+        batches = iter(first)
+        take(batches, n_read)
+        state = json.loads(json.dumps(first.state_dict()))  # plain text and numbers
+        resumed = loader(texts, tokenizer, 1, world, then)
+        resumed.state_dict()  # as a checkpoint's reader asks before it loads
+        resumed.load_state_dict(state)
+        expected = take(batches, 30)
+        assert all(torch.equal(a, b) for a, b in zip(expected, take(iter(resumed), 30), strict=True))
+        assert resumed.state_dict() == first.state_dict()
+
+
+def reader(data: Any, rank: int, world: int) -> Documents:
+    return documents("test", data, lambda sample: str(sample["text"]), rank, world)
+
+
+def read(who: Documents, n: int) -> list[tuple[int, int]]:
+    """(epoch, document) of the next n documents; begins the next epoch as TorchTitan does."""
+    found: list[tuple[int, int]] = []
+    while True:
+        for sample in who:
+            found.append((who.epoch, int(sample["text"].partition(">")[0].strip("<"))))
+            if len(found) == n:
+                return found
+        who.set_epoch(who.epoch + 1)
+
+
+def redealt(data: Any, old: list[Documents], world: int) -> list[Documents]:
+    states = [json.loads(json.dumps(who.state_dict())) for who in old]
+    new = [reader(data, rank, world) for rank in range(world)]
+    for who in new:
+        who.load_old(states)
+    return new
+
+
+def rest(who: Documents, epochs: int) -> list[tuple[int, int]]:
+    """What it reads up to the end of epoch `epochs` - 1."""
+    found: list[tuple[int, int]] = []
+    while who.epoch < epochs:
+        found += [(who.epoch, int(sample["text"].partition(">")[0].strip("<"))) for sample in who]
+        who.set_epoch(who.epoch + 1)
+    return found
+
+
+@pytest.mark.parametrize("worlds", [(4, 2), (2, 4), (4, 3), (1, 4), (4, 2, 3), (8, 1, 5)])
+@pytest.mark.parametrize("counts", [(3, 5, 4, 2, 5, 1, 0, 5), (0,) * 8, (21, 7, 14, 3, 12, 9, 11, 6)])
+def test_every_document_is_read_once_an_epoch_by_any_number_of_readers(
+    worlds: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
+    """Stored data, with readers in different epochs too."""
+    data = Dataset.from_dict({"text": [f"<{i}>" for i in range(N)]})
+    readers = [reader(data, rank, worlds[0]) for rank in range(worlds[0])]
+    seen: list[tuple[int, int]] = []
+    for world in worlds[1:]:
+        for who, n in zip(readers, counts, strict=False):
+            seen += read(who, n) if n else []
+        readers = redealt(data, readers, world)
+    epochs = 1 + max(epoch for epoch, _ in [*seen, (0, 0)]) + 1
+    for who in readers:
+        seen += rest(who, epochs)
+    assert Counter(seen) == Counter((epoch, i) for epoch in range(epochs) for i in range(N))
+
+
+@pytest.mark.parametrize("kind", ["streamed"], indirect=True)
+@pytest.mark.parametrize(
+    "worlds, counts, repeated",
+    [
+        ((4, 2), (3, 7, 4, 8), 0),  # files of their own, before and after
+        ((2, 8), (6, 1), 0),
+        ((4, 3), (3, 7, 4, 8), 0),
+        ((3, 2), (3, 5, 4), 3),  # one document in three each: what is beyond the slowest reader's next
+        ((3, 4, 2), (4, 4, 4, 4), 0),
+    ],
+)
+def test_a_stream_is_dealt_out_by_its_rule(
+    kind: str, worlds: tuple[int, ...], counts: tuple[int, ...], repeated: int, texts: Path
+) -> None:
+    data = ours.DATASETS["text_files"].loader(str(texts))
+    readers = [reader(data, rank, worlds[0]) for rank in range(worlds[0])]
+    seen: list[tuple[int, int]] = []
+    for world in worlds[1:]:
+        for who, n in zip(readers, counts, strict=False):
+            seen += read(who, n)
+        readers = redealt(data, readers, world)
+    for who in readers:
+        seen += rest(who, 2)
+    found = Counter(seen)
+    assert set(found) == {(epoch, i) for epoch in range(2) for i in range(N)}
+    assert found.total() - len(found) == repeated
+
+
+def test_tokens_that_were_not_given_out_are_not_lost(texts: Path, tokenizer: Any) -> None:
+    """All tokens of an epoch, read by four ranks, then by three; sequences are cut elsewhere."""
+
+    def documents_in(tokens: list[int]) -> Counter[int]:
+        text = bytes(max(0, token - (tokenizer.get_vocab_size() - 256)) for token in tokens)
+        return Counter(text)
+
+    old = [loader(texts, tokenizer, rank, 4, epochs=1) for rank in range(4)]
+    given = [token for one in old for labels in take(iter(one), 3) for token in labels.flatten().tolist()]
+    n_labels = len(given)
+    new = [loader(texts, tokenizer, rank, 3, epochs=1) for rank in range(3)]
+    states = [one.state_dict() for one in old]
+    lines = {one.load_old(states) for one in new}
+    assert lines == {"data: the checkpoint is of 4 data-parallel ranks; what was left of epoch 0 is dealt to 3"}
+    for one in new:
+        n_labels += sum(labels.numel() for labels in take(iter(one), 1000))
+    left = sum(len(json.loads(one.state_dict()[f"dp_rank_{i}"])["tokens"]) for i, one in enumerate(new))
+    everything = Dataset.from_list([json.loads(line) for f in sorted(texts.glob("*.jsonl")) for line in open(f)])
+    total = sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in everything["text"])
+    # A sequence of 16 labels takes 17 tokens.
+    assert n_labels * 17 // 16 + left == total
+
+
+def test_simulated_replicas_and_real_ranks_have_the_same_state(texts: Path, tokenizer: Any) -> None:
+    def play(world: int) -> SimulatedDataLoader:
+        return SimulatedDataLoader([loader(texts, tokenizer, rank, world) for rank in range(world)])
+
+    four = play(4)
+    batches = iter(four)
+    take(batches, 8)
+    state = four.state_dict()
+    assert set(state) == {"world_size", *(f"dp_rank_{i}" for i in range(4))}
+    again, two = play(4), play(2)
+    assert "goes on where it was" in again.load_old([state])
+    assert all(torch.equal(a, b) for a, b in zip(take(batches, 8), take(iter(again), 8), strict=True))
+    assert "of 4 data-parallel ranks" in two.load_old([state])
+    rank = loader(texts, tokenizer, 1, 2)
+    rank.load_old([state])
+    assert torch.equal(take(iter(rank), 1)[0], take(iter(two), 2)[1])
+
+
+def test_a_position_that_does_not_fit_is_refused(texts: Path, tokenizer: Any, tmp_path: Path) -> None:
+    state = loader(texts, tokenizer, 0, 2).state_dict()
+    one = loader(texts, tokenizer, 0, 1)
+    with pytest.raises(ValueError, match="positions of 2 data-parallel ranks, this run has 1"):
+        one.load_state_dict(state)
+    with pytest.raises(ValueError, match="no data position dp_rank_1"):
+        one.load_old([state])
+    with pytest.raises(ValueError, match="no data position at all"):
+        one.load_old([])
+    for damaged in (
+        "",
+        "[]",
+        '{"format": 2}',
+        state["dp_rank_0"].replace('"tokens": [', '"tokens": ["a"'),
+        b"\x80\x04N.",
+    ):
+        with pytest.raises(ValueError, match="is not readable.*exclude_from_loading=dataloader"):
+            one.load_state_dict({"dp_rank_0": damaged, "world_size": 1})
+    with pytest.raises(ValueError, match="text_files with 40 documents or files, this run's text_files with 5"):
+        loader(texts / "1.jsonl", tokenizer, 0, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_share_without_a_token_is_an_error_and_no_endless_loop(workers: int, tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["spam"] * 6 + [""] * 6))
+    assert take(iter(loader(path, tokenizer, 0, 2, workers)), 3)
+    with pytest.raises(NoTextError, match=r"^text_files: the share of .* reader 1 of 2 has no token in a whole epoch"):
+        take(iter(loader(path, tokenizer, 1, 2, workers)), 3)
+    assert take(iter(loader(path, tokenizer, 1, 2, workers, epochs=1)), 3) == []
+
+
+def test_so_many_epochs(texts: Path, tokenizer: Any) -> None:
+    def sequences(epochs: int) -> int:
+        data = TextDataset("text_files", str(texts), tokenizer, 16, 0, 1, passes=epochs)
+        total, state = 0, data.state_dict()
+        for _ in data:
+            total += 1
+            if total == 151:
+                state = data.state_dict()
+        if total > 151:  # the end is the same for a resumed run
+            again = TextDataset("text_files", str(texts), tokenizer, 16, 0, 1, passes=epochs)
+            again.load_state_dict(state)
+            assert sum(1 for _ in again) == total - 151
+            again.load_state_dict(data.state_dict())
+            assert sum(1 for _ in again) == 0
+        return total
+
+    one, three = sequences(1), sequences(3)
+    assert 3 * one <= three <= 3 * one + 2
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 8))
+def test_parts_of_ranges_are_equal_and_whole(lengths: list[int], world: int) -> None:
+    begins = [20 * i for i in range(len(lengths))]
+    ranges = [[begin, begin + n] for begin, n in zip(begins, lengths, strict=True)]
+    parts = [[i for begin, end in _cut(ranges, rank, world) for i in range(begin, end)] for rank in range(world)]
+    assert [i for part in parts for i in part] == [i for begin, end in ranges for i in range(begin, end)]
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for rank, n in itertools.product(range(world), (N,)):  # as the datasets library splits
+        begin, end = _cut([[0, n]], rank, world)[0]
+        shard = Dataset.from_dict({"i": list(range(n))}).shard(world, rank, contiguous=True)
+        assert (begin, end) == (shard[0]["i"], shard[-1]["i"] + 1)
