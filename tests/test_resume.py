@@ -108,7 +108,7 @@ def first(folder: str, arguments: list[str], steps: int = 6) -> dict[str, Any]:
     trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
     trainer.train()
     trainer.optimizers.settle()
-    found = {"pending": pending(trainer), "weights": weights(trainer)}
+    found = {"pending": pending(trainer), "weights": weights(trainer), "loss": trainer.metrics_processor.last_loss}
     trainer.close()
     return found
 
@@ -178,7 +178,7 @@ def test_another_layout_or_method_keeps_what_is_pending(
     resumed = _pool(after, request)(
         second,
         str(tmp_path),
-        [*METHODS[into], *WHERE[after], "--checkpoint.exclude_from_loading=dataloader"],
+        [*METHODS[into], *WHERE[after]],
     )
     assert largest(saved[0]["pending"], resumed[0]["pending"]) < 1e-6
     narrow = "bf16" in into or into == "scape-offload"
@@ -189,7 +189,7 @@ def test_another_layout_or_method_keeps_what_is_pending(
         assert all(r["dense"] for r in resumed)
     for other in resumed[1:]:
         assert largest(resumed[0]["after"], other["after"]) == 0.0
-    assert resumed[0]["loss"] < 8.3
+    assert resumed[0]["loss"] < saved[0]["loss"] + 0.5
 
 
 @pytest.mark.parametrize(
