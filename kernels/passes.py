@@ -230,9 +230,9 @@ class ScapePasses:
     @property
     def carrying(self) -> bool:
         """Whether the step before this one left rounding errors, on its mask P."""
-        return self.errors.numel() > 0 and self._at_target(self.previous)
+        return self.errors.numel() > 0 and self.at_target(self.previous)
 
-    def _at_target(self, mask: Mask) -> bool:
+    def at_target(self, mask: Mask) -> bool:
         """Whether a payload on this mask has the buffer's shape."""
         return bool(self._parts) and (
             mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
@@ -242,6 +242,10 @@ class ScapePasses:
         """Takes `errors`, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
         own = self.errors[..., part.start : part.stop]
         own.copy_(torch.where(applied, errors, own))
+
+    def errors_of(self, tensor: int) -> Tensor:
+        """The errors kept of one tensor, FP32 (payload entries,): of those of its entries that P has, in order."""
+        return self.errors[..., self._places[tensor] :][..., : self.payload_counts(self.density)[tensor]]
 
     def errors_by_tensor(self) -> Tensor:
         """The errors kept, FP32 (payload entries,), tensor behind tensor, however the payload is cut into parts."""
@@ -296,7 +300,7 @@ class ScapePasses:
         self.parameters, self.gradients, self.rates = parameters, gradients, rates
         self.in_use, self.previous, self.next_density = in_use, previous, next_density
         self.counts = self.payload_counts(in_use.density)
-        self.compact = self._at_target(in_use)
+        self.compact = self.at_target(in_use)
 
     def pack(self, part: Part, applied: Tensor) -> None:
         """mt into payload and residual, and the selection of this rank's part of the next mask; parts in their order.

@@ -107,6 +107,9 @@ class ThreadCollectives(ReplicaCollectives):
     def sum_over_all(self, values: Tensor) -> Tensor:
         return torch.stack(self._meeting.gather(self.replica, values.clone())).sum(0)
 
+    def sum_over_replicas(self, values: Tensor) -> None:
+        values.copy_(torch.stack(self._meeting.gather(self.replica, values.clone())).sum(0, dtype=values.dtype))
+
     def gather_objects(self, item: Any) -> list[Any]:
         return self._meeting.gather(self.replica, item)
 

@@ -84,9 +84,10 @@ def with_keys(recipe: dict[str, Any], changes: dict[str, Any]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which every recipe can begin with."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NGPU"):
-        monkeypatch.setenv(name, "2")
+        monkeypatch.setenv(name, "1")
     monkeypatch.chdir(ROOT)
 
 

@@ -242,6 +242,11 @@ class ReplicaCollectives:
                 dist.all_reduce(values, group=group)
         return values
 
+    def sum_over_replicas(self, values: Tensor) -> None:
+        """The sum of `values`, of any dtype, over the replicas, in place; for checkpoints, not counted."""
+        if self.groups.replicate is not None:
+            dist.all_reduce(values, group=self.groups.replicate)
+
     def gather_objects(self, item: Any) -> list[Any]:
         """Every rank's `item`, for set-up and for error messages; not counted."""
         items = [item]

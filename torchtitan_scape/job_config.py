@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Literal, get_args
 
 from torchtitan.config import JobConfig as TitanJobConfig
+from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
 from torchtitan_scape.config_types import check_section
@@ -64,6 +65,9 @@ class Scape:
     offload: list[str] = field(default_factory=list)
     """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
     others); two buffers of the largest tensor stay on the device for each"""
+
+    flush_at_end: bool = False
+    """Make the last step dense, so that no residual is left unsent; its norm is reported in any case"""
 
     chunk_bytes: int = 0
     """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
@@ -153,6 +157,22 @@ class Topology:
 
 
 @dataclass
+class Checkpoint(TitanCheckpoint):
+    """[checkpoint]: TorchTitan's, and what it needs for state that differs from replica to replica."""
+
+    residual: Literal["exact", "mean", "drop"] = "exact"
+    """What is saved of SCAPE's residuals: every replica's (4 bytes a parameter and replica; resuming is exact), their
+    mean (no bytes beside the first moment's 4; nothing is lost, but replicas select otherwise than they would have), or
+    nothing (as large as the mean, saves its exchange; what was not sent is lost)"""
+
+    fallback: bool = True
+    """Where the newest checkpoint is damaged, the newest whole one before it is taken, and said; false stops the run"""
+
+    def __post_init__(self) -> None:
+        check_section(self, "checkpoint")
+
+
+@dataclass
 class Data:
     """[data]: how long the training data last."""
 
@@ -168,7 +188,9 @@ class Data:
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync], [topology] and [data]."""
+    """TorchTitan's configuration with [sync], [topology] and [data], and more under [checkpoint]."""
+
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)
@@ -199,6 +221,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
             "attention has no CPU form; set it to 1, or run on GPUs"
+        )
+    if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
+        raise ValueError(
+            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: nothing is staged from a device there; set "
+            "'async'"
         )
     if config.comm.mode == "local_tensor":
         raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")

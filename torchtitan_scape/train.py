@@ -37,7 +37,8 @@ from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.agreement import check_ranks_agree, facts  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
-from torchtitan_scape.checkpoint.record import RECORD, LayoutRecord, check_resume  # noqa: E402
+from torchtitan_scape.checkpoint.record import Record  # noqa: E402
+from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
@@ -99,8 +100,8 @@ class ScapeTrainer(Trainer):
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
-        self._record = LayoutRecord(self.layout, job_config)
-        self.checkpointer.states[RECORD] = self._record
+        if job_config.checkpoint.enable:
+            self._attach_checkpointer()
         self.optimizers.timer.enabled = True
         if self._forecast is not None:
             self.metrics_processor.forecast = self._forecast.line()
@@ -153,6 +154,12 @@ class ScapeTrainer(Trainer):
                 f"{self.job_config.model.flavor} embeds {rows}; use the tokenizer that belongs to the model"
             )
 
+    def _attach_checkpointer(self) -> None:
+        options = self.job_config.checkpoint
+        mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
+        record = Record(self.layout, self.job_config, options.residual, self.optimizers.counters)
+        self.checkpointer.attach(record, Frame(mesh, self._played), options.fallback, self.device)
+
     # ------------------------------------------------------------------------------------------ training
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
@@ -173,6 +180,8 @@ class ScapeTrainer(Trainer):
         Raises, on every rank, DataloaderExhaustedError or NoTextError where the data of one have ended: it is not
         counted then.
         """
+        if self.step == self.job_config.training.steps and self.job_config.sync.scape.flush_at_end:
+            self.optimizers.send_all()
         self._interfaces.before_step(self._steps_taken)
         begin = time.perf_counter()
         seen = self.ntokens_seen
@@ -195,10 +204,11 @@ class ScapeTrainer(Trainer):
         self._interfaces.after_step(a_step_follows(self))
 
     def train(self) -> None:
-        check_resume(self.checkpointer, self.job_config.checkpoint.load_step, self._record)
         super().train()
         if self._ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
+            if self._steps_taken and self.job_config.sync.scape.flush_at_end:
+                self._flush()
             if self._steps_taken and not self.checkpointer._should_save(self.step):  # else it is saved already
                 self.checkpointer.save(self.step, last_step=True)
         if self._steps_taken == 0:
@@ -207,6 +217,14 @@ class ScapeTrainer(Trainer):
         if self.job_config.validation.enable and self.validator.last_step != self.step:
             self.validator.validate(self.model_parts, self.step)
         self._summarise()
+
+    def _flush(self) -> None:
+        """A step without gradients that sends all residuals."""
+        self.optimizers.zero_grad()
+        self.optimizers.send_all()
+        for _ in range(self._played if self._played > 1 else 0):
+            self.optimizers.collect()
+        self.optimizers.step()
 
     def _summarise(self) -> None:
         """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
@@ -246,6 +264,9 @@ class ScapeTrainer(Trainer):
             "skipped_steps": self.optimizers.guard.skipped,
             "layout": self._described,
         }
+        unsent = self.optimizers.statistics().get("residual_norm")
+        if unsent is not None:
+            summary["residual_norm"] = unsent
         peak = self.metrics_processor.take_peak()
         summary["peak_memory_bytes"] = peak
         if self._memory is not None:
@@ -270,6 +291,7 @@ class ScapeTrainer(Trainer):
             *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
             *(f"  {line}" for line in (self._forecast.lines() if self._forecast else ())),
             *([f"  {self._memory.line(peak)}"] if self._memory else ()),
+            *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
             f"  skipped steps     {self.optimizers.guard.skipped}",
             f"  written to        {folder / 'summary.json'}",
         ):

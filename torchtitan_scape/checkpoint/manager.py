@@ -1,18 +1,415 @@
-"""TorchTitan's checkpoint manager, for state that differs from replica to replica."""
+"""TorchTitan's checkpoint manager for runs that are left alone: nothing damaged is loaded, nothing good is deleted.
 
-from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+A checkpoint is whole once its manifest is there, which is written last (see `storage`). Optimizer state that another
+layout or method has saved is taken by the rule in `convert`.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpoint import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    AsyncMode,
+    CheckpointManager,
+)
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.tools.logging import logger
+
+from torchtitan_scape.checkpoint.convert import load_optimizer
+from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.record import RECORD, Record
+from torchtitan_scape.checkpoint.safe_load import CheckedReader
+from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into, saved_state
+from torchtitan_scape.checkpoint.storage import CheckedWriter, find_damage, is_complete, remove
+from torchtitan_scape.metrics import size_text
+from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimizers
+from torchtitan_scape.optimizer.portable import RESIDUALS, Portable
+from torchtitan_scape.optimizer.scape import Scape
+
+RANDOM = "random"
+
+
+class SavedScape(Stateful):
+    """SCAPE's state for `dcp.save`; `convert.load_optimizer` takes it back."""
+
+    def __init__(self, scape: Scape, frame: Frame, residual: str) -> None:
+        self._scape, self._frame, self._residual = scape, frame, residual
+
+    def state_dict(self) -> dict[str, Any]:
+        self._scape.settle()
+        return saved_state(self._scape, self._frame, self._residual)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("SCAPE's state is loaded by convert.load_optimizer")
+
+
+class RandomState(Stateful):
+    """Every rank's random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._name = device, f"rank{dist.get_rank()}"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        found = {f"{self._name}.cpu": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            module = torch.get_device_module(self._device)
+            found[f"{self._name}.device"] = module.get_rng_state(self._device)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state_dict[f"{self._name}.cpu"])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(state_dict[f"{self._name}.device"], self._device)
 
 
 class ReplicaCheckpointer(CheckpointManager):
-    """The manager that the trainer gets in the place of TorchTitan's."""
+    """The manager that the trainer gets in the place of TorchTitan's; `attach` completes it."""
+
+    record: Record
+    folder: str
+    stager: Any
+    _frame: Frame
+    _fallback: bool
+    _optimizers: ReplicaOptimizers
+    # Steps whose folders were found damaged: not counted among those that may be deleted for newer ones.
+    _damaged: set[int]
+
+    def attach(self, record: Record, frame: Frame, fallback: bool, device: torch.device) -> None:
+        """Adds what TorchTitan's constructor does not hand on.
+
+        fallback: of several checkpoints, take the newest that is whole, where newer ones are damaged.
+        """
+        self.record, self._frame, self._fallback, self._damaged = record, frame, fallback, set()
+        self._optimizers = self.states[OPTIMIZER]
+        self.states[RECORD], self.states[RANDOM] = record, RandomState(device)
+        if isinstance(self._optimizers, ScapeOptimizers):
+            self.states[OPTIMIZER] = SavedScape(self._optimizers.scape, frame, record.values["residual"])
+            logger.info(_sizes_line(Portable(self._optimizers.scape), record.values["residual"]))
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """As TorchTitan's. Raises ValueError, on every rank, where it cannot be written; older ones stay whole."""
+        self._guarded(curr_step, lambda: CheckpointManager.save(self, curr_step, last_step))
+        if last_step and self.enable and not self.load_only:
+            self._purge_stale_checkpoints()
 
     def save_to_resume(self, step: int) -> None:
         """Writes the full state of `step` now, synchronously, unless it is written already. A collective call."""
         if not self.enable or self.load_only:
             return
-        self._async_wait()
-        self.dcp_save(
-            self._flattened_model_states_sd(),
-            checkpoint_id=self._create_checkpoint_id(step),
-            async_mode=AsyncMode.DISABLED,
+        path = self._create_checkpoint_id(step)
+
+        def write() -> None:
+            self._async_wait()
+            if _agreed(lambda: step not in self._damaged and is_complete(path) and RECORD in _kinds(path)):
+                return
+            self.dcp_save(self._flattened_model_states_sd(), checkpoint_id=path, async_mode=AsyncMode.DISABLED)
+
+        self._guarded(step, write)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """As TorchTitan's, with checksums and a manifest."""
+        self._being_written = checkpoint_id
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer = CheckedWriter(checkpoint_id)
+        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id}
+        if async_mode == AsyncMode.DISABLED:
+            return dcp.save(state_dict, **options)
+        options["process_group"] = self.pg
+        if self.stager is None:
+            pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+            self.stager = DefaultStager(StagingOptions(pinned, pinned, pinned, pinned))
+        options["async_stager"] = self.stager
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        return dcp.async_save(state_dict, **options)
+
+    def _guarded(self, step: int, write: Callable[[], None]) -> None:
+        """Runs a save. A disk that does not take it leaves nothing behind, and one message on every rank.
+
+        Other errors, such as a lost peer, pass: what was written of it has no manifest, and no start will use it.
+        """
+        try:
+            write()
+        except (OSError, CheckpointException) as error:
+            causes = (
+                [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+            )
+            if not any(isinstance(cause, OSError) for cause in causes):
+                raise
+            path = getattr(self, "_being_written", self._create_checkpoint_id(step))
+            text = failure_text(error, path)
+            self.save_future = None
+            if dist.get_rank() == 0:
+                remove(path)
+            good = self._whole_steps()
+            kept = f"the last good checkpoint is step-{good[-1]}" if good else "there is no other checkpoint"
+            raise ValueError(f"{text}; {kept}") from error
+
+    def close(self) -> None:
+        """Waits for a save that is still being written, so that it is told if it failed."""
+        if (
+            getattr(self, "enable", False)
+            and getattr(self, "save_future", None) is not None
+            and hasattr(self, "record")
+        ):
+            self._guarded(0, self._async_wait)
+        super().close()
+
+    def _whole_steps(self) -> list[int]:
+        """Steps of the whole checkpoints in the folder, ascending, but those known to be damaged."""
+        return [
+            s for s in _steps_in(self.folder) if s not in self._damaged and is_complete(self._create_checkpoint_id(s))
+        ]
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Deletes what is older than the newest `keep_latest_k` whole checkpoints. Others do not count."""
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
+            return
+        kept = self._whole_steps()[-self.keep_latest_k :]
+        if len(kept) < self.keep_latest_k:
+            return
+        for step in _steps_in(self.folder):
+            if step < kept[0]:
+                self.purge_queue.put(self._create_checkpoint_id(step))
+
+    # ------------------------------------------------------------------------------------------ loading
+
+    def load(self, step: int = -1) -> bool:
+        """Loads the newest whole checkpoint, or that of `step`, or `initial_load_path`. A collective call.
+
+        Raises ValueError where there is none to be had that was asked for, with the reason.
+        """
+        if not self.enable:
+            return False
+        path = self._choose(step)
+        if path is None:
+            return self._load_initial()
+        self._load_run(path)
+        return True
+
+    def _choose(self, step: int) -> str | None:
+        """The folder to resume from, verified; None for none."""
+        steps, half = _told(
+            lambda: (self._whole_steps(), sorted(set(_steps_in(self.folder)) - set(self._whole_steps())))
         )
+        if step == 0 or (step == -1 and not steps and not half):
+            return None if step == -1 else self._named(0, steps)
+        if step != -1:
+            return self._named(step, steps)
+        for unfinished in half:
+            if not steps or unfinished > steps[-1]:
+                logger.warning(
+                    f"{self._create_checkpoint_id(unfinished)} has no manifest or lacks files: it was not written "
+                    "to its end, and is not used"
+                )
+        for candidate in reversed(steps):
+            path = self._create_checkpoint_id(candidate)
+            if (damage := _first_damage(path)) is None:
+                return path
+            if not self._fallback:
+                raise ValueError(
+                    f"{path} is damaged: {damage}; delete it, or set checkpoint.fallback = true to take the newest "
+                    "whole one before it"
+                )
+            logger.warning(f"{path} is damaged: {damage}; an older checkpoint is taken")
+            self._damaged.add(candidate)
+        if steps:
+            raise ValueError(f"all checkpoints in {self.folder} are damaged; start in another --job.dump_folder")
+        return None
+
+    def _named(self, step: int, steps: list[int]) -> str:
+        path = self._create_checkpoint_id(step)
+        if step not in steps:
+            there = f"whole ones are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is no whole one"
+            raise ValueError(f"checkpoint.load_step = {step}, but there is no whole {path}; {there}")
+        if (damage := _first_damage(path)) is not None:
+            raise ValueError(f"{path} is damaged: {damage}; name another with --checkpoint.load_step")
+        return path
+
+    def _load_initial(self) -> bool:
+        """The start from `initial_load_path` or from Hugging Face's weights, where no run is resumed."""
+        path = self.initial_load_path
+        if self.initial_load_in_hf or not path:
+            # TorchTitan asks whether the folder exists; an empty one is left by a run that ended before its first save.
+            self.folder, folder = os.path.join(self.folder, "none"), self.folder
+            try:
+                return super().load(-1)
+            finally:
+                self.folder = folder
+        if not os.path.isfile(os.path.join(path, ".metadata")):
+            raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")
+        if is_complete(path) and (damage := _first_damage(path)) is not None:
+            raise ValueError(f"checkpoint.initial_load_path = {path!r} is damaged: {damage}")
+        if not self.initial_load_model_only:
+            self._load_run(path)
+            return True
+        logger.info(f"Loading the model alone from {path}")
+        model = self.states[MODEL].state_dict()
+        load_into(path, model)
+        self.states[MODEL].load_state_dict(model)
+        return True
+
+    def _load_run(self, path: str) -> None:
+        """Everything that a run needs to go on."""
+        begin = time.monotonic()
+        kinds = _kinds(path)
+        if OPTIMIZER not in kinds:
+            raise ValueError(
+                f"{path} holds the model alone, so training cannot go on from it; name an earlier step with "
+                "--checkpoint.load_step, or start a new run in another --job.dump_folder. (A run whose last checkpoint "
+                "shall be resumed from needs checkpoint.last_save_model_only = false)"
+            )
+        if RECORD not in kinds:
+            raise ValueError(
+                f"{path} was not saved by this version of this project; start from its model with "
+                "checkpoint.initial_load_path"
+            )
+        saved = read_record(path)
+        exact, different = self.record.compare(saved, path)
+        excluded = set(self.exclude_from_loading)
+        dense = saved["method"] == "dense" == self.record.values["method"] and exact
+        same_ranks = saved["ranks"] == self.record.values["ranks"] and not set(_AXES) & {
+            d.split()[0] for d in different
+        }
+        states = {
+            k: v for k, v in self._states_to_load(False).items() if k not in (RECORD, RANDOM, DATALOADER, OPTIMIZER)
+        }
+        if dense and OPTIMIZER not in excluded:
+            states[OPTIMIZER] = self.states[OPTIMIZER]
+        if same_ranks and RANDOM not in excluded:
+            states[RANDOM] = self.states[RANDOM]
+        load_into(path, states)
+        if MODEL not in excluded:
+            self.states[MODEL].load_state_dict(states)
+        told = []
+        if not dense and OPTIMIZER not in excluded:
+            shards = self._optimizers.shards()
+            step = self.states["train_state"].step
+            told.append(load_optimizer(self._optimizers, StateReader(path, saved, shards, self._frame), exact, step))
+        if DATALOADER not in excluded:
+            told += self._load_data(path, saved)
+        self._optimizers.put_counters(saved["counters"])
+        self._keep_configured_rates(different, excluded)
+        changes = f"; differs from the run that saved: {', '.join(different)}" if different else ""
+        logger.info(
+            f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {'; '.join(told) or 'bit for bit'}{changes}"
+        )
+
+    def _load_data(self, path: str, saved: dict[str, Any]) -> list[str]:
+        """The position in the data; returns what there is to say of it."""
+        loader: Any = self.states[DATALOADER]
+        if loader is None:
+            return []
+        readers = saved["replicas"] * saved["shard"]
+        if readers == self.record.values["replicas"] * self.record.values["shard"]:
+            load_into(path, {DATALOADER: loader})
+            return []
+        old: dict[str, Any] = {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
+        load_into(path, {DATALOADER: old})
+        trainer: Any = self.states["train_state"]
+        # Every rank counts its own tokens.
+        trainer.ntokens_seen = (
+            trainer.ntokens_seen * readers // (self.record.values["replicas"] * self.record.values["shard"])
+        )
+        return [loader.load_old([old])]
+
+    def _keep_configured_rates(self, different: list[str], excluded: set[str]) -> None:
+        """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""
+        values = self.record.values
+        changed = {text.split()[0] for text in different} & {"lr", "betas", "eps", "weight_decay"}
+        for group in self._optimizers.optimizers[0].param_groups:
+            for key in changed - {"lr"}:
+                group[key] = tuple(values[key]) if key == "betas" else values[key]
+        schedulers: LRSchedulersContainer = self.states[LR_SCHEDULER]
+        for scheduler in schedulers.schedulers:
+            if "lr" in changed:
+                scheduler.base_lrs = [values["lr"]] * len(scheduler.base_lrs)
+            # The optimizer's rate follows from the schedule's position.
+            for group, base, factor in zip(
+                scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * factor(scheduler.last_epoch)
+            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+_AXES = ("replicate", "shard", "context", "tensor", "simulate_replicas")
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """What the run that saved says of itself. A collective call."""
+    state: dict[str, Any] = {RECORD: {"json": ""}}
+    load_into(path, state)
+    found: dict[str, Any] = json.loads(state[RECORD]["json"])
+    return found
+
+
+def _sizes_line(portable: Portable, residual: str) -> str:
+    """What a checkpoint takes, and would take with other residuals."""
+    model = 4 * sum(shard.parameter.numel() for shard in portable.scape.ordered)
+
+    def total(choice: str) -> str:
+        return size_text(model + sum(portable.sizes(choice).values()))
+
+    kinds = {"parameters": model} | portable.sizes(residual)
+    return (
+        f'A checkpoint takes {total(residual)} with residual = "{residual}" '
+        f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "
+        + ", ".join(f'{total(choice)} with "{choice}"' for choice in RESIDUALS if choice != residual)
+        + f", and dense AdamW's {size_text(3 * model)}"
+    )
+
+
+def _kinds(path: str) -> set[str]:
+    """First parts of the names in a checkpoint: "optimizer", "train_state", ..., and those of parameters."""
+    return {key.split(".")[0] for key in CheckedReader(path).read_metadata().state_dict_metadata}
+
+
+def _steps_in(folder: str) -> list[int]:
+    """Steps that have a folder, ascending."""
+    if not os.path.isdir(folder):
+        return []
+    found = [re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder)]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _told(look: Callable[[], Any]) -> Any:
+    """What rank 0 sees: file systems of several nodes may show different things for a while."""
+    seen = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(seen, src=0)
+    return seen[0]
+
+
+def _agreed(look: Callable[[], bool]) -> bool:
+    return bool(_told(look))
+
+
+def _first_damage(path: str) -> str | None:
+    """What is wrong with a checkpoint, of whose files every rank reads a share. A collective call."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, find_damage(path, dist.get_rank(), dist.get_world_size()))
+    return next((text for text in found if text is not None), None)

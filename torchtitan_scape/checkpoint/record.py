@@ -1,39 +1,62 @@
-"""What a checkpoint was saved by, so that another layout is refused before anything is read."""
+"""What a checkpoint says of the run that saved it, and how this run differs."""
 
 import json
-import os
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpoint import CheckpointManager
 
 from topology.layout import Layout
 from torchtitan_scape.job_config import JobConfig
 
-RECORD = "scape_layout"
-# What records say that were saved before the key existed.
-_OLDER = {"simulate_replicas": 1, "parameters": "local", "values_dtype": "float32", "weights_dtype": "float32"}
+RECORD = "scape_record"
+# Of SCAPE: what decides where its state lies. With another value the state is taken by the rule for another layout.
+_LAYOUT = (
+    "replicas",
+    "shard",
+    "context",
+    "tensor",
+    "block_size",
+    "selection",
+    "dense_names",
+    "parameters",
+    "wire_dtype",
+    "values_dtype",
+    "weights_dtype",
+)
 
 
-class LayoutRecord(Stateful):
-    """The layout and method of the run that saves: per-replica state fits no other yet."""
+class Record(Stateful):
+    """Layout, method and options of a run, and counters at the time of the save.
 
-    def __init__(self, layout: Layout, config: JobConfig) -> None:
-        scape = config.sync.scape
+    counters: called for every save, behind which the optimizer has settled.
+    """
+
+    def __init__(
+        self, layout: Layout, config: JobConfig, residual: str, counters: Callable[[], dict[str, Any]]
+    ) -> None:
+        scape, optimizer = config.sync.scape, config.optimizer
+        played = config.topology.simulate_replicas
+        self._counters = counters
         self.values: dict[str, Any] = {
             "ranks": layout.world_size,
             "replicate": layout.replicate,
             "shard": layout.shard,
             "context": layout.context,
             "tensor": layout.tensor,
-            "simulate_replicas": config.topology.simulate_replicas,
+            "simulate_replicas": played,
+            "replicas": layout.replicate * played,
             "model": f"{config.model.name} {config.model.flavor}",
             "method": config.sync.method,
-            "optimizer": config.optimizer.name,
+            "optimizer": optimizer.name,
+            "lr": optimizer.lr,
+            "betas": [optimizer.beta1, optimizer.beta2],
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
         }
         if config.sync.method == "scape":
             self.values |= {
+                "residual": residual,
                 "density": scape.density,
                 "density_warmup_steps": scape.density_warmup_steps,
                 "block_size": scape.block_size,
@@ -43,6 +66,8 @@ class LayoutRecord(Stateful):
                 # Without wait scaling these do nothing.
                 "wait_by": scape.wait_by if scape.wait_scaling else None,
                 "keep_moment": scape.keep_moment if scape.wait_scaling else None,
+                "max_wait": scape.max_wait if scape.wait_scaling else None,
+                "clip_mode": scape.clip_mode,
                 "wire_dtype": scape.wire_dtype,
                 "parameters": scape.parameters,
                 "values_dtype": scape.values_dtype,
@@ -53,51 +78,30 @@ class LayoutRecord(Stateful):
             }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(self.values)}
+        return {"json": json.dumps(self.values | self._counters())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to take back: `check_resume` has compared it."""
+        """Nothing to take back: whoever loads has read it before."""
 
+    def compare(self, saved: dict[str, Any], path: str) -> tuple[bool, list[str]]:
+        """(whether the state can be taken as it lies, every difference as "key: saved -> here").
 
-def check_resume(checkpointer: CheckpointManager, step: int, record: LayoutRecord) -> None:
-    """Compares the checkpoint that is about to be loaded with this run. A collective call.
-
-    Raises ValueError that names the first difference, or says that the checkpoint cannot be resumed from.
-    """
-    if not checkpointer.enable:
-        return
-    if os.path.isdir(checkpointer.folder):
-        step = checkpointer._find_load_step() if step == -1 else step
-        if step <= 0:
-            return
-        path = checkpointer._create_checkpoint_id(step)
-        if not os.path.isdir(path):
-            raise ValueError(f"checkpoint.load_step = {step}, but there is no {path}")
-    elif step != -1:
-        raise ValueError(f"checkpoint.load_step = {step}, but there is no {checkpointer.folder}")
-    elif checkpointer.initial_load_path and not checkpointer.initial_load_model_only:
-        path = checkpointer.initial_load_path
-        if not os.path.isfile(os.path.join(path, ".metadata")):
-            raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")
-    else:
-        return
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    if not any(key.startswith("optimizer") for key in metadata.state_dict_metadata):
-        raise ValueError(
-            f"{path} holds the model alone, so training cannot go on from it; name an earlier step with "
-            "--checkpoint.load_step, or start a new run in another --job.dump_folder. (A run whose last checkpoint "
-            "shall be resumed from needs checkpoint.last_save_model_only = false)"
-        )
-    if f"{RECORD}.json" not in metadata.state_dict_metadata:
-        raise ValueError(
-            f"{path} was not saved by this project; start from its model with checkpoint.initial_load_path"
-        )
-    saved: dict[str, Any] = {RECORD: {"json": ""}}
-    dcp.load(saved, checkpoint_id=path)
-    theirs = json.loads(saved[RECORD]["json"])
-    for key, value in record.values.items():
-        if (saved_value := theirs.get(key, _OLDER.get(key))) != value:
+        Raises ValueError for another model.
+        """
+        if saved["model"] != self.values["model"]:
             raise ValueError(
-                f"{path} was saved with {key} = {saved_value!r}, this run has {value!r}; resuming on another "
-                "layout or method is not supported: start it as it was saved, or in another --job.dump_folder"
+                f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
+                "another --job.dump_folder, or with the model of the checkpoint"
             )
+        keys = [key for key in self.values | saved if key in self.values and key in saved and key != "residual"]
+        different = [key for key in keys if saved[key] != self.values[key]]
+        told = [f"{key} {saved[key]!r} -> {self.values[key]!r}" for key in different if key != "ranks"]
+        if saved["method"] != self.values["method"]:
+            return False, told
+        if self.values["method"] != "scape":
+            return saved["optimizer"] == self.values["optimizer"], told
+        laid_out = set(different) & set(_LAYOUT)
+        # Errors of rounding are kept for the entries of a payload, which are others at another density.
+        if "density" in different and "bfloat16" in (saved["wire_dtype"], self.values["wire_dtype"]):
+            laid_out.add("density")
+        return not laid_out, told

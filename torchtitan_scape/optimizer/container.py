@@ -24,8 +24,9 @@ from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.guard import FiniteGuard
+from torchtitan_scape.optimizer.portable import Portable
 from torchtitan_scape.optimizer.scape import Scape
-from torchtitan_scape.optimizer.shards import collect_shards, flat_gradient, local, store_gradient
+from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, store_gradient
 from torchtitan_scape.optimizer.weights import hold_in_bfloat16
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.sync.dense import DenseSync
@@ -39,6 +40,7 @@ class ReplicaOptimizers(OptimizersContainer):
     timer: PhaseTimer
     guard: FiniteGuard
     grad_norm: Tensor
+    _shards: list[Shard]
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model_parts = model_parts
@@ -56,6 +58,22 @@ class ReplicaOptimizers(OptimizersContainer):
     def settle(self) -> None:
         """Learns whether the last step was applied; `step` does it for the one before."""
         self.guard.settle()
+
+    def shards(self) -> list[Shard]:
+        """Of all parameters, in the order in which checkpoints are read."""
+        return self._shards
+
+    def send_all(self) -> None:
+        """Makes the next step dense, so that it leaves no residual; it is where gradients are dense."""
+
+    def counters(self) -> dict[str, Any]:
+        """For a checkpoint: what is no tensor, as plain values."""
+        self.settle()
+        return {"counters": {"skipped": self.guard.skipped, "skipped_in_a_row": self.guard.skipped_in_a_row}}
+
+    def put_counters(self, saved: dict[str, int]) -> None:
+        """Takes back the "counters" of `counters`."""
+        self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank will send in a step, warm-up over."""
@@ -164,30 +182,14 @@ class ScapeOptimizers(ReplicaOptimizers):
     def payload_parts(self) -> int:
         return len(self.scape.passes.parts)
 
-    # What a replica holds differs from its twins', and checkpoints drop what they take for copies: every
-    # rank saves under names of its own.
+    def shards(self) -> list[Shard]:
+        return self.scape.ordered
 
-    def state_dict(self) -> dict[str, Any]:
-        state = self.scape.state_dict()
-        # Python floats stay float64: a density that came back rounded would select another number of entries.
-        saved = {
-            k: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else torch.as_tensor(v)
-            for k, v in state["scape"].items()
-            if k != "fingerprint"
-        }
-        for i, group in enumerate(state["param_groups"]):
-            saved[f"lr.{i}"] = torch.tensor(group["lr"], dtype=torch.float64)
-        return {f"rank{dist.get_rank()}.{key}": value for key, value in saved.items()}
+    def send_all(self) -> None:
+        self.scape.send_all()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = f"rank{dist.get_rank()}."
-        saved = {key.removeprefix(own): value for key, value in state_dict.items() if key.startswith(own)}
-        state = self.scape.state_dict()
-        for i, group in enumerate(state["param_groups"]):
-            group["lr"] = saved.pop(f"lr.{i}").item()
-        for key, value in saved.items():
-            state["scape"][key] = value if isinstance(state["scape"][key], Tensor) else value.item()
-        self.scape.load_state_dict(state)
+    def counters(self) -> dict[str, Any]:
+        return super().counters() | {"scape": Portable(self.scape).record()}
 
 
 def build_optimizers(

@@ -24,6 +24,7 @@ from torchtitan_scape.optimizer.exchange import GatherExchange, LocalExchange
 from torchtitan_scape.optimizer.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.optimizer.masks import DelayedMasks
 from torchtitan_scape.optimizer.options import check_hyperparameters, check_scape_options
+from torchtitan_scape.optimizer.portable import Portable
 from torchtitan_scape.optimizer.resume import checked, describe, restore, saved_state
 from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
 from torchtitan_scape.optimizer.statistics import statistics
@@ -198,7 +199,7 @@ class Scape(Optimizer):
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
         # What the passes call tensors: (number in `_ordered`, the part of it or None).
-        self._pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
+        self.pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
         common: dict[str, Any] = dict(
             selection=selection,
             density=density,
@@ -279,9 +280,9 @@ class Scape(Optimizer):
             **options,
         )
         count = len(self._sparse)
-        self._pieces = [(p.tensor, p) for p in ownership.sparse]
-        self._pieces += [(count + p.tensor, p) for p in ownership.whole]
-        for (shard, _), scale in zip(self._pieces, passes.scales, strict=self.narrow):
+        self.pieces = [(p.tensor, p) for p in ownership.sparse]
+        self.pieces += [(count + p.tensor, p) for p in ownership.whole]
+        for (shard, _), scale in zip(self.pieces, passes.scales, strict=self.narrow):
             share_scale(self.ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
         passes.load_scales(passes.scales)
         return passes
@@ -312,7 +313,7 @@ class Scape(Optimizer):
             passes.bind(
                 self._local_parameters(),
                 self._cut(gradients),
-                [self._rates(self.shard_of(i)) for i in range(len(self._pieces))],
+                [self._rates(self.shard_of(i)) for i in range(len(self.pieces))],
                 masks.in_use,
                 masks.previous,
                 next_density,
@@ -382,7 +383,7 @@ class Scape(Optimizer):
 
     def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the passes work on, from the tensors of all shards (of every simulated replica in turn)."""
-        pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self._pieces if p is not None]
+        pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces if p is not None]
         return pieces if self._gathers else tensors
 
     def _local_parameters(self) -> list[Tensor]:
@@ -390,7 +391,7 @@ class Scape(Optimizer):
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
-        return self.ordered[self._pieces[tensor][0]]
+        return self.ordered[self.pieces[tensor][0]]
 
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
@@ -416,6 +417,16 @@ class Scape(Optimizer):
             self.masks.drop()
             raise
         self.masks.rotate(was_applied)
+
+    @torch.no_grad()
+    def send_all(self) -> None:
+        """Makes the next step dense: its mask is all ones, and no residual is left behind it. A collective call."""
+        self.settle()
+        if self.attempted_steps == 0 or self.masks.in_use.dense:
+            return
+        self.passes.finish()
+        Portable(self).release_errors()
+        self.masks.in_use.density = 1.0
 
     def _clip(self, squares: Tensor, applied: Tensor) -> None:
         norm = self.exchange.norm_squared(squares).sqrt()

@@ -1,0 +1,151 @@
+"""Checkpoints of runs in real processes: damaged ones are found and named, good ones are kept."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.test_training import METHODS, train
+
+SAVING = [
+    *METHODS["scape"],
+    "--training.steps=8",
+    "--validation.no-enable",
+    "--metrics.no-enable-tensorboard",
+    "--checkpoint.enable",
+    "--checkpoint.interval=2",
+    "--checkpoint.no-last-save-model-only",
+]
+
+
+def saved(folder: str, steps: int, *arguments: str) -> dict[str, Any]:
+    """Trains until `steps`; the log's warnings and "Resumed" lines."""
+    from torchtitan.tools.logging import logger
+
+    told: list[str] = []
+
+    def keep(text: Any, *more: Any) -> None:
+        told.append(str(text))
+
+    with patch.object(logger, "warning", keep), patch.object(logger, "info", keep):
+        result = train(folder, [*SAVING, *arguments], stop_after=steps)
+    kept = [line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes"))]
+    return result | {"told": kept}
+
+
+@pytest.fixture(scope="module")
+def run(pool2: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 8 steps, saved at 2, 4, 6 and 8; its folder is copied, not written to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, pool2(saved, str(folder), 8)[0]
+
+
+def data_file(step: Path) -> Path:
+    return max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def truncate(step: Path) -> None:
+    os.truncate(data_file(step), data_file(step).stat().st_size - 1)
+
+
+def flip(step: Path) -> None:
+    with open(data_file(step), "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+def half_written(step: Path) -> None:
+    (step / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("harm, word", [(truncate, "not written"), (flip, "checksum"), (half_written, "not written")])
+def test_the_last_whole_checkpoint_is_used(
+    harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
+) -> None:
+    """And the run goes on from it, to the same end to the last bit."""
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    shutil.rmtree(folder / "checkpoint" / "step-8")
+    harm(folder / "checkpoint" / "step-6")
+    results = pool2(saved, str(folder), 8)
+    told = "\n".join(results[0]["told"])
+    assert "step-6" in told and word in told and "step-4 in" in told
+    assert torch.equal(results[0]["parameters"], run[1]["parameters"])
+
+
+def test_a_damaged_checkpoint_stops_the_run_if_that_is_asked_for(
+    run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    for step in (2, 4, 6, 8):
+        flip(folder / "checkpoint" / f"step-{step}")
+    for more, message in (
+        (["--checkpoint.no-fallback"], "step-8 is damaged"),
+        (["--checkpoint.load_step=4"], "step-4 is damaged"),
+        (["--checkpoint.load_step=5"], "there is no whole"),
+        ([], "all checkpoints"),
+    ):
+        for good, text in pool2.outcomes(saved, str(folder), 8, *more):
+            assert not good and "ValueError" in text and message in text.splitlines()[-1]
+    assert len(list((folder / "checkpoint").iterdir())) == 4  # nothing was deleted
+
+
+def test_keeping_the_latest_never_deletes_the_only_good_one(
+    run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
+) -> None:
+    """Two half-written folders are newer than the one that is good, and are no reason to delete it."""
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    steps = folder / "checkpoint"
+    shutil.rmtree(steps / "step-8")
+    half_written(steps / "step-4")
+    half_written(steps / "step-6")
+    keep = "--checkpoint.keep_latest_k=2"
+    pool2(saved, str(folder), 4, keep)  # writes step-4 anew: as many as shall be kept are whole
+    assert {path.name for path in steps.iterdir()} == {"step-2", "step-4", "step-6"}
+    pool2(saved, str(folder), 8, keep)
+    assert {path.name for path in steps.iterdir()} == {"step-6", "step-8"}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_fails_the_save_and_spares_the_others(mode: str, pool2: Pool, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # Room for one checkpoint of 29 MB and no second one.
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        outcomes = pool2.outcomes(saved, str(disk), 8, f"--checkpoint.async_mode={mode}")
+        for good, text in outcomes:
+            last = text.splitlines()[-1]
+            assert not good and "ValueError" in last and "No space left on device" in last and "step-2" in last
+        assert {path.name for path in (disk / "checkpoint").iterdir()} == {"step-2"}
+        results = pool2(saved, str(disk), 3, f"--checkpoint.async_mode={mode}")
+        assert any("Resumed from" in line and "step-2" in line for line in results[0]["told"])
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("method", ["adamw", "scape-offload", "scape-gather-bf16"])
+def test_asynchronous_saves_hold_the_step_they_were_made_at(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """Training goes on while they are written; what is offloaded lies in host memory, which staging must copy, too."""
+    arguments = [*METHODS[method], "--checkpoint.async_mode=async"]
+    whole = pool2(saved, str(tmp_path / "whole"), 8, *arguments)
+    pool2(saved, str(tmp_path / "parts"), 5, *arguments)
+    resumed = pool2(saved, str(tmp_path / "parts"), 8, *arguments)
+    for a, b in zip(whole, resumed, strict=True):
+        assert torch.equal(a["parameters"], b["parameters"])
+
+
+def test_the_log_says_what_a_checkpoint_takes(run: tuple[Path, dict[str, Any]]) -> None:
+    (line,) = {line for line in run[1]["told"] if "checkpoint takes" in line}
+    step = run[0] / "checkpoint" / "step-8"
+    size = sum(file.stat().st_size for file in step.iterdir())
+    told = float(line.split("takes ")[1].split(" MB")[0])
+    assert told * 1e6 == pytest.approx(size, rel=0.03)

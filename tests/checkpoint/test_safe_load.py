@@ -1,0 +1,208 @@
+"""Nothing that is in a checkpoint runs when it is loaded, and what a trainer saves loads bit for bit."""
+
+import io
+import os
+import pickle
+import random
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.config import LRScheduler
+
+from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner, _Unpickler, size_of
+from torchtitan_scape.checkpoint.storage import CheckedWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Runs:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def save(state: dict[str, Any], path: Path) -> Path:
+    dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
+    return path
+
+
+def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())
+    return state
+
+
+def trainer_state(seed: int, steps: int) -> dict[str, Any]:
+    """As TorchTitan's: model at the top, the rest in dicts; plus types that the above may hold."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedulers = build_lr_schedulers([optimizer], LRScheduler(warmup_steps=2), 10)  # type: ignore[arg-type]
+    for _ in range(steps):
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        schedulers.step()
+    return {
+        **model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "lr_scheduler": schedulers.state_dict(),
+        "train_state": {"step": torch.tensor(steps, dtype=torch.int32), "seen": torch.tensor(3.5, dtype=torch.float64)},
+        "dataloader": {"dp_rank_0": bytes(range(256)) if steps else b"", "world_size": steps},
+        "record": {"json": '{"a": 1}' if steps else ""},
+        "values": {
+            "none": None,
+            "true": steps > 0,
+            "tuple": (steps, "x", (1.5, -2)),
+            "big": 10**30 * steps,
+            "set": {steps},
+            "dtype": torch.bfloat16 if steps else torch.int8,
+            "halves": torch.randn(2, 3, 4).to(torch.bfloat16).transpose(0, 2) * steps,
+            "float8": torch.randn(6).to(torch.float8_e4m3fn) if steps else torch.zeros(6, dtype=torch.float8_e4m3fn),
+            "empty": torch.zeros(0, 3),
+            "nested": [{"a": torch.ones(2) * steps}, {"b": steps}],
+        },
+    }
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: one for k, v in items for key, one in flat(v, f"{name}/{k}").items()} or {name: value}
+    if isinstance(value, torch.Tensor):
+        return {name: (value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).tolist())}
+    return {name: (type(value), value)}
+
+
+def test_what_a_trainer_saves_loads_bit_for_bit(tmp_path: Path) -> None:
+    saved = trainer_state(seed=1, steps=3)
+    path = save(saved, tmp_path / "step-3")
+    loaded = trainer_state(seed=2, steps=0)
+    for key in ("exp_avg", "exp_avg_sq", "step"):  # as TorchTitan's container, which makes the state before it loads
+        for name, state in saved["optimizer"]["state"].items():
+            loaded["optimizer"]["state"].setdefault(name, {})[key] = torch.zeros_like(state[key])
+    assert flat(load(loaded, path)) == flat(saved)
+
+
+def test_sizes(tmp_path: Path) -> None:
+    path = save(trainer_state(seed=1, steps=3), tmp_path / "step-3")
+    sizes = size_of(path)
+    assert next(iter(sizes)) == "model"
+    assert set(sizes) == {"model", "optimizer", "lr_scheduler", "train_state", "dataloader", "record", "values"}
+    assert sum(sizes.values()) == (path / "__0_0.distcp").stat().st_size
+    large = save({"w": torch.ones(1000), "optimizer": {"m": torch.ones(1000), "v": torch.ones(1000)}}, tmp_path / "b")
+    assert 4000 < size_of(large)["model"] < 6000 and 8000 < size_of(large)["optimizer"] < 12000
+
+
+def test_metadata_that_would_run_code(tmp_path: Path) -> None:
+    path, made = save({"a": torch.ones(2)}, tmp_path / "c"), tmp_path / "made"
+    metadata = CheckedReader(path).read_metadata()
+    metadata.planner_data["a"] = Runs(made)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata is refused: it names posix\.system, which no checkpoint needs"):
+        CheckedReader(path).read_metadata()
+    with pytest.raises(ValueError, match=r"names posix\.system"):
+        size_of(path)
+    with pytest.raises(dcp.CheckpointException) as info:
+        load({"a": torch.zeros(2)}, path)
+    assert "posix.system" in failure_text(info.value, path) and not made.exists()
+    dcp.load({"a": torch.zeros(2)}, checkpoint_id=path)  # that it does run, where nothing stops it
+    assert made.exists()
+
+
+def test_a_value_that_would_run_code(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    path = save({"a": torch.ones(2), "train_state": {"x": Runs(made)}}, tmp_path / "c")
+    with pytest.raises(dcp.CheckpointException) as info:
+        load({"a": torch.zeros(2), "train_state": {"x": 0}}, path)
+    assert failure_text(info.value, path) == (
+        f"checkpoint {path}: the checkpoint's value train_state.x is refused: it holds posix.system, which is no plain "
+        "data; loading it could run code on rank 0"
+    )
+    assert not made.exists()
+    dcp.load({"a": torch.zeros(2), "train_state": {"x": 0}}, checkpoint_id=path)
+    assert made.exists()
+
+
+class Named:
+    """Pickled as a call of what it names."""
+
+    def __init__(self, module: str, name: str, *args: Any) -> None:
+        self.named, self.args = (module, name), args
+
+    def dumps(self) -> bytes:
+        module, name = (b"\x8c" + bytes([len(text)]) + text.encode() for text in self.named)
+        return b"\x80\x04" + module + name + b"\x93" + pickle.dumps(self.args, 4)[2:-1] + b"R."
+
+
+@pytest.mark.parametrize(
+    "module, name, args",
+    [
+        ("builtins", "eval", ("1",)),
+        ("builtins", "__import__", ("os",)),
+        ("torch.distributed.checkpoint.metadata", "os.system", ("true",)),
+        ("torch.distributed.checkpoint.filesystem", "FileSystem", ()),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo.__init__.__globals__", ()),
+        ("torch", "load", ("x",)),
+        ("torch", "hub", ()),
+        ("torch.serialization", "load", ("x",)),
+        ("pathlib", "Path.unlink", ()),
+        ("collections", "namedtuple", ("a", "b")),
+        ("builtins", "getattr", (Path, "unlink")),
+        ("builtins", "getattr", (_MEM_FORMAT_ENCODING, "__init__")),
+    ],
+)
+def test_names_that_are_refused(module: str, name: str, args: tuple[Any, ...], tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(Named(module, name, *args).dumps())
+    with pytest.raises(ValueError, match=r"\.metadata is (refused|damaged)") as info:
+        CheckedReader(tmp_path).read_metadata()
+    assert "\n" not in str(info.value)
+    if name != "getattr":
+        assert f"names {module}.{name}," in str(info.value)
+
+
+def test_an_enum_as_early_python_3_11_pickles_it() -> None:
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    assert isinstance(member, Enum)
+    data = Named("builtins", "getattr", _MEM_FORMAT_ENCODING, member.name).dumps()
+    assert _Unpickler(io.BytesIO(data)).load() is member
+
+
+def test_metadata_that_points_elsewhere_is_damaged_or_missing(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path / "c")
+    good = (path / ".metadata").read_bytes()
+    for name in ("../c/__0_0.distcp", "/dev/zero", "..", ""):
+        metadata = CheckedReader(path).read_metadata()
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ValueError, match="is not in its folder"):
+            CheckedReader(path).read_metadata()
+        (path / ".metadata").write_bytes(good)
+    draw = random.Random(0)
+    for length in [0, 1, *(draw.randrange(len(good)) for _ in range(40))]:
+        (path / ".metadata").write_bytes(good[:length])
+        with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+            CheckedReader(path).read_metadata()
+    for _ in range(300):  # a wrong byte: another value, or one line
+        wrong = bytearray(good)
+        wrong[draw.randrange(len(good))] = draw.randrange(256)
+        (path / ".metadata").write_bytes(wrong)
+        try:
+            CheckedReader(path).read_metadata()
+        except ValueError as error:
+            assert str(path) in str(error)
+    (path / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"\.metadata is missing"):
+        CheckedReader(path).read_metadata()

@@ -1,0 +1,426 @@
+"""Checkpoint folders: whole or known not to be, whatever was done to them or to the process that wrote them."""
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.pool import Pool
+from torchtitan_scape.checkpoint import storage
+from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
+from torchtitan_scape.checkpoint.storage import CheckedWriter, find_damage, is_complete, read_manifest, remove
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def small(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {"weight": torch.randn(40, 50), "optimizer": {"exp_avg": torch.randn(40, 50), "step": seed}}
+
+
+def save(state: dict[str, Any], path: Any, threads: int = 1) -> None:
+    """Alone in this process: thread_count is what makes several files."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=CheckedWriter(path, thread_count=threads), checkpoint_id=path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "step-1"
+    save(small(), path, threads=2)
+    return path
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "step-1"))
+
+
+FILES = [".metadata", "__0_0.distcp", "__0_1.distcp"]
+
+
+# ------------------------------------------------------------------------------------------- saving, all the ways
+
+
+def rich(seed: int) -> dict[str, Any]:
+    """Shards of uneven size, one of them empty on the last rank, and values that are no tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def sharded(*shape: int) -> DTensor:
+        return distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)])
+
+    return {
+        "layers.weight": sharded(7, 3),
+        "layers.bias": sharded(1, 5),
+        "optimizer": {"state.layers.weight.exp_avg": sharded(7, 3).to(torch.bfloat16), "lr": 0.1 + seed},
+        "plain": {"bits": torch.randint(0, 255, (9,), generator=generator, dtype=torch.uint8), "list": [seed, "x"]},
+        "data": {f"rank_{dist.get_rank()}": bytes([seed, dist.get_rank()])},
+    }
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, dict):
+        return set(ours) == set(theirs) and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, DTensor):
+        ours, theirs = ours.to_local(), theirs.to_local()
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return type(ours) is type(theirs) and bool(ours == theirs)
+
+
+def zeros(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: zeros(value) for key, value in state.items()}
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else type(state)()
+
+
+def save_and_load(path: str, how: str) -> tuple[bool, str | None, bool]:
+    """Saved twice into the same folder, with another state."""
+    if how == "process":  # torch's process for saving is a child of this one, which daemons may not have
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    for seed in (1, 2):
+        state = rich(seed)
+        writer = CheckedWriter(path, thread_count=2 if how == "threads" else 1)
+        if how in ("sync", "threads"):
+            dcp.save(state, storage_writer=writer, checkpoint_id=path)
+            continue
+        kind = AsyncCheckpointerType(how)
+        future = dcp.async_save(state, storage_writer=writer, checkpoint_id=path, async_checkpointer_type=kind)
+        for tensor in (state["layers.weight"].to_local(), state["plain"]["bits"]):
+            tensor.zero_()  # training goes on
+        future.result()  # type: ignore[union-attr]
+    if how == "process":
+        _async_process_executor._CHECKPOINT_PROCESS = None  # ends it
+    expected = rich(2)
+    loaded = zeros(expected)
+    loaded["plain"]["list"] = [0, ""]
+    damage = find_damage(path, dist.get_rank(), dist.get_world_size())
+    dcp.load(loaded, storage_reader=CheckedReader(path), planner=SafePlanner())
+    return is_complete(path), damage, same(loaded, expected)
+
+
+@pytest.mark.parametrize("how", ["sync", "threads", "thread", "process"])
+def test_every_way_to_save(how: str, pool2: Pool, tmp_path: Path) -> None:
+    assert pool2(save_and_load, str(tmp_path / "a" / "step-2"), how) == [(True, None, True)] * 2
+    files = {path.name for path in (tmp_path / "a" / "step-2").iterdir()}
+    data = {f"__{rank}_{thread}.distcp" for rank in (0, 1) for thread in range(2 if how == "threads" else 1)}
+    assert files == {"manifest.json", ".metadata", *data}
+    assert {one.name for one in read_manifest(tmp_path / "a" / "step-2")} == files - {"manifest.json"}
+
+
+def seen_while_writing(path: str) -> tuple[bool, bool]:
+    """Whether manifest and .metadata of the save before are there when this rank begins to write."""
+    state = rich(0)
+    dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
+    seen: list[bool] = []
+    write, prepare = CheckedWriter.write_data, CheckedWriter.prepare_local_plan
+
+    def look(self: Any, *args: Any) -> Any:
+        seen.extend((Path(path) / name).exists() for name in ("manifest.json", ".metadata"))
+        return write(self, *args)
+
+    def late(self: Any, *args: Any) -> Any:
+        time.sleep(0.2 * (1 - dist.get_rank()))
+        return prepare(self, *args)
+
+    with patch.object(CheckedWriter, "write_data", look), patch.object(CheckedWriter, "prepare_local_plan", late):
+        dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
+    return seen[0], seen[1]
+
+
+def test_an_old_checkpoint_is_void_before_any_rank_writes(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2(seen_while_writing, str(tmp_path / "c")) == [(False, False)] * 2
+
+
+def fail_while_planning(path: str) -> str:
+    dcp.save(rich(0), storage_writer=CheckedWriter(path), checkpoint_id=path)
+    planned = dcp.DefaultSavePlanner.create_local_plan
+
+    def fail(self: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return planned(self)
+
+    with patch.object(dcp.DefaultSavePlanner, "create_local_plan", fail):
+        try:
+            dcp.save(rich(1), storage_writer=CheckedWriter(path), checkpoint_id=path)
+        except BaseException as error:
+            return failure_text(error, path)
+    return "no error"
+
+
+def test_a_save_that_never_began_leaves_the_old_one(pool2: Pool, tmp_path: Path) -> None:
+    for text in pool2(fail_while_planning, str(tmp_path / "c")):
+        assert "Input/output error on rank 1;" in text
+    assert is_complete(tmp_path / "c") and find_damage(tmp_path / "c") is None
+
+
+def test_ranks_without_coordination_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use_collectives"):
+        dcp.save(small(), storage_writer=CheckedWriter(tmp_path), checkpoint_id=tmp_path, use_collectives=False)
+
+
+# ------------------------------------------------------------------------------------------------------- damage
+
+
+def test_what_is_whole(saved: Path) -> None:
+    assert is_complete(saved) and find_damage(saved) is None
+    assert sorted(one.name for one in read_manifest(saved)) == FILES
+
+
+def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
+    """Large pieces are summed beside their write, small ones before it."""
+    save({"large": torch.randn(1 << 20), "small": torch.randn(7), "text": "x"}, tmp_path)
+    for one in read_manifest(tmp_path):
+        data = (tmp_path / one.name).read_bytes()
+        assert (one.size, one.crc32) == (len(data), zlib.crc32(data))
+    assert find_damage(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_byte_less_a_byte_more_or_none(name: str, copy: Path) -> None:
+    path = copy / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    assert not is_complete(copy)
+    says = "is damaged" if name == "manifest.json" else f"is truncated: has {len(data) - 1:,} of {len(data):,} bytes"
+    assert find_damage(copy) == f"{path} {says}"
+    path.write_bytes(data + b"0")
+    assert not is_complete(copy) and str(path) in str(find_damage(copy))
+    path.unlink()
+    assert not is_complete(copy)
+    says = f"{copy} has no manifest.json, so" if name == "manifest.json" else f"{path} is missing"
+    assert str(find_damage(copy)).startswith(says)
+
+
+@given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_one_bit(name: str, place: float, bit: int, saved: Path) -> None:
+    path = saved / name
+    data = path.read_bytes()
+    flipped = bytearray(data)
+    flipped[int(place * len(data))] ^= 1 << bit
+    try:
+        path.write_bytes(flipped)
+        assert find_damage(saved) == f"{path} is damaged: its bytes do not give its checksum"
+    finally:
+        path.write_bytes(data)
+
+
+def test_every_bit_of_the_manifest(copy: Path) -> None:
+    path = copy / "manifest.json"
+    data = path.read_bytes()
+    for i in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[i // 8] ^= 1 << (i % 8)
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"is damaged|has format"):
+            read_manifest(copy)
+
+
+def test_a_file_of_a_larger_world_does_not_matter(copy: Path) -> None:
+    (copy / "__7_0.distcp").write_bytes(b"stale")
+    assert is_complete(copy) and find_damage(copy) is None
+
+
+def test_folders_that_are_no_checkpoints(copy: Path) -> None:
+    assert find_damage(copy / "nowhere") == f"there is no folder {copy / 'nowhere'}"
+    (copy / "manifest.json").unlink()
+    (copy / ".metadata").unlink()
+    assert find_damage(copy) == f"{copy} has no manifest.json: it is half-written"
+    manifest = {"format": 2, "files": {}, "crc32": "any"}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert find_damage(copy) == f"{copy / 'manifest.json'} has format 2, this version reads 1"
+    assert not is_complete(copy)
+
+
+@given(sizes=st.lists(st.integers(0, 1000), max_size=12), world=st.integers(1, 5))
+def test_shares_are_disjoint_complete_and_even(sizes: list[int], world: int) -> None:
+    files = [storage.FileSum(str(i), size, 0) for i, size in enumerate(sizes)]
+    shares = [storage._share(files, rank, world) for rank in range(world)]
+    assert sorted((one.name for share in shares for one in share), key=int) == [one.name for one in files]
+    loads = [sum(one.size for one in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_damage_is_found_by_the_rank_that_reads_the_file(copy: Path) -> None:
+    (copy / "__0_1.distcp").write_bytes(b"\0" * (copy / "__0_1.distcp").stat().st_size)
+    found = [find_damage(copy, rank, 3) for rank in range(3)]
+    assert sorted(one is None for one in found) == [False, True, True]
+
+
+def test_remove(copy: Path) -> None:
+    with patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        remove(copy)
+    assert find_damage(copy) == f"{copy} has no manifest.json: it is half-written"
+    remove(copy)
+    remove(copy)
+    assert not copy.exists()
+
+
+# -------------------------------------------------------------------------------- killed, or nowhere to write to
+
+
+def in_child(function: Callable[[], str]) -> str | int:
+    """What `function` returns in a process of its own; the signal that killed it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, function().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        text = stream.read().decode()
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else text
+
+
+def killed_at(path: Path, call: int) -> str:
+    """Overwrites a checkpoint and kills itself at the call-th access to the disk: write, fsync, rename or unlink."""
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def access(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return access
+
+    with (
+        patch.object(storage._SummedStream, "write", counted(storage._SummedStream.write)),
+        patch.object(os, "fsync", counted(os.fsync)),
+        patch.object(os, "replace", counted(os.replace)),
+        patch.object(Path, "rename", counted(Path.rename)),
+        patch.object(Path, "unlink", counted(Path.unlink)),
+    ):
+        save(small(1), path, threads=1)
+    return str(calls)
+
+
+def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
+    """What survives is the old checkpoint, the new one, or one that is known not to be whole; never a mixture."""
+    save(small(0), tmp_path / "old")
+    calls = int(in_child(lambda: killed_at(Path(shutil.copytree(tmp_path / "old", tmp_path / "new")), -1)))
+    assert calls > 20
+    left = []
+    for call in range(1, calls + 1):
+        path = Path(shutil.copytree(tmp_path / "old", tmp_path / str(call)))
+        assert in_child(lambda path=path, call=call: killed_at(path, call)) == signal.SIGKILL  # type: ignore[misc]
+        found = find_damage(path)
+        assert is_complete(path) == (found is None)
+        if found is None or "cannot be checked" in found:  # all data must be that of one save
+            loaded = zeros(small())
+            dcp.load(loaded, storage_reader=CheckedReader(path), planner=SafePlanner())
+            left.append(("" if found is None else "unchecked ") + str(loaded["optimizer"]["step"]))
+            assert same(loaded, small(loaded["optimizer"]["step"]))
+        else:
+            assert found == f"{path} has no manifest.json: it is half-written"
+            left.append("half-written")
+        shutil.rmtree(path)
+    assert list(dict.fromkeys(left)) == ["0", "unchecked 0", "half-written", "unchecked 1", "1"]
+
+
+def limited(path: Path, threads: int) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+    try:
+        save(small(), path, threads)
+    except BaseException as error:
+        return failure_text(error, path)
+    return "no error"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_limit_on_file_sizes(threads: int, tmp_path: Path) -> None:
+    text = in_child(lambda: limited(tmp_path / "c", threads))
+    assert str(text).startswith(f"checkpoint {tmp_path / 'c'}: File too large on rank 0; ") and "ulimit -f" in str(text)
+    assert find_damage(tmp_path / "c") == f"{tmp_path / 'c'} has no manifest.json: it is half-written"
+
+
+def test_a_thread_that_fails_is_not_overlooked(tmp_path: Path) -> None:
+    """DCP itself takes such a save for whole."""
+    write, before, failing = storage._SummedStream.write, threading.active_count(), ""
+
+    def fail(self: Any, data: Any) -> int:
+        if Path(self.name).name == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.001)
+        return write(self, data)
+
+    with patch.object(storage._SummedStream, "write", fail), patch("threading.excepthook"):
+        for name in ("__0_0.distcp", "__0_1.distcp"):  # one of them is the calling thread's
+            failing = name
+            with pytest.raises(dcp.CheckpointException) as info:
+                save(small(), tmp_path / "c", threads=2)
+            assert "No space left on device on rank 0;" in failure_text(info.value, tmp_path / "c")
+            assert not is_complete(tmp_path / "c") and not threading.active_count() > before
+    save(small(), tmp_path / "c", threads=2)
+    assert find_damage(tmp_path / "c") is None
+
+
+def fill(path: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"weight": distribute_tensor(torch.ones(1 << 20), mesh, [Shard(0)])}
+    try:
+        dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
+    except BaseException as error:
+        return failure_text(error, path)
+    return "no error"
+
+
+def test_a_full_disk(pool2: Pool, tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        first, second = pool2(fill, str(tmp_path / "c"))
+        assert first == second and "No space left on device on rank" in first
+        assert " bytes are free; make room there" in first and "\n" not in first
+        assert find_damage(tmp_path / "c") == f"{tmp_path / 'c'} has no manifest.json: it is half-written"
+        remove(tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_failure_text() -> None:
+    full, denied = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EACCES))
+    failures = dict.fromkeys(range(7), (full, None)) | {9: (denied, None)}
+    text = failure_text(dcp.CheckpointException("write", failures), "/nowhere/step-3")  # type: ignore[arg-type]
+    assert text.startswith(
+        "checkpoint /nowhere/step-3: No space left on device on ranks 0, 1, 2, 3 and 3 more, "
+        "Permission denied on rank 9; "
+    )
+    assert text.endswith(" bytes are free; make room there, or name another folder")
+    assert failure_text(ValueError("it is bad\nsee"), "/a") == "checkpoint /a: it is bad"
+    assert failure_text(RuntimeError("process is dead"), "/a") == "checkpoint /a: RuntimeError: process is dead"
+    assert "make it writable" in failure_text(denied, "/a")

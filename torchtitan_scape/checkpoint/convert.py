@@ -1,0 +1,199 @@
+"""How a checkpoint's optimizer state is taken by this run: as it is, or by the rule for another layout or method.
+
+The rule: what replicas have not delivered yet is never lost. Where there are as many replicas each keeps its residual;
+where there are more or fewer, each gets the mean of all, so that the sum over replicas divided by their number stays.
+The first moment is copied. Blocks and runs are laid out anew, so that the next step is dense and sends it all. A dense
+optimizer has no residual: there it enters the first moment at once, which the next step takes times b1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_scape.checkpoint.state import StateReader, _extras
+from torchtitan_scape.optimizer.container import DenseOptimizers, ReplicaOptimizers, ScapeOptimizers
+from torchtitan_scape.optimizer.portable import Portable
+from torchtitan_scape.optimizer.shards import Shard, local, stored
+
+
+@torch.no_grad()
+def load_optimizer(optimizers: ReplicaOptimizers, reader: StateReader, exact: bool, step: int) -> str:
+    """Takes the state of a checkpoint of SCAPE or of a dense method. A collective call, behind loading the model.
+
+    exact: layout and options are those of the run that saved, as far as SCAPE's state depends on them.
+    step: of the checkpoint. Returns what was done with the residual, in words.
+    """
+    if isinstance(optimizers, ScapeOptimizers):
+        if reader.saved["method"] == "scape":
+            return _scape_from_scape(optimizers, reader, exact)
+        return _scape_from_dense(optimizers, reader, step)
+    assert isinstance(optimizers, DenseOptimizers)
+    return _dense(optimizers, reader)
+
+
+class _Norm:
+    """Root of the sum of squares over the model, of what all replicas have in common."""
+
+    def __init__(self, optimizers: ReplicaOptimizers) -> None:
+        self._collectives = optimizers.collectives
+        self._sum = torch.zeros((), dtype=torch.float64, device=optimizers.grad_norm.device)
+
+    def add(self, shard: Shard, values: Tensor) -> None:
+        if shard.counted:
+            self._sum += values.double().square().sum()
+
+    def text(self) -> str:
+        return f"{float(self._collectives.sum_over_model(self._sum.float()).sqrt()):.3g}"
+
+
+def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: bool) -> str:
+    scape, saved, device = optimizers.scape, reader.saved["scape"], optimizers.grad_norm.device
+    scape.settle()
+    portable, norm = Portable(scape), _Norm(optimizers)
+    same_count = scape.collectives.replicas == reader.replicas
+    # P keeps its density, by which the host knows that it is no mask of all ones.
+    portable.put_record(saved, list(saved["densities"]) if exact else [1.0, saved["densities"][1]])
+    for i, shard, read in reader:
+        held = None if read.held is None or i >= portable.sparsified else read.held.to(device)
+        if i < portable.sparsified:
+            for mask, bits in ((scape.masks.in_use, read.used), (scape.masks.previous, held)):
+                portable.put_mask(i, torch.ones(shard.size, dtype=torch.bool) if bits is None else bits, mask)
+        moment, own = _moment_and_own(read, saved, shard, held, device)
+        if not exact or own is None:
+            moment, own = _shared(portable, i, reader, moment, own, held, same_count)
+            norm.add(shard, _without(moment, held) if own is None else own.mean(0))
+        portable.put(i, moment, own, held)
+        _put_weights(portable, i, shard, read.master, read.weight if exact else None, reader, exact)
+    if exact and (extras := _extras(portable)):
+        reader.fill(extras)
+        portable.learned_extras()
+    if reader.saved["residual"] == "drop":
+        told = "residuals were not saved and are lost"
+    elif reader.saved["residual"] == "mean":
+        told = f"every replica starts from the mean of the residuals, as it was saved (norm {norm.text()})"
+    elif exact:
+        return "bit for bit"
+    elif same_count:
+        told = f"every replica keeps its residual (norm {norm.text()})"
+    else:
+        told = f"the mean of {reader.replicas} residuals is kept (norm {norm.text()})"
+    return told if exact else f"{told}, the first moment copied, the next step is dense"
+
+
+def _without(moment: Tensor, held: Tensor | None) -> Tensor:
+    """Of `moment` what is residual: off P."""
+    return torch.zeros_like(moment) if held is None else moment.masked_fill(held, 0.0)
+
+
+def _moment_and_own(
+    read: Any, saved: dict[str, Any], shard: Shard, held: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """moment (n,) and residual (rows, n) on the device, told apart where they lay in one buffer."""
+    moment = None if read.moment is None else read.moment.to(device)
+    own = None if read.residual is None else read.residual.to(device)
+    if moment is None:
+        # All rows have it. Where this rank reads none, the first replica's is broadcast.
+        first = own[0] if own is not None and len(own) else torch.zeros(shard.size, device=device)
+        moment = first.clone() if held is None else first.masked_fill(~held, 0.0)
+    if own is not None and saved["one_buffer"]:
+        own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+    return moment, own
+
+
+def _shared(
+    portable: Portable,
+    i: int,
+    reader: StateReader,
+    moment: Tensor,
+    own: Tensor | None,
+    held: Tensor | None,
+    same_count: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(moment, own residual (rows, n)) for a run that goes on from another layout, replicas equal."""
+    collectives = portable.scape.collectives
+    if own is None:
+        return moment, None  # saved as a mean, which lies in the moment off P
+    if reader.saved["scape"]["one_buffer"] and not same_count:
+        collectives.broadcast_from_first([moment])
+    if same_count and not reader.saved["scape"]["rounds"]:
+        return moment, own
+    mean = own.sum(0)
+    collectives.sum_over_replicas(mean)
+    mean.div_(reader.replicas)
+    # What rounding lost lies on P, where another layout has no place for it.
+    lost = mean if held is None else mean.masked_fill(~held, 0.0)
+    moment = portable.with_residual(i, moment, lost, held)
+    if not same_count:
+        own = mean.expand(portable.rows, -1).clone()
+    return moment, torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+
+
+def _scape_from_dense(optimizers: ScapeOptimizers, reader: StateReader, step: int) -> str:
+    scape, device = optimizers.scape, optimizers.grad_norm.device
+    scape.settle()
+    portable = Portable(scape)
+    steps = {"attempted_steps": step, "applied_steps": reader.applied_steps()}
+    portable.put_record(steps, [1.0, 1.0])
+    for i, shard, read in reader:
+        assert read.moment is not None
+        portable.put(i, read.moment.to(device), None, None)
+        _put_weights(portable, i, shard, None, None, reader, exact=False)
+    return "the first moment copied, no residual yet, the next step is dense"
+
+
+def _put_weights(
+    portable: Portable,
+    i: int,
+    shard: Shard,
+    master: Tensor | None,
+    weight: Tensor | None,
+    reader: StateReader,
+    exact: bool,
+) -> None:
+    """Parameters in BF16, or with a master: what the model's part of a checkpoint cannot tell to the last bit."""
+    if portable.has_master:
+        portable.put_master(i, reader.model(shard) if master is None else master)
+    own = local(shard.parameter).detach()
+    if weight is not None:
+        stored(shard.parameter).copy_(weight.view(own.shape))
+    elif master is not None and not exact:
+        own.copy_(master.view(own.shape))
+
+
+def _pending(optimizers: DenseOptimizers, reader: StateReader) -> Iterator[tuple[Shard, Tensor, Tensor]]:
+    """(shard, first moment, mean residual), FP32 (n,), of every parameter."""
+    device = optimizers.grad_norm.device
+    for _, shard, read in reader:
+        held = None if read.held is None else read.held.to(device)
+        saved = reader.saved.get("scape", {"one_buffer": False})
+        moment, own = _moment_and_own(read, saved, shard, held, device)
+        residual = _without(moment, held) if reader.saved["method"] == "scape" else torch.zeros_like(moment)
+        if own is not None:
+            if saved["one_buffer"] and reader.replicas != optimizers.collectives.replicas:
+                optimizers.collectives.broadcast_from_first([moment])
+            mean = own.sum(0)
+            optimizers.collectives.sum_over_replicas(mean)
+            residual = residual + mean / reader.replicas
+        yield shard, moment if held is None else moment.masked_fill(~held, 0.0), residual
+
+
+def _dense(optimizers: DenseOptimizers, reader: StateReader) -> str:
+    optimizer, norm = optimizers.optimizers[0], _Norm(optimizers)
+    optimizers.state_dict()  # makes the state of an optimizer that has taken no step
+    for shard, moment, residual in _pending(optimizers, reader):
+        norm.add(shard, residual)
+        state, beta1 = optimizer.state[shard.parameter], optimizer.param_groups[shard.group]["betas"][0]
+        moment += residual / beta1 if beta1 > 0.0 else 0.0
+        own = local(state["exp_avg"])
+        own.copy_(moment.view(own.shape))
+        if "exp_avg_sq" in state:
+            # With this AdamW's next step is that of AdamS, whose normaliser is its moment.
+            local(state["exp_avg_sq"]).copy_(own.square())
+    steps = reader.applied_steps()
+    for state in optimizer.state.values():
+        state["step"].fill_(steps)
+    if reader.saved["method"] != "scape":
+        return "the first moment copied"
+    return f"the mean of the residuals (norm {norm.text()}) is flushed into the first moment"

@@ -1,0 +1,135 @@
+"""Loading a checkpoint of torch.distributed.checkpoint (DCP) runs nothing that is in it.
+
+DCP unpickles `.metadata`, and every value that is no tensor, with all that pickle can do. Here the first may name only
+the classes that such a file is made of, and the others go through torch.load with weights_only.
+"""
+
+import io
+import os
+import pickle
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+# All that FileSystemWriter of torch 2.11 to 2.13 puts into a `.metadata`; torch.dtype is dealt with below.
+_ADMITTED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),  # looks a name up in a table
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how Python 3.11.0 to 3.11.3 pickle an enum
+        if (module, name) == ("pathlib._local", "PosixPath"):
+            return Path  # as Python 3.13 pickles it
+        if (module, name) not in _ADMITTED:
+            raise _RefusedError(f"names {module}.{name}, which no checkpoint needs; loading it could run code")
+        return super().find_class(module, name)
+
+
+class _RefusedError(pickle.UnpicklingError):
+    pass
+
+
+def _member(kind: Any, name: str) -> Any:
+    if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING":
+        raise _RefusedError(f"asks for the attribute {name} of {kind}; loading it could run code")
+    return kind[name]
+
+
+class CheckedReader(FileSystemReader):
+    """DCP's reader. A `.metadata` that could run code, is damaged, or points out of its folder is a ValueError.
+
+    Within dcp.load that becomes DCP's CheckpointException, after a warning in the log: call `read_metadata` before.
+    """
+
+    def read_metadata(self) -> Metadata:
+        """Raises ValueError in one line, which names the class that a `.metadata` should not have."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as stream:
+                metadata = _Unpickler(stream).load()
+            names = {info.relative_path for info in metadata.storage_data.values()}
+            if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+                raise TypeError
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        except _RefusedError as error:
+            raise ValueError(f"{path} is refused: it {error}") from None
+        except Exception as error:  # whatever a few wrong bytes lead to
+            raise ValueError(f"{path} is damaged ({type(error).__name__})") from None
+        for name in names:
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise ValueError(f"{path} is refused: it names the file {name!r}, which is not in its folder")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """DCP's load planner; a value that is no tensor must be plain data: numbers, text, bytes, containers of them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises ValueError that names the value, and the class that it should not have."""
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"the checkpoint's value {name} is refused: {_refused(error)}") from None
+        except Exception as error:
+            raise ValueError(f"the checkpoint's value {name} is damaged ({type(error).__name__})") from None
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    if found is None:
+        return "it is no plain data"
+    return f"it holds {found[1]}, which is no plain data; loading it could run code"
+
+
+def size_of(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Bytes on the disk by kind, "model" first: a checkpoint's data without `.metadata`. Raises ValueError.
+
+    The model's entries lie at the top of what TorchTitan saves, every other kind in a dict of its own name, such as
+    "optimizer" or "train_state".
+    """
+    metadata = CheckedReader(path).read_metadata()
+    sizes: Counter[str] = Counter(model=0)
+    for index, info in metadata.storage_data.items():
+        place = (metadata.planner_data or {}).get(index.fqn, (index.fqn,))
+        sizes[str(place[0]) if len(place) > 1 else "model"] += info.length
+    return dict(sizes)
