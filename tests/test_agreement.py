@@ -82,8 +82,8 @@ def test_another_content_under_one_path_is_named(what: str, pool2: Pool, tmp_pat
     for rank in range(2):
         folder = tmp_path / f"node{rank}"
         folder.mkdir()
-        (folder / "tokenizer.json").write_text('{"version": "%d"}' % rank)
-        (folder / "a.jsonl").write_text('{"text": "%d spam and eggs"}\n' % (rank if what == "data" else 0))
+        (folder / "tokenizer.json").write_text(f'{{"version": "{rank}"}}')
+        (folder / "a.jsonl").write_text(f'{{"text": "{rank if what == "data" else 0} spam and eggs"}}\n')
         (folder / "readme").write_text("")
     key = "training.dataset_path" if what == "data" else "model.hf_assets_path"
     outcomes = pool2.outcomes(trained, str(tmp_path), [f"--{key}={tmp_path}/nodeNODE"])

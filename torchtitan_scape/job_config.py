@@ -3,38 +3,16 @@
 No `from __future__ import annotations` here: TorchTitan tells sections apart by `is_dataclass(field.type)`.
 """
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal, get_args
 
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
+from torchtitan_scape.config_types import check_section
 from torchtitan_scape.optimizer.options import check_scape_options
-
-
-def _check_types(section: Any, name: str) -> None:
-    """TOML values arrive unchecked. Raises ValueError that names key, value and what is expected."""
-    for f in fields(section):
-        _check_field(section, name, f.name)
-
-
-def _check_field(section: Any, name: str, key: str) -> None:
-    value, expected = getattr(section, key), type(section).__dataclass_fields__[key].type
-    if get_origin(expected) is Literal:
-        good, wanted = value in get_args(expected), " | ".join(map(repr, get_args(expected)))
-    elif get_origin(expected) is list:
-        good = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-        wanted = "a list of strings"
-    elif expected is float:
-        good, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
-    elif expected is int:
-        good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
-    else:
-        assert isinstance(expected, type)
-        good, wanted = isinstance(value, expected), expected.__name__
-    if not good:
-        raise ValueError(f"[{name}] {key} = {value!r}; it must be {wanted}")
 
 
 @dataclass
@@ -95,7 +73,7 @@ class Scape:
     """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
 
     def __post_init__(self) -> None:
-        _check_types(self, "sync.scape")
+        check_section(self, "sync.scape")
         try:
             check_scape_options(
                 density=self.density,
@@ -139,7 +117,7 @@ class Sync:
     scape: Scape = field(default_factory=Scape)
 
     def __post_init__(self) -> None:
-        _check_types(self, "sync")
+        check_section(self, "sync")
         if self.max_skipped_steps < 1:
             raise ValueError(f"[sync] max_skipped_steps = {self.max_skipped_steps}; it must be 1 or more")
 
@@ -168,7 +146,7 @@ class Topology:
     """
 
     def __post_init__(self) -> None:
-        _check_types(self, "topology")
+        check_section(self, "topology")
         if self.ranks_per_node < 0:
             raise ValueError(f"[topology] ranks_per_node = {self.ranks_per_node}; it must be 0 (automatic) or more")
         if self.simulate_replicas < 1:
@@ -191,8 +169,7 @@ class Checkpoint(TitanCheckpoint):
     """Where the newest checkpoint is damaged, the newest whole one before it is taken, and said; false stops the run"""
 
     def __post_init__(self) -> None:
-        for name in ("residual", "fallback"):
-            _check_field(self, "checkpoint", name)
+        check_section(self, "checkpoint")
 
 
 @dataclass
@@ -204,7 +181,7 @@ class Data:
     begins again for as long as training.steps asks"""
 
     def __post_init__(self) -> None:
-        _check_types(self, "data")
+        check_section(self, "data")
         if self.epochs < 0:
             raise ValueError(f"[data] epochs = {self.epochs}; it must be 0 (no end) or more")
 
@@ -273,14 +250,86 @@ def check_config(config: JobConfig, device_type: str) -> None:
             )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
-    at_least_one = ["training.local_batch_size", "training.seq_len", "training.gc_freq", "metrics.log_freq"]
-    if config.validation.enable:
-        at_least_one += ["validation.local_batch_size", "validation.seq_len", "validation.freq"]
-    if config.checkpoint.enable:
-        at_least_one.append("checkpoint.interval")
-    for key in at_least_one:
-        section, name = key.split(".")
-        if (value := getattr(getattr(config, section), name)) < 1:
-            raise ValueError(f"[{section}] {name} = {value}; it must be 1 or more")
-    if not config.training.steps >= 0:
-        raise ValueError(f"[training] steps = {config.training.steps}; it must be 0 or more")
+    _check_ranges(config)
+
+
+_INT32 = 2**31 - 1
+_SECONDS = 10**8  # three years; more overflows the clocks of process groups
+# Key -> least and largest value, None being allowed where the key's type has it. Later code fails beyond, or runs on
+# and is wrong. Of sections that are off nothing is asked.
+_RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "": {
+        "training.local_batch_size": (1, _INT32),
+        "training.seq_len": (1, _INT32),
+        "training.global_batch_size": (-1, _INT32),
+        "training.steps": (0, _INT32),
+        "training.gc_freq": (1, _INT32),
+        "training.dataloader.num_workers": (0, _INT32),
+        "training.dataloader.prefetch_factor": (1, _INT32),
+        "metrics.log_freq": (1, _INT32),
+        "optimizer.lr": (0, 1e6),
+        "optimizer.beta1": (0, 1 - 1e-12),
+        "optimizer.beta2": (0, 1 - 1e-12),
+        "optimizer.eps": (0, 1),
+        "optimizer.weight_decay": (0, 1e6),
+        "lr_scheduler.warmup_steps": (0, _INT32),
+        "lr_scheduler.total_steps": (1, _INT32),
+        "lr_scheduler.decay_ratio": (0, 1),
+        "lr_scheduler.min_lr_factor": (0, 1),
+        "activation_checkpoint.memory_budget": (0, 1),
+        "comm.init_timeout_seconds": (1, _SECONDS),
+        "comm.train_timeout_seconds": (1, _SECONDS),
+        "comm.trace_buf_size": (0, _INT32),
+        "topology.simulate_replicas": (1, _INT32),
+        "sync.scape.chunk_bytes": (0, 2**63 - 1),
+    },
+    "validation.enable": {
+        "validation.local_batch_size": (1, _INT32),
+        "validation.seq_len": (1, _INT32),
+        "validation.freq": (1, _INT32),
+        "validation.steps": (1, _INT32),
+        "validation.dataloader.num_workers": (0, _INT32),
+        "validation.dataloader.prefetch_factor": (1, _INT32),
+    },
+    "checkpoint.enable": {
+        "checkpoint.interval": (1, _INT32),
+        "checkpoint.keep_latest_k": (0, _INT32),
+        "checkpoint.load_step": (-1, _INT32),
+    },
+    "profiling.enable_profiling": {
+        "profiling.profile_freq": (1, _INT32),
+        "profiling.profiler_active": (1, _INT32),
+        "profiling.profiler_warmup": (0, _INT32),
+    },
+}
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for switch, ranges in _RANGES.items():
+        if switch and not attrgetter(switch)(config):
+            continue
+        for key, (least, most) in ranges.items():
+            value = attrgetter(key)(config)
+            if value is not None and not least <= value <= most:
+                section, _, name = key.rpartition(".")
+                bound = f"{least:g} or more" if value < least else f"{most:g} or less"
+                raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
+    if config.training.global_batch_size == 0:
+        raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch a rank")
+    if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
+        raise ValueError("[checkpoint] keep_latest_k = 1; it must be 0 (all) or 2 or more: one may be half written")
+    profiling = config.profiling
+    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
+        raise ValueError(
+            f"[profiling] profile_freq = {profiling.profile_freq}; it must be profiler_active + profiler_warmup = "
+            f"{profiling.profiler_active + profiling.profiler_warmup} or more"
+        )
+    option = config.activation_checkpoint.selective_ac_option
+    if (
+        config.activation_checkpoint.mode == "selective"
+        and option != "op"
+        and not (option.isascii() and option.isdigit() and int(option) > 0)
+    ):
+        raise ValueError(
+            f"[activation_checkpoint] selective_ac_option = {option!r}; it must be 'op' or a number from '1'"
+        )

@@ -3,12 +3,10 @@
 torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
 """
 
-import argparse
 import json
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -27,7 +25,6 @@ DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
 
 import torchtitan.train as titan_train  # noqa: E402
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
-from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
@@ -58,6 +55,7 @@ from torchtitan_scape.metrics import (  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
+from torchtitan_scape.parsing import parse  # noqa: E402
 from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
 
@@ -74,6 +72,8 @@ class ScapeTrainer(Trainer):
     checkpointer: ReplicaCheckpointer
     dataloader: TextDataLoader | SimulatedDataLoader
     layout: Layout
+    step: int
+    ntokens_seen: int
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
@@ -283,8 +283,8 @@ class ScapeTrainer(Trainer):
             + (f", {self._played} simulated replicas)" if self._played > 1 else ")")
             + (f": the data ran out after {total} steps" if self._ran_out else ""),
             f"  layout            {self._described}",
-            f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second; {empty:,.0f} empty documents "
-            "passed over",
+            f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
+            f"  empty documents   {empty:,.0f} passed over",
             f"  training loss     {_loss_text(self.metrics_processor.last_loss)} (last logged step)",
             f"  validation loss   {_loss_text(validation)}",
             f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
@@ -383,29 +383,6 @@ def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
     args.update_from_config(config)
     with torch.device("meta"):
         return [tuple(p.shape) for p in spec.model_cls(args).parameters()]
-
-
-def parse(arguments: list[str]) -> JobConfig:
-    """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
-    _check_toml(arguments)
-    config = ConfigManager(JobConfig).parse_args(arguments)
-    assert isinstance(config, JobConfig)
-    return config
-
-
-def _check_toml(arguments: list[str]) -> None:
-    """TorchTitan logs a traceback for a file that it cannot read. Raises ValueError with file and place instead."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--job.config_file", "--job.config-file", dest="path")
-    path = parser.parse_known_args(arguments)[0].path
-    if path is None:
-        return
-    try:
-        tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"the recipe {path} cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the recipe {path} is no TOML: {error}") from None
 
 
 def run(arguments: list[str]) -> None:

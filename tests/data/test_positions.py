@@ -178,10 +178,6 @@ def test_a_stream_is_dealt_out_by_its_rule(
 def test_tokens_that_were_not_given_out_are_not_lost(texts: Path, tokenizer: Any) -> None:
     """All tokens of an epoch, read by four ranks, then by three; sequences are cut elsewhere."""
 
-    def documents_in(tokens: list[int]) -> Counter[int]:
-        text = bytes(max(0, token - (tokenizer.get_vocab_size() - 256)) for token in tokens)
-        return Counter(text)
-
     old = [loader(texts, tokenizer, rank, 4, epochs=1) for rank in range(4)]
     given = [token for one in old for labels in take(iter(one), 3) for token in labels.flatten().tolist()]
     n_labels = len(given)
@@ -192,7 +188,9 @@ def test_tokens_that_were_not_given_out_are_not_lost(texts: Path, tokenizer: Any
     for one in new:
         n_labels += sum(labels.numel() for labels in take(iter(one), 1000))
     left = sum(len(json.loads(one.state_dict()[f"dp_rank_{i}"])["tokens"]) for i, one in enumerate(new))
-    everything = Dataset.from_list([json.loads(line) for f in sorted(texts.glob("*.jsonl")) for line in open(f)])
+    everything = Dataset.from_list(
+        [json.loads(line) for f in sorted(texts.glob("*.jsonl")) for line in f.read_text().splitlines()]
+    )
     total = sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in everything["text"])
     # A sequence of 16 labels takes 17 tokens.
     assert n_labels * 17 // 16 + left == total
@@ -232,7 +230,7 @@ def test_a_position_that_does_not_fit_is_refused(texts: Path, tokenizer: Any, tm
         state["dp_rank_0"].replace('"tokens": [', '"tokens": ["a"'),
         b"\x80\x04N.",
     ):
-        with pytest.raises(ValueError, match="is not readable.*exclude_from_loading=dataloader"):
+        with pytest.raises(ValueError, match=r"is not readable.*exclude_from_loading=dataloader"):
             one.load_state_dict({"dp_rank_0": damaged, "world_size": 1})
     with pytest.raises(ValueError, match="text_files with 40 documents or files, this run's text_files with 5"):
         loader(texts / "1.jsonl", tokenizer, 0, 2).load_state_dict(state)

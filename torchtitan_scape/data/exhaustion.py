@@ -75,7 +75,9 @@ class SharedEnd:
         total, n_ended, n_failed, place = funcol.all_reduce(values, reduceOp="sum", group=mesh).tolist()
         if n_failed:
             where = f"rank {place:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
-            raise self._error if failed else NoTextError(f"the data of {where} have no token; see the message there")
+            if isinstance(self._error, NoTextError):
+                raise self._error
+            raise NoTextError(f"the data of {where} have no token; see the message there")
         if n_ended:
             raise DataloaderExhaustedError(f"the data of {n_ended:.0f} data-parallel ranks ran out")
         return float(total)

@@ -12,7 +12,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-from torchtitan_scape.data.documents import documents
+from torchtitan_scape.data.documents import Documents, documents
 
 FORMAT = 1
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -43,9 +43,10 @@ class TextDataset(HuggingFaceTextDataset):
         world: int = 1,
         passes: int = 0,
     ) -> None:
+        self._token_buffer: list[int]
         super().__init__(name, path, tokenizer, seq_len, infinite=passes != 1)
         self.passes = passes
-        self._data = documents(self.dataset_name, self._data, self._text_processor, rank, world)
+        self._data: Documents = documents(self.dataset_name, self._data, self._text_processor, rank, world)
         self._given = 0
         self._before: tuple[int, int] | None = None
 
@@ -54,8 +55,8 @@ class TextDataset(HuggingFaceTextDataset):
         now = self._given, len(self._token_buffer)
         if now == self._before:
             raise NoTextError(
-                f"{self.dataset_name}: the share of data-parallel reader {self._data.rank} of {self._data.world} has no "
-                "token in a whole epoch; look at the data, or read them with fewer ranks"
+                f"{self.dataset_name}: the share of data-parallel reader {self._data.rank} of {self._data.world} has "
+                "no token in a whole epoch; look at the data, or read them with fewer ranks"
             )
         self._before = now if self._data.whole else None
         self.infinite = self.passes == 0 or self._data.epoch + 1 < self.passes

@@ -44,4 +44,5 @@ class SimulatedDataLoader(BaseDataLoader):
 
     def load_old(self, states: Sequence[dict[str, Any]]) -> str:
         """As TextDataLoader's, for every replica."""
-        return [loader.load_old(states) for loader in self.loaders][0]
+        *_, line = (loader.load_old(states) for loader in self.loaders)
+        return line

@@ -1,0 +1,68 @@
+"""Whether a config's values have the types that its dataclasses declare: neither TOML nor TorchTitan asks."""
+
+import math
+import types
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+LARGEST = 2**63 - 1  # what tensors, files and collectives can hold
+
+
+def check_section(section: Any, name: str) -> None:
+    """Checks the values of a section and of those in it. Raises ValueError."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(field.type) and is_dataclass(value):
+            check_section(value, f"{name}.{field.name}".lstrip("."))
+        else:
+            check_value(name, field.name, value, field.type)
+
+
+def check_value(section: str, key: str, value: Any, expected: Any) -> None:
+    """Raises ValueError that names key, value and what is expected."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"[{section}] {key} = {_short(value)}; it is beyond 64 bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"[{section}] {key} = {value}; it must be finite")
+    if not _fits(value, expected):
+        raise ValueError(f"[{section}] {key} = {_short(value)}; it must be {_wanted(expected)}")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"[{section}] {key} = {_short(value)}; it has a NUL character in it")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a very large number"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(entry, arguments[0]) for entry in value)
+    if expected is None or expected is types.NoneType:
+        return value is None
+    if isinstance(value, bool) or expected is bool:
+        return isinstance(value, bool) and expected is bool
+    if expected is float:
+        return isinstance(value, (int, float))
+    # A module of the user's may have types that TOML has not.
+    return not isinstance(expected, type) or isinstance(value, expected)
+
+
+def _wanted(expected: Any) -> str:
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_wanted(argument) for argument in arguments if argument is not types.NoneType))
+    if origin is list:
+        return f"a list of {'strings' if arguments[0] is str else 'lists of strings'}"
+    names = {int: "an integer", float: "a number", bool: "bool", str: "a string"}
+    return names.get(expected, str(expected))
