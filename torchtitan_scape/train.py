@@ -49,14 +49,16 @@ from torchtitan_scape.metrics import (  # noqa: E402
     sent_text,
     size_text,
 )
+from torchtitan_scape.optimizer.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
+from torchtitan_scape.waits import timed_token_count  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
-USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError)
+USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
 
 
 class ScapeTrainer(Trainer):
@@ -159,8 +161,10 @@ class ScapeTrainer(Trainer):
         self._interfaces.before_step(self._steps_taken)
         begin = time.perf_counter()
         self.metrics_processor.steps_since_log += 1
-        with patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm):
+        norm_to_come = patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm)
+        with norm_to_come, timed_token_count(self.optimizers.timer):
             super().train_step(data_iterator)
+        self._check_replicas()
         self._train_seconds += time.perf_counter() - begin
         self._steps_taken += 1
         if self._steps_taken == 1:
@@ -168,6 +172,12 @@ class ScapeTrainer(Trainer):
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
         self._interfaces.after_step(a_step_follows(self))
+
+    def _check_replicas(self) -> None:
+        """At the interval, and in front of every save: no checkpoint shall hold what a flipped bit has made."""
+        interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
+        if interval and (self.step % interval == 0 or self.checkpointer._should_save(self.step, last)):
+            self.optimizers.check_consistency(self.step)
 
     def train(self) -> None:
         check_resume(self.checkpointer, self.job_config.checkpoint.load_step, self._record)
@@ -209,6 +219,7 @@ class ScapeTrainer(Trainer):
             "payload_parts": self.optimizers.payload_parts(),
             "planned_bytes_per_step_and_rank": self.optimizers.planned_bytes(),
             "dense_bytes_per_step_and_rank": dense,
+            "wait_seconds_per_step_by_rank": self.metrics_processor.mean_waits(steps),
             "messages_per_step": {
                 f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
             },
