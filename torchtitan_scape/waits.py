@@ -65,10 +65,11 @@ def waits_text(waits: list[float], step: float, hosts: list[str]) -> str:
     if slowest_rank(waits, step) < 0:
         return f"waits a step, ms: {1e3 * min(waits):.3g} to {1e3 * max(waits):.3g}, no rank holds up the others"
     order = sorted(range(len(waits)), key=lambda rank: waits[rank])
+    named = order[: 1 if len(waits) <= _FEW else 3]
     alone = waits[order[1]] - waits[order[0]] > LEAST_SHARE * step
 
     def told(rank: int) -> str:
-        host = f" on {hosts[rank]}" if rank in order[:3] and len(set(hosts)) > 1 else ""
+        host = f" on {hosts[rank]}" if rank in named and len(set(hosts)) > 1 else ""
         reason = " (the others wait for it)" if alone and rank == order[0] else ""
         return f"rank {rank}{host} {1e3 * waits[rank]:.3g}{reason}"
 

@@ -1,15 +1,14 @@
 """Whether replicas still hold the same numbers where they must, to the last bit.
 
 Each replica updates by itself what all of them hold. A bit that flips in the memory of one, or a kernel that errs
-there, parts it from the others for good, and nothing in the loss tells. So each rank hashes, now and then, what is to be
-equal over the replicate axis, and compares eight bytes with its twins.
+there, parts it from the others for good, and nothing in the loss tells. So each rank hashes, now and then, what is to
+be equal over the replicate axis, and compares eight bytes with its twins.
 
 What one replica holds alone cannot be compared: residuals, rounding errors, and in the sharded form an owner's moments
 and master. The moment that all hold on the mask is not hashed either, to spare reading the state: where it is wrong and
 is used, parameters differ one step later.
 """
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -33,8 +32,9 @@ logger = logging.getLogger(__name__)
 # Of the hash. A prime: entries that lie whole rows of a matrix apart shall not meet in a column.
 _COLUMNS = 1021
 # Hashed at a time: what lies on the host, or where 64-bit words cannot be read, is copied so.
-_CHUNK_BYTES = 1 << 25
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number
+_CHUNK_BYTES = 1 << 26
+# Odd, and signed.
+_ODD, _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
 
 class ReplicasDifferError(RuntimeError):
@@ -109,38 +109,54 @@ def _bits(layout: BlockLayout, mask: Mask, tensors: list[int]) -> Tensor:
 # -------------------------------------------------------------------------------------------------- hashes
 
 
-def fingerprint(tensor: Tensor, device: torch.device) -> Tensor:
-    """int64 (), on `device`: a hash that any one flipped bit changes, in one read of the tensor.
+def fingerprints(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """int64 (tensors,), on `device`: hashes that any one flipped bit changes for sure, in one read of the tensors.
 
-    Words of 64 bits are added up by column, in integers, so that no order matters; columns and chunks count with odd
-    factors, so that a change of one word cannot get lost. Words that change places show, unless they are a multiple of
-    `_COLUMNS` words apart.
+    Words of 64 bits are added up by column, in integers, so that no order matters; what becomes of the sums then can
+    be undone, so that no change of a single one gets lost. Words that change places show, unless they are a multiple
+    of `_COLUMNS` words apart.
     """
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    found = torch.zeros((), dtype=torch.int64, device=device)
-    for chunk in data.split(_CHUNK_BYTES):
-        chunk = chunk.to(device, non_blocking=True)
-        if chunk.numel() % 8 or chunk.storage_offset() % 8:
-            chunk = torch.nn.functional.pad(chunk.clone(), (0, -chunk.numel() % 8))
-        found = found * _ODD + _mixed(chunk.view(torch.int64))
-    return found
+    sums: list[Tensor] = []
+    places: list[tuple[int, int]] = []  # (tensor, chunk of it)
+    for number, tensor in enumerate(tensors):
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        for place, chunk in enumerate(data.split(_CHUNK_BYTES)):
+            chunk = chunk.to(device, non_blocking=True)
+            if chunk.numel() % 8 or chunk.storage_offset() % 8:
+                chunk = torch.nn.functional.pad(chunk.clone(), (0, -chunk.numel() % 8))
+            sums.append(_column_sums(chunk.view(torch.int64)))
+            places.append((number, place))
+    numbers, chunks = torch.tensor(places, device=device).unbind(1)
+    of_chunks = _scrambled(_numbered(torch.stack(sums))).sum(1)
+    found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    return found.index_add_(0, numbers, _scrambled(of_chunks + chunks * _ODD))
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """int64 (): of int64 (n,)."""
+def combined(hashes: Tensor) -> Tensor:
+    """int64 (1,): of int64 (n,); it changes for sure where one of them does."""
+    return _scrambled(_numbered(hashes)).sum().view(1)
+
+
+def _column_sums(words: Tensor) -> Tensor:
+    """int64 (_COLUMNS,): of int64 (n,)."""
     rows = words.numel() // _COLUMNS
     sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     rest = words[rows * _COLUMNS :]
     sums[: rest.numel()] += rest
-    return (sums * _factors(words.device)).sum()
+    return sums
 
 
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
-    """int64 (_COLUMNS,): odd numbers that look like random ones."""
-    factors = torch.arange(1, _COLUMNS + 1) * _ODD
-    factors = (factors ^ (factors >> 31)) * _ODD
-    return ((factors ^ (factors >> 29)) | 1).to(device)
+def _numbered(values: Tensor) -> Tensor:
+    """Equal values in other columns become other values."""
+    return values + torch.arange(1, values.shape[-1] + 1, device=values.device) * _ODD
+
+
+def _scrambled(values: Tensor) -> Tensor:
+    """One to one, int64 to int64, so that sums of the result depend on all bits."""
+    for _ in range(2):
+        values = values ^ (values >> 32 & 0xFFFFFFFF)  # a shift that brings in zeros
+        values = values * _FACTOR
+    return values ^ (values >> 32 & 0xFFFFFFFF)
 
 
 # ------------------------------------------------------------------------------------------------ the check
@@ -181,8 +197,8 @@ def check_replicas_equal(
     Raises ReplicasDifferError that names ranks and parameters: without `repair`, without a majority, and where replicas
     differ again right after a repair.
     """
-    hashes = torch.stack([fingerprint(tensor, device) for one in shared for _, tensor in one.parts])
-    every = collectives.gather_from_twins(_mixed(hashes).view(1))
+    hashes = fingerprints([tensor for one in shared for _, tensor in one.parts], device)
+    every = collectives.gather_from_twins(combined(hashes))
     # Other twins, of other shards, must hear of it.
     if not collectives.sum_over_all((every != every[0]).any().double()).item():
         return True
@@ -237,7 +253,8 @@ def _texts(findings: Sequence[_Finding], twins: list[int]) -> list[str]:
             continue
         others = _ranks([rank for i, rank in enumerate(twins) if i not in odd])
         ranks = _ranks([twins[i] for i in odd])
-        texts.append(ranks + ("'s " if len(odd) == 1 else ": ") + f"{what} differs from {others}")
+        verb = "differs" if len(names) == 1 else "differ"
+        texts.append(ranks + ("'s " if len(odd) == 1 else ": ") + f"{what} {verb} from {others}")
     return texts
 
 
