@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 scripts/consistency_cost.py --job.config_file train_configs/embedded.toml
 
-Any recipe and the trainer's options may be given. Warm-up, then steps in turn with checks. The bound is one plain read of
-the same memory (torch.sum over 64-bit words, chunks as the check reads them). Writes results/consistency/cost.json and
-table.md.
+Any recipe and the trainer's options may be given. Warm-up, then steps in turn with checks. The bound is one plain read
+of the same memory (torch.sum over 64-bit words, chunks as the check reads them). Writes results/consistency/cost.json
+and table.md.
 """
 
 import json

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.timing import PhaseTimer
 from torchtitan_scape.waits import slowest_rank, waits_text
 
 STEPS = ["--training.steps=5", "--validation.no-enable"]
@@ -25,7 +26,7 @@ def train(
     """Runs the trainer in this rank; what it ended with, its lines about waits, and the parameters.
 
     flip: (step behind which a bit of the named tensor flips, rank, part of what all replicas hold).
-    late: (rank that is 0.15 s late in every step, in "forward" or in "data").
+    late: (rank that is 0.3 s late in every step, in "forward" or in "data").
     """
     from torchtitan_scape import metrics
     from torchtitan_scape.optimizer.shards import local
@@ -45,7 +46,7 @@ def train(
             part.detach().view(-1).view(torch.uint8)[1] ^= 4
 
     def wait(*args: Any) -> None:
-        threading.Event().wait(0.15)
+        threading.Event().wait(0.3)
 
     def late_batches(*args: Any) -> Any:
         for batch in batches(*args):
@@ -107,9 +108,34 @@ def test_the_rank_that_the_others_wait_for_is_named(where: str, pool2: Pool, tmp
         first, last = result["waits"][0], result["waits"][-1]
         assert first != last
         found = re.fullmatch(r"waits a step, ms: rank 1 (\S+) \(the others wait for it\), rank 0 (\S+)", last)
-        assert found and 100 < float(found[2]) - float(found[1]) < 300, last
+        assert found and float(found[2]) - float(found[1]) > 100, last
     waits = json.loads((tmp_path / "summary.json").read_text())["wait_seconds_per_step_by_rank"]
-    assert len(waits) == 2 and 0.1 < waits[0] - waits[1] < 0.4
+    assert len(waits) == 2 and waits[0] - waits[1] > 0.1
+
+
+def test_time_in_a_phase_inside_another_counts_once() -> None:
+    timer, now = PhaseTimer("cpu"), 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    waits = timer.timed("wait", spend)
+    with patch("time.perf_counter", lambda: now):
+        with timer.phase("outer"):
+            spend(99.0)  # not enabled yet
+        timer.enabled = True
+        with timer.phase("outer"):
+            spend(1.0)
+            waits(10.0)
+            with pytest.raises(ZeroDivisionError), timer.phase("inner"):
+                spend(2.0)
+                waits(20.0)
+                raise ZeroDivisionError
+            spend(3.0)
+        waits(40.0)
+    assert timer.take() == {"outer": 4.0, "wait": 70.0, "inner": 2.0}
+    assert timer.take() == {}
 
 
 def test_the_line_about_waits() -> None:
