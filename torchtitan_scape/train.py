@@ -52,15 +52,17 @@ from torchtitan_scape.metrics import (  # noqa: E402
     sent_text,
     size_text,
 )
+from torchtitan_scape.optimizer.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.parsing import parse  # noqa: E402
 from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
+from torchtitan_scape.waits import timed_token_count  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
-USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError)
+USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
 
 
 class ScapeTrainer(Trainer):
@@ -186,15 +188,18 @@ class ScapeTrainer(Trainer):
         begin = time.perf_counter()
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
+        norm_to_come = patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm)
         try:
             with (
-                patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm),
+                norm_to_come,
                 patch.object(dist_utils, "dist_sum", self._data_end.first_sum(dist_utils.dist_sum)),
+                timed_token_count(self.optimizers.timer),
             ):
                 super().train_step(data_iterator)
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self._ran_out = self.step - 1, seen, True
             raise
+        self._check_replicas()
         self._train_seconds += time.perf_counter() - begin
         self._steps_taken += 1
         if self._steps_taken == 1:
@@ -202,6 +207,12 @@ class ScapeTrainer(Trainer):
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
         self._interfaces.after_step(a_step_follows(self))
+
+    def _check_replicas(self) -> None:
+        """At the interval, and in front of every save: no checkpoint shall hold what a flipped bit has made."""
+        interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
+        if interval and (self.step % interval == 0 or self.checkpointer._should_save(self.step, last)):
+            self.optimizers.check_consistency(self.step)
 
     def train(self) -> None:
         super().train()
@@ -257,6 +268,7 @@ class ScapeTrainer(Trainer):
             "payload_parts": self.optimizers.payload_parts(),
             "planned_bytes_per_step_and_rank": self.optimizers.planned_bytes(),
             "dense_bytes_per_step_and_rank": dense,
+            "wait_seconds_per_step_by_rank": self.metrics_processor.mean_waits(steps),
             "messages_per_step": {
                 f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
             },
