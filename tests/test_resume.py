@@ -21,6 +21,7 @@ SAVING = [
 MORE = {
     "4x1": ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
     "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
+    "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
     # One group of two shards that plays three replicas.
     "3 played": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
 }
@@ -160,6 +161,7 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
         ("4x1", "3 played", "scape", "scape"),
         ("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
         ("2x2", "1x2", "scape", "scape"),  # shards alone
+        ("tensor", "2x1", "scape", "scape-gather"),
         ("nodes", "1x2", "scape-bf16", "scape-gather"),
         ("1x2", "4x1", "scape-gather", "scape-bf16"),
         ("1x2", "2x1", "scape-gather-bf16", "scape"),
@@ -240,5 +242,5 @@ def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) ->
 
 
 def _pool(layout: str, request: pytest.FixtureRequest) -> Pool:
-    name = {"3x1": "pool3", "4x1": "pool4", "2x2": "pool4", "nodes": "pool4"}.get(layout, "pool2")
+    name = {"3x1": "pool3", "4x1": "pool4", "2x2": "pool4", "nodes": "pool4", "tensor": "pool4"}.get(layout, "pool2")
     return request.getfixturevalue(name)
