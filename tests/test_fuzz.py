@@ -26,7 +26,7 @@ from torchtitan_scape.train import layout_of, parse
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
 fuzz = settings(
-    max_examples=int(os.environ.get("SCAPE_FUZZ_EXAMPLES", 20)), suppress_health_check=list(HealthCheck), deadline=None
+    max_examples=int(os.environ.get("SCAPE_FUZZ_EXAMPLES", 15)), suppress_health_check=list(HealthCheck), deadline=None
 )
 
 
