@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 from unittest.mock import patch
 
 from torchtitan.config import ConfigManager
@@ -28,8 +29,8 @@ def parse(arguments: list[str]) -> JobConfig:
     """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
     switches = set(_switches(JobConfig, ""))
     for argument in arguments:
-        if "\0" in argument:
-            raise ValueError(f"command line: {argument!r} has a NUL character in it")
+        if any(category(character) in ("Cc", "Cs") for character in argument):
+            raise ValueError(f"command line: {argument!r} has a control character in it")
         key, equals, _ = argument.removeprefix("--").replace("-", "_").partition("=")
         if equals and key in switches:
             section, _, name = key.rpartition(".")
@@ -49,7 +50,8 @@ def parse(arguments: list[str]) -> JobConfig:
     except SystemExit as end:
         if asks_help or not end.code:
             raise
-        raise ValueError(f"command line: {_out_of_the_box(told.getvalue())}") from None
+        blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
+        raise ValueError(f"command line: {_out_of_the_box(told.getvalue())} {blank}".rstrip()) from None
     except Exception as error:  # TorchTitan and a module of the user's raise what they like
         told.truncate(0)
         raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
