@@ -40,10 +40,10 @@ class StopRequest:
     Slurm sends SIGTERM behind it when the job's time is over, and a checkpoint may be on its way.
     """
 
-    def __init__(self, end_at_once: Callable[[signal.Signals], Any]) -> None:
+    def __init__(self, announce: Callable[[signal.Signals], Any], end_at_once: Callable[[signal.Signals], Any]) -> None:
         self.signal: signal.Signals | None = None
         self.at = 0.0
-        self._end_at_once = end_at_once
+        self._announce, self._end_at_once = announce, end_at_once
         self._urged_at: float | None = None
         self._pipe, write = os.pipe()
         os.set_blocking(write, False)
@@ -70,7 +70,7 @@ class StopRequest:
             self._urged_at = self._urged_at or now
         if self.signal is None:
             self.signal, self.at = number, now
-            logger.info(f"{number.name}: asked to stop; the ranks agree on a step and write a checkpoint")
+            self._announce(number)
 
 
 class Ending:
@@ -79,7 +79,7 @@ class Ending:
     def __init__(self) -> None:
         self.rank = os.environ.get("RANK", "0")
         self.peers = Peers.join(os.environ)
-        self.stop = StopRequest(self._end_at_once)
+        self.stop = StopRequest(self._announce, self._end_at_once)
         self.close: Callable[[], Any] | None = None
         # Who starts runs again wants to know whether they get further: one rank of a node, or of all, writes it down.
         self._progress = os.environ.get("SCAPE_PROGRESS_FILE") if os.environ.get("LOCAL_RANK") == "0" else None
@@ -111,7 +111,7 @@ class Ending:
     def stop_here(self, trainer: Any) -> NoReturn:
         """Writes a checkpoint of this step and raises StoppedEarly. A collective call."""
         begin, step, checkpointer = time.monotonic(), trainer.step, trainer.checkpointer
-        told = f" {begin - self.stop.at:.1f} s after {self.stop.signal.name}" if self.stop.signal else ""
+        told = f", {begin - self.stop.at:.1f} s after {self.stop.signal.name}" if self.stop.signal else ""
         if not checkpointer.enable or checkpointer.load_only:
             line = f"stopped on request at step {step}{told}, and nothing was saved"
             raise StoppedEarly(NOT_SAVED, f"{line}: that needs --checkpoint.enable, without load_only")
@@ -124,6 +124,17 @@ class Ending:
             f"Stopped on request at step {step}{told}; its checkpoint in {checkpointer.folder} took "
             f"{time.monotonic() - begin:.1f} s; start the same again to go on (exit code {STOPPED})",
         )
+
+    def _announce(self, number: signal.Signals) -> None:
+        """Later: torchrun sends SIGTERM to the ranks that are left when one dies, and they will say that instead."""
+
+        def announce() -> None:
+            if self.peers is None or self.peers.failure is None:
+                logger.info(f"{number.name}: asked to stop; the ranks agree on a step and write a checkpoint")
+
+        timer = threading.Timer(2.0, announce)
+        timer.daemon = True
+        timer.start()
 
     def _end_at_once(self, number: signal.Signals) -> None:
         line = f"ended at once by a second {number.name}"

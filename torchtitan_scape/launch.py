@@ -33,6 +33,7 @@ from torchtitan_scape.peers import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, tell_f
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # What a rank ends with of its own accord, having told the others why.
 OWN_CODES = (WRONG_INPUT, LOST, NOT_SAVED, STOPPED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+END_SECONDS = 10.0  # for the other ranks of a node to say who is lost; one that is halted never would
 PAUSE_SECONDS = 3.0  # before this process goes: ranks elsewhere read from its store who was lost
 REJOIN_SECONDS = 600.0  # after a failure, until the launchers of all nodes have found each other again
 
@@ -62,9 +63,7 @@ class Ranks:
                 _say(f"{number.name}: stopped while no ranks were running")
                 os._exit(128 + number)
             if self.asked is None:
-                timer = threading.Timer(self._stop_seconds, self.send, [signal.SIGKILL])
-                timer.daemon = True
-                timer.start()
+                self.send_later(signal.SIGKILL, self._stop_seconds)
             self.asked = number
             self.send(number)
 
@@ -72,6 +71,11 @@ class Ranks:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def send_later(self, number: signal.Signals, seconds: float) -> None:
+        timer = threading.Timer(seconds, self.send, [number])
+        timer.daemon = True
+        timer.start()
 
     def agent(self) -> type[LocalElasticAgent]:
         """torchrun's agent, which tells us what it starts, and tells the other ranks which of its own has died."""
@@ -87,15 +91,17 @@ class Ranks:
                 return found
 
             def _monitor_workers(self, worker_group: Any) -> Any:
-                # Before the parent sees it and spends up to 30 s on ending the others.
+                # Before the parent sees it, asks the others to end and waits until they have.
                 for worker in worker_group.workers:
-                    handler = self._pcontext.subprocess_handlers.get(worker.local_rank)
-                    code = handler.proc.poll() if handler else None
-                    if code and code not in OWN_CODES and worker.world_size > 1:
-                        address = worker_group.master_addr, worker_group.master_port
+                    process = self._pcontext.subprocess_handlers[worker.local_rank].proc
+                    if not (code := process.poll()):
+                        continue
+                    ranks.send_later(signal.SIGKILL, END_SECONDS)
+                    if code not in OWN_CODES and worker.world_size > 1:
+                        place = worker_group.master_addr, worker_group.master_port
                         with contextlib.suppress(RuntimeError):  # the store's host is gone: they know
-                            tell_for(worker.global_rank, _ended(code), *address)
-                        break
+                            tell_for(worker.global_rank, process.pid, _ended(code), *place)
+                    break
                 return super()._monitor_workers(worker_group)
 
         return Agent

@@ -252,9 +252,9 @@ def _store(environment: Mapping[str, Any], is_master: bool = False, timeout: flo
     return dist.PrefixStore(f"scape/peers/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def tell_for(rank: int, how: str, address: str, port: int) -> None:
+def tell_for(rank: int, process: int, how: str, address: str, port: int) -> None:
     """A launcher's word on a rank of its own that cannot speak any more: its peers name it at once."""
-    failure = Failure(rank, LOST, f"rank {rank} ({socket.gethostname()}) {how}")
+    failure = Failure(rank, LOST, f"rank {rank} ({socket.gethostname()}, process {process}) {how}")
     store = _store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0)
     store.compare_set("failed", "", json.dumps(asdict(failure)))
 
