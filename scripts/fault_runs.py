@@ -102,12 +102,15 @@ class Launch:
 
     def output(self) -> str:
         """What the nodes have printed since they were started here, node by node."""
+        return "".join(self._outputs())
+
+    def _outputs(self) -> list[str]:
         texts = []
         for log, begin in zip(self._logs, self._read, strict=True):
             with open(log, "rb") as file:
                 file.seek(begin)
                 texts.append(file.read().decode(errors="replace"))
-        return "".join(texts)
+        return texts
 
     def wait_until(self, condition: Callable[[], Any], seconds: float, what: str, every: float = 0.02) -> Any:
         """The condition's value once it is true. Raises RuntimeError with the output if it never is."""
@@ -123,8 +126,8 @@ class Launch:
         return [int(step) for step in re.findall(r" step: +(\d+)  loss", self.output())]
 
     def starts(self) -> int:
-        """How often training has started, by what rank 0 printed."""
-        return len(re.findall(r"rank0\]:.* Training starts at step", self.output()))
+        """How often training has started on all nodes, by what the first rank of each printed."""
+        return min(len(re.findall(r"rank0\]:.* Training starts at step", text)) for text in self._outputs())
 
     def wait_for_training(self, start: int, seconds: float = 120.0) -> None:
         """Until training has started for the `start`-th time, the first being 1."""

@@ -2,11 +2,13 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +176,32 @@ def test_a_stop_without_checkpoints_says_that_nothing_was_saved_and_two_end_at_o
         assert run.wait(30) == [4], run.output()
         assert "and nothing was saved: that needs --checkpoint.enable" in run.output()
         assert "MAX_RESTARTS without checkpoint.enable" in run.output() and "Traceback" not in run.output()
+
+
+def test_a_link_that_is_down_for_a_while_is_waited_for_and_one_that_stays_down_is_named(
+    works: None,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    timeout = 15.0
+    arguments = [*ARGUMENTS, "--training.steps=10000", f"--comm.train_timeout_seconds={timeout:.0f}"]
+    with Cluster(2) as cluster:
+
+        def start(node: int, command: list[str], environment: dict[str, str], log: Any) -> Any:
+            return cluster.start(node, command, environment, log, subprocess.STDOUT)
+
+        with Launch(arguments, tmp_path, nodes=2, ranks_per_node=1, start=start) as run:
+            run.wait_until(lambda: len(run.steps()) > 4, 180, "two steps")
+            cluster.set_link(1, up=False)
+            time.sleep(3.0)
+            cluster.set_link(1, up=True)
+            before = len(run.steps())
+            run.wait_until(lambda: len(run.steps()) > before + 4, 60, "steps behind the outage")
+            ranks = run.ranks()
+            cluster.set_link(1, up=False)
+            assert seconds_until_gone(list(ranks.values()), 60.0) < timeout + 8.0
+            cluster.set_link(1, up=True)
+            assert run.wait(60) == [3, 3], run.output()
+        assert re.search(r"rank 0\] error: rank 1 \(.*\) is lost: no sign of life for 1\d s", run.output()), (
+            run.output()
+        )
+        assert re.search(r"rank 1\] error: rank 0's host, .* is silent for 1\d s", run.output()), run.output()

@@ -116,7 +116,7 @@ class Ending:
             line = f"stopped on request at step {step}{told}, and nothing was saved"
             raise StoppedEarly(NOT_SAVED, f"{line}: that needs --checkpoint.enable, without load_only")
         checkpointer.save_to_resume(step)
-        self._note(f"stopped {step}")
+        self._note(f"stopped {step} {self.stop.signal.name if self.stop.signal else 'other'}")
         # Launchers end the ranks that are left when the first one ends.
         trainer.optimizers.collectives.sum_over_all(torch.zeros_like(trainer.optimizers.grad_norm)).item()
         raise StoppedEarly(

@@ -14,10 +14,12 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -34,6 +36,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # What a rank ends with of its own accord, having told the others why.
 OWN_CODES = (WRONG_INPUT, LOST, NOT_SAVED, STOPPED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 END_SECONDS = 10.0  # for the other ranks of a node to say who is lost; one that is halted never would
+AGENT_SECONDS = 20.0  # for torchrun's agent to return when its ranks have ended
 PAUSE_SECONDS = 3.0  # before this process goes: ranks elsewhere read from its store who was lost
 REJOIN_SECONDS = 600.0  # after a failure, until the launchers of all nodes have found each other again
 
@@ -45,7 +48,8 @@ class Ranks:
     the ranks at once, and one that arrives while they start would be lost.
     """
 
-    def __init__(self, stop_seconds: float) -> None:
+    def __init__(self, stop_seconds: float, finish: Callable[[], Any]) -> None:
+        self._finish = finish
         self.asked: signal.Signals | None = None
         self.pids: list[int] = []
         self.started = self.across_nodes = False
@@ -61,11 +65,20 @@ class Ranks:
             number = signal.SIGTERM if number == signal.SIGHUP else number
             if not self.pids:
                 _say(f"{number.name}: stopped while no ranks were running")
-                os._exit(128 + number)
+                os._exit(STOPPED if "SCAPE_RESTARTS" in os.environ else 128 + number)
             if self.asked is None:
                 self.send_later(signal.SIGKILL, self._stop_seconds)
             self.asked = number
             self.send(number)
+
+    def watch(self, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+        """Ends this launcher some time after the ranks: the agent may be asking a node that does not answer."""
+        while any(process.poll() is None for process in processes):
+            time.sleep(1.0)
+        if any(process.poll() for process in processes):
+            time.sleep(AGENT_SECONDS)
+            _say("the ranks have ended, and the other nodes' launchers do not answer")
+            self._finish()
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids:
@@ -88,6 +101,8 @@ class Ranks:
                 ranks.across_nodes = worker_group.group_world_size > 1
                 if ranks.asked is not None:
                     ranks.send(ranks.asked)
+                processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+                threading.Thread(target=ranks.watch, args=[processes], daemon=True).start()
                 return found
 
             def _monitor_workers(self, worker_group: Any) -> Any:
@@ -113,7 +128,22 @@ def main() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     limit, stop_seconds = _number("MAX_RESTARTS", 0), _number("STOP_SECONDS", 1800)
     progress = Path(os.environ.setdefault("SCAPE_PROGRESS_FILE", f"{tempfile.gettempdir()}/scape-{os.getpid()}"))
-    ranks = Ranks(stop_seconds)
+    # Where the ranks can wait for a link to come back, the launchers can, too: torchrun gives up after 60 s.
+    options = os.environ.get("PET_RDZV_CONF", "")
+    if "read_timeout" not in options:
+        os.environ["PET_RDZV_CONF"] = ",".join(filter(None, (options, f"read_timeout={REJOIN_SECONDS:.0f}")))
+    ending = threading.Lock()
+
+    def finish(code: int = LOST) -> NoReturn:
+        with ending:  # for good
+            if code == LOST and ranks.asked is None and limit:
+                _restart(limit, progress)
+            progress.unlink(missing_ok=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    ranks = Ranks(stop_seconds, finish)
     code = 0
     try:
         with patch.object(launcher_api, "LocalElasticAgent", ranks.agent()):
@@ -132,12 +162,7 @@ def main() -> None:
         elif limit:
             time.sleep(1.0)
             _start_again()
-    if code == LOST and ranks.asked is None and limit:
-        _restart(limit, progress)
-    progress.unlink(missing_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a signal's thread that is waiting would not keep us, one that prints could
+    finish(code)
 
 
 def _judged(error: ChildFailedError, ranks: Ranks) -> tuple[int, str]:
