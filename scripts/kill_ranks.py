@@ -51,9 +51,8 @@ def one(seed: int, folder: Path, whole: Path) -> dict[str, Any]:
         resumed = [int(step) for step in re.findall(r"rank0\]:.* Training starts at step (\d+)", output)]
     named = f"error: rank {victim} (" in output
     ended = codes == [0] * nodes
-    different = (
-        differences(whole / f"checkpoint/step-{STEPS}", folder / f"checkpoint/step-{STEPS}", folder) if ended else []
-    )
+    last = f"checkpoint/step-{STEPS}"
+    equal = ended and not differences(whole / last, folder / last, folder)
     return {
         "seed": seed,
         "rank": victim,
@@ -65,7 +64,7 @@ def one(seed: int, folder: Path, whole: Path) -> dict[str, Any]:
         "lost rank named": named,
         "steps taken again": reached - max(resumed) + 1,
         "exit codes": codes,
-        "equal to the last bit": ended and not different,
+        "equal to the last bit": equal,
     }
 
 
@@ -77,8 +76,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Ranks killed at random",
         "",
         f"{len(rows)} runs of {STEPS} steps on 2 ranks (`python scripts/kill_ranks.py`), each with one SIGKILL: "
-        f"{len(survived)} started again by themselves and ended as the undisturbed run, to the last bit. From the fault "
-        f"to the end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s. Measured on two "
+        f"{len(survived)} started again by themselves and ended as the undisturbed run, to the last bit. From the "
+        f"fault to the end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s, on two "
         "CPU cores that others used as well.",
         "",
         "| " + " | ".join(names) + " |",

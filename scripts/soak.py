@@ -101,7 +101,7 @@ class Soak:
 
     def losses(self) -> dict[int, str]:
         """The loss of every step, as printed last."""
-        return dict((int(step), loss) for step, loss in re.findall(r" step: +(\d+)  loss: +(\S+)", self.run.output()))
+        return {int(step): loss for step, loss in re.findall(r" step: +(\d+)  loss: +(\S+)", self.run.output())}
 
     def inject(self, kind: str) -> dict[str, Any]:
         """One fault, and the wait until training has gone on for five steps."""
@@ -176,7 +176,7 @@ def table(rows: list[dict[str, Any]], steps: int, loss: str, undisturbed: str, d
         f"(`python scripts/soak.py`). Loss at step {steps}: {loss}; without faults: {undisturbed}; "
         f"steps whose losses differ in any digit shown: {len(different)}.",
         "",
-        "| fault | tried | survived | started again | steps taken again, at most | seconds until it went on: mean, at most |",
+        "| fault | tried | survived | started again | steps taken again, at most | seconds to go on: mean, at most |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(row["fault"] for row in rows):

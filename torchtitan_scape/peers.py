@@ -109,7 +109,10 @@ class Peers:
         """Lets the others know why this rank ends; waits until it is written, for `patience` or a few seconds."""
         self._to_tell = self._to_tell or failure
         self._wake.set()
-        if self._told.wait(self._silent if patience is None else patience) and self._hosts:
+        if patience is None:
+            answers = time.monotonic() - self._answered < 2 * self._interval
+            patience = self._silent if answers else self._interval
+        if self._told.wait(patience) and self._hosts:
             time.sleep(2 * self._interval)  # for all to read it
 
     def explain(self) -> Failure | None:
@@ -209,7 +212,7 @@ class Peers:
             if failure is None:
                 continue
             self.tell(failure)
-            if not self._leaving.wait(REACT_SECONDS):
+            if not self._leaving.wait(max(0.0, REACT_SECONDS - (time.monotonic() - now))):
                 self.end(self._failure or failure)
 
     def _silence(self, rank: int) -> float:
