@@ -77,8 +77,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         f"{len(rows)} runs of {STEPS} steps on 2 ranks (`python scripts/kill_ranks.py`), each with one SIGKILL: "
         f"{len(survived)} started again by themselves and ended as the undisturbed run, to the last bit. From the "
-        f"fault to the end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s, on two "
-        "CPU cores that others used as well.",
+        f"fault to the end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s, on "
+        "two CPU cores that others used as well.",
         "",
         "| " + " | ".join(names) + " |",
         "| " + " | ".join("---" for _ in names) + " |",
