@@ -117,6 +117,10 @@ class Soak:
                     if code in (2, 4) or len(ended) > 10:
                         raise RuntimeError(f"the launcher of node {node} ended with {code}")
                     self.run.launchers[node] = self.run.start(node)
+            if kind in ENDING and self.run.starts() <= starts:
+                nonlocal seen
+                seen = len(self.run.steps())
+                return False
             return len(self.run.steps()) >= seen + 5 * self.cluster.nodes
 
         try:
@@ -128,11 +132,13 @@ class Soak:
             survived, why = True, ""
         except RuntimeError as error:
             survived, why = False, str(error)
+        if kind not in ENDING and self.run.starts() > starts:
+            why = "the run was started again"
         resumed = [int(s) for s in re.findall(r"rank0\]:.* Training starts at step (\d+)", self.run.output())]
         restarted = self.run.starts() > starts
         return {
             "fault": kind.replace("_", " "),
-            "survived": survived,
+            "survived": survived and restarted == (kind in ENDING),
             "step reached": reached,
             "steps taken again": max(0, reached - resumed[-1] + 1) if restarted else 0,
             "started again": restarted,
@@ -152,6 +158,14 @@ class Soak:
             self.run.__exit__()
 
 
+# After these the ranks have to start again; the others must not make them.
+ENDING = (
+    "kill_a_rank",
+    "kill_a_launcher",
+    "halt_a_rank_for_good",
+    "link_down_beyond_the_timeout",
+    "ask_to_stop_and_start_again",
+)
 # A fault takes the Soak and does something to its run. A NaN in a gradient belongs here, too.
 FAULTS: dict[str, Callable[[Soak], None]] = {
     name: getattr(Soak, name)

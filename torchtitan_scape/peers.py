@@ -206,6 +206,8 @@ class Peers:
             failure = self._failure
             if os.getppid() != launcher:
                 failure = failure or Failure(self.rank, LOST, f"the launcher of rank {self.rank} has ended")
+                self.tell(failure)
+                self.end(failure)  # at once: nobody would start or stop this rank, or read what it prints
             # A process that was halted itself must hear from the others first.
             if now - before < 2 * self._interval and now - self._progress >= self._limit:
                 failure = failure or self._found(self._limit)
