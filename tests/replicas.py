@@ -108,7 +108,7 @@ class ThreadCollectives(ReplicaCollectives):
         tensor.copy_(self._meeting.gather(self.replica, tensor.clone())[source])
 
     def all_true(self, flag: Tensor) -> Tensor:
-        return torch.stack(self._meeting.gather(self.replica, flag)).all()
+        return torch.stack(self._meeting.gather(self.replica, flag)).all(0)
 
     def sum_over_all(self, values: Tensor) -> Tensor:
         return torch.stack(self._meeting.gather(self.replica, values.clone())).sum(0)

@@ -215,7 +215,7 @@ class ReplicaCollectives:
     # ------------------------------------------------------------------------- scalars, over all axes
 
     def all_true(self, flag: Tensor) -> Tensor:
-        """bool (): whether `flag`, bool (), is true on every rank of every replica."""
+        """bool, of the shape of `flag`: whether it is true on every rank of every replica, entry by entry."""
         value = flag.float()
         for group in (self.groups.model, self.groups.replicate):
             if group is not None:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_scape import device
 
@@ -42,6 +42,7 @@ from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
+from torchtitan_scape.ending import Ending  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
 from torchtitan_scape.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.metrics import (  # noqa: E402
@@ -76,6 +77,7 @@ class ScapeTrainer(Trainer):
     layout: Layout
     step: int
     ntokens_seen: int
+    ending: Ending | None = None  # of this process, where it is a rank of its own and not a test's
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
@@ -207,6 +209,17 @@ class ScapeTrainer(Trainer):
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
         self._interfaces.after_step(a_step_follows(self))
+        if self.ending is not None:
+            self.ending.after_step(self, first=self._steps_taken == 1)
+
+    def should_continue_training(self) -> bool:
+        """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
+        more = super().should_continue_training()
+        if more and self.ending is not None and self.optimizers.guard.stop_agreed:
+            if self.job_config.sync.consistency_interval:
+                self.optimizers.check_consistency(self.step)
+            self.ending.stop_here(self)
+        return more
 
     def _check_replicas(self) -> None:
         """At the interval, and in front of every save: no checkpoint shall hold what a flipped bit has made."""
@@ -397,24 +410,21 @@ def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in spec.model_cls(args).parameters()]
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments: list[str], ending: Ending) -> None:
     """Parses, builds and trains; a dry run builds only."""
     config = parse(arguments)
+    ending.expect(config.comm.init_timeout_seconds)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
-    trainer: ScapeTrainer | None = None
-    try:
-        trainer = ScapeTrainer(config)
-        if is_dry_run(config):
-            trainer.report_dry_run()
-        elif config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-        else:
-            trainer.train()
-    finally:
-        if trainer is not None:
-            trainer.close()
+    trainer = ScapeTrainer(config)
+    ending.watch_over(trainer)
+    if is_dry_run(config):
+        trainer.report_dry_run()
+    elif config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        trainer.train()
 
 
 @record
@@ -422,23 +432,8 @@ def main() -> None:
     init_logger()
     if DEVICE_TYPE == "cpu":
         device.quieten_cpu()
-    try:
-        run(sys.argv[1:])
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # All is written. Threads of gloo or the log writer that ask for the interpreter while it is taken down abort
-        # the process, now and then, and a run that went well would be told to have failed.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    except USER_ERRORS as error:
-        if os.environ.get("SCAPE_TRACEBACK"):
-            raise
-        message = f"{' '.join(str(error).split())} (SCAPE_TRACEBACK=1 shows where)"
-        get_error_handler().record_exception(ValueError(message))  # for the launcher
-        print(f"[rank {os.environ.get('RANK', '0')}] error: {message}", file=sys.stderr, flush=True)
-        # The process group's threads may be waiting for peers that fail likewise: do not wait for them.
-        os._exit(2)
+    ending = Ending()  # first of all: a rank that cannot read its recipe ends the others, too
+    ending.run(lambda: run(sys.argv[1:], ending), USER_ERRORS)
 
 
 if __name__ == "__main__":
