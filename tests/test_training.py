@@ -61,9 +61,12 @@ LAYOUTS = {
 
 
 def train(
-    folder: str, arguments: list[str], stop_after: int | None = None, nan_at: int | None = None
+    folder: str, arguments: list[str], stop_after: int | None = None, nan_at: int | None = None, for_good: bool = False
 ) -> dict[str, Any]:
-    """Runs the trainer in this rank; the figures of every step, and the local parameters at the end."""
+    """Runs the trainer in this rank; the figures of every step, and the local parameters at the end.
+
+    nan_at: the step at which the last rank's gradient has a NaN, or the first such step, if it is `for_good`.
+    """
     from torchtitan_scape.optimizer.shards import local
     from torchtitan_scape.train import ScapeTrainer, parse
 
@@ -80,7 +83,8 @@ def train(
     step_optimizers = trainer.optimizers.step
 
     def step_with_nan(*args: Any, **kwargs: Any) -> None:
-        if trainer.step == nan_at and dist.get_rank() == dist.get_world_size() - 1:
+        hit = nan_at is not None and (trainer.step >= nan_at if for_good else trainer.step == nan_at)
+        if hit and dist.get_rank() == dist.get_world_size() - 1:
             local(next(trainer.model_parts[0].parameters()).grad).view(-1)[0] = float("nan")
         step_optimizers(*args, **kwargs)
 

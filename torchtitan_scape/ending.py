@@ -170,7 +170,7 @@ class Ending:
             if code:
                 self._tell(Failure(int(self.rank), code, f"rank {self.rank} stopped with exit code {code}"))
         except user_errors as error:
-            code = WRONG_INPUT
+            code = getattr(error, "exit_code", WRONG_INPUT)
             if os.environ.get("SCAPE_TRACEBACK"):
                 traceback.print_exc()
             message = f"{' '.join(str(error).split())} (SCAPE_TRACEBACK=1 shows where)"

@@ -24,7 +24,7 @@ SAVING = [
 ]
 
 
-def saved(folder: str, steps: int, *arguments: str) -> dict[str, Any]:
+def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -> dict[str, Any]:
     """Trains until `steps`; the log's warnings and "Resumed" lines."""
     from torchtitan.tools.logging import logger
 
@@ -34,7 +34,7 @@ def saved(folder: str, steps: int, *arguments: str) -> dict[str, Any]:
         told.append(str(text))
 
     with patch.object(logger, "warning", keep), patch.object(logger, "info", keep):
-        result = train(folder, [*SAVING, *arguments], stop_after=steps)
+        result = train(folder, [*SAVING, *arguments], stop_after=steps, nan_at=nan_at, for_good=True)
     kept = [line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes"))]
     return result | {"told": kept}
 
@@ -129,6 +129,22 @@ def test_keeping_the_latest_never_deletes_the_only_good_one(
     assert {path.name for path in steps.iterdir()} == {"step-2", "step-4", "step-6"}
     pool2(saved, str(folder), 8, keep)
     assert {path.name for path in steps.iterdir()} == {"step-6", "step-8"}
+
+
+@pytest.mark.parametrize("method", ["scape", "adamw"])
+def test_nan_for_good_stops_the_run_with_the_last_good_state_kept(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """Rank and parameter are named; what is saved while steps are skipped is the state of the last good one."""
+    arguments = [*METHODS[method], "--sync.max_skipped_steps=3"]
+    whole = pool2(saved, str(tmp_path / "whole"), 3, *arguments, "--checkpoint.interval=3")
+    for good, text in pool2.outcomes(saved, str(tmp_path / "bad"), 8, *arguments, nan_at=4):
+        last = text.splitlines()[-1]
+        assert not good and "NonFiniteGradientError" in last and "3 steps in a row" in last
+        assert "rank 1, parameter 'tok_embeddings.weight'" in last
+    steps = tmp_path / "bad" / "checkpoint"
+    assert {path.name for path in steps.iterdir()} == {"step-2", "step-4"}
+    kept = pool2(saved, str(tmp_path / "bad"), 4, *arguments)  # no step left
+    for a, b in zip(whole, kept, strict=True):
+        assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -186,6 +186,10 @@ class ReplicaCheckpointer(CheckpointManager):
             s for s in _steps_in(self.folder) if s not in self._damaged and is_complete(self._create_checkpoint_id(s))
         ]
 
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest whole checkpoint's step; -1 for none."""
+        return super()._find_load_step(folder) if folder else (self._whole_steps() or [-1])[-1]
+
     def _purge_stale_checkpoints(self) -> None:
         """Deletes what is older than the newest `keep_latest_k` whole checkpoints. Others do not count."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
