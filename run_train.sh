@@ -7,6 +7,11 @@
 # LOG_RANK       ranks whose output is shown, "0,1"       COMM_MODE      fake_backend: dry run of NGPU ranks, one CPU
 # NNODES         nodes, each runs this script             RDZV_ENDPOINT  host:port of one of them
 # PYTHON         the Python to use                        SCAPE_TRACEBACK=1  tracebacks for wrong input too
+# MAX_RESTARTS   so many starts again in a row without progress when a rank is lost (0: none; wants --checkpoint.enable)
+# STOP_SECONDS   that ranks have for a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (1800)
+#
+# Exit codes: 0 trained to the end; 2 wrong input; 3 a rank was lost or something broke; 4 stopped on request, nothing
+# saved; 75 stopped on request with a checkpoint: start the same again. README.md, "When things go wrong".
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # without an argument it would see those of this script
@@ -24,6 +29,8 @@ if [ -z "${NGPU:-}" ]; then
     NGPU=$((gpus > 0 ? gpus : 2))
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
+# Of C++ only errors: warnings of a store that is gone have 30 lines and hide who was lost.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
     threads=$(($(getconf _NPROCESSORS_ONLN) / NGPU))
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))

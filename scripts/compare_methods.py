@@ -30,7 +30,7 @@ for _density in ("0.1", "0.01"):
         [*_scape, "--sync.scape.no-wait-scaling"],
     )
 
-OPTIMIZER_PHASES = ("check", "pack", "exchange", "clip", "update")
+OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 
 
 def run(name: str, folder: Path, args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:

@@ -151,6 +151,10 @@ class Cluster:
                     _run("tc", "-n", name, "qdisc", "delete", "dev", device, "root")
         self._rate, self._shaped = rate_mbit, rate_mbit is not None
 
+    def set_link(self, node: int, up: bool) -> None:
+        """Takes a node's link down, at the switch, or up again: nothing goes through, connections stay."""
+        _run("ip", "-n", self._bridge, "link", "set", f"port{node}", "up" if up else "down")
+
     def counters(self) -> list[dict[str, tuple[int, int]]]:
         """(bytes sent, bytes received) by interface, "eth0" and "lo", of every node since it was made."""
         return [

@@ -97,12 +97,18 @@ class ThreadCollectives(ReplicaCollectives):
         self.traffic.add("network", kind, own.nbytes, (self.replicas - 1) * own.nbytes)
         return Handle(lambda: output.copy_(torch.cat(parts)))
 
-    def broadcast_from_first(self, tensors: Any) -> None:
-        for tensor in tensors:
-            tensor.copy_(self._meeting.gather(self.replica, tensor.clone())[0])
+    @property
+    def twins(self) -> tuple[list[int], int]:
+        return list(range(self.replicas)), self.replica
+
+    def gather_from_twins(self, values: Tensor) -> Tensor:
+        return torch.stack(self._meeting.gather(self.replica, values.clone()))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self._meeting.gather(self.replica, tensor.clone())[source])
 
     def all_true(self, flag: Tensor) -> Tensor:
-        return torch.stack(self._meeting.gather(self.replica, flag)).all()
+        return torch.stack(self._meeting.gather(self.replica, flag)).all(0)
 
     def sum_over_all(self, values: Tensor) -> Tensor:
         return torch.stack(self._meeting.gather(self.replica, values.clone())).sum(0)

@@ -41,6 +41,8 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes is 2; it must be 4 or more"),
         ("[topology]\nexchange = 'ring'", r"exchange = 'ring'; it must be 'hierarchical' \| 'flat'"),
         ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
+        ("[sync]\nconsistency_interval = -1", "consistency_interval = -1"),
+        ('[sync]\non_inconsistency = "ignore"', "on_inconsistency = 'ignore'"),
         ("[topology]\nmachine = 'summit'", "machine = 'summit'.*'frontier'"),
         ("[topology]\nranks_per_node = -1", "ranks_per_node = -1"),
         ("[topology]\nsimulate_replicas = 0", r"simulate_replicas = 0; it must be 1 \(real replicas\) or more"),

@@ -230,30 +230,6 @@ def test_resuming_is_the_run_that_never_stopped(
         assert torch.equal(a["parameters"], c["parameters"])
 
 
-def test_another_layout_or_method_is_refused_on_every_rank(pool2: Pool, tmp_path: Path) -> None:
-    keep = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
-    steps = ["--training.steps=4", *keep]
-    pool2(train, str(tmp_path), [*METHODS["scape"], *LAYOUTS["1x2"], *steps], stop_after=2)
-    for arguments, message in (
-        ([*METHODS["scape"], *LAYOUTS["2x1"]], "replicate = 2, this run has 1"),
-        ([*METHODS["adams"], *LAYOUTS["1x2"]], "method = 'scape', this run has 'dense'"),
-        ([*METHODS["scape"], *LAYOUTS["1x2"], "--sync.scape.density=0.2"], "density = 0.1, this run has 0.2"),
-        (
-            [
-                *METHODS["scape"],
-                *LAYOUTS["2x1"],
-                "--checkpoint.folder=other",
-                f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-2",
-                "--checkpoint.no-initial-load-model-only",
-            ],
-            "replicate = 2, this run has 1",
-        ),
-        ([*METHODS["scape"], *LAYOUTS["1x2"], "--checkpoint.load_step=7"], "load_step = 7, but there is no"),
-    ):
-        for good, text in pool2.outcomes(train, str(tmp_path), [*arguments, *steps]):
-            assert not good and "ValueError" in text and message in text
-
-
 @pytest.mark.parametrize("method", ["adamw", "adams", "scape"])
 def test_one_ranks_nan_skips_the_step_of_all(method: str, pool2: Pool, tmp_path: Path) -> None:
     results = pool2(train, str(tmp_path), [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=6"], nan_at=3)

@@ -183,20 +183,39 @@ class ReplicaCollectives:
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives every replica the values of replica 0, in place; not counted, it happens once."""
-        group = self.groups.replicate
-        if group is None:
-            return
-        source = dist.get_process_group_ranks(group)[0]
-        for tensor in tensors:
+        for tensor in tensors if self.replicas > 1 else ():
             values = tensor if tensor.is_contiguous() else tensor.contiguous()
-            dist.broadcast(values, source, group=group)
+            self.broadcast(values, 0)
             if values is not tensor:
                 tensor.copy_(values)
+
+    # ------------------------------------------------------- whether replicas are what they should be
+
+    @property
+    def twins(self) -> tuple[list[int], int]:
+        """(ranks that hold the same parameters, which of them this one is), in the order of the replicate group."""
+        group = self.groups.replicate
+        if group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0], 0
+        return dist.get_process_group_ranks(group), group.rank()
+
+    def gather_from_twins(self, values: Tensor) -> Tensor:
+        """`values` (n,) of all `twins`, (replicas, n); not counted: a few numbers, now and then."""
+        if self.groups.replicate is None:
+            return values[None]
+        gathered = torch.empty(self.replicas * values.numel(), dtype=values.dtype, device=values.device)
+        all_gather_into(gathered, values, group=self.groups.replicate)
+        return gathered.view(self.replicas, -1)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Gives all `twins` the contiguous `tensor` of the `source`-th of them, in place; not counted."""
+        if self.groups.replicate is not None:
+            dist.broadcast(tensor, dist.get_process_group_ranks(self.groups.replicate)[source], self.groups.replicate)
 
     # ------------------------------------------------------------------------- scalars, over all axes
 
     def all_true(self, flag: Tensor) -> Tensor:
-        """bool (): whether `flag`, bool (), is true on every rank of every replica."""
+        """bool, of the shape of `flag`: whether it is true on every rank of every replica, entry by entry."""
         value = flag.float()
         for group in (self.groups.model, self.groups.replicate):
             if group is not None:

@@ -88,9 +88,9 @@ class SimulatedCollectives(ReplicaCollectives):
         return Handle()
 
     def all_true(self, flag: Tensor) -> Tensor:
-        """bool (): whether `flag`, which speaks for all replicas of this rank, is true on every rank."""
-        value = super().all_true(flag)
-        self.traffic.add("network", "flag", 4, 2.0 * (self.replicas - 1) / self.replicas * 4)
+        """bool: whether `flag`, which speaks for all replicas of this rank, is true on every rank, entry by entry."""
+        value, sent = super().all_true(flag), 4 * flag.numel()
+        self.traffic.add("network", "flag", sent, 2.0 * (self.replicas - 1) / self.replicas * sent)
         return value
 
     def sum_over_all(self, values: Tensor) -> Tensor:

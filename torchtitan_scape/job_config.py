@@ -111,6 +111,14 @@ class Sync:
     max_skipped_steps: int = 10
     """So many steps in a row with a non-finite gradient on any rank stop the run"""
 
+    consistency_interval: int = 100
+    """Every so many steps, and before every checkpoint, replicas compare what must be equal on them to the last bit
+    (parameters, masks, visit rates, a master that all have); 0 for never"""
+
+    on_inconsistency: Literal["stop", "repair"] = "stop"
+    """Where they differ: end the run with exit code 3, or overwrite what differs by what most replicas hold; without a
+    majority, as with two replicas, "repair" stops too"""
+
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
 
@@ -120,6 +128,8 @@ class Sync:
         check_section(self, "sync")
         if self.max_skipped_steps < 1:
             raise ValueError(f"[sync] max_skipped_steps = {self.max_skipped_steps}; it must be 1 or more")
+        if self.consistency_interval < 0:
+            raise ValueError(f"[sync] consistency_interval = {self.consistency_interval}; it must be 0 (never) or more")
 
 
 @dataclass

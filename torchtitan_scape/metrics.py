@@ -1,6 +1,7 @@
 """What the replicas said to each other and where the time went, in the log and in TensorBoard."""
 
 import os
+import socket
 from collections import defaultdict
 from typing import Any
 
@@ -16,9 +17,10 @@ from topology.interfaces import RankBytes, compare, read_interfaces
 from topology.layout import Layout
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
+from torchtitan_scape.waits import gather_waits, slowest_rank, waits_text
 
 LEVELS = ("gcd_pair", "node", "network")
-PHASES = ("forward_backward", "check", "pack", "exchange", "clip", "update")
+PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare")
 
 
 class ReplicaMetrics(MetricsProcessor):
@@ -35,6 +37,7 @@ class ReplicaMetrics(MetricsProcessor):
         self.last_loss: float | None = None
         self.steps_since_log = 0
         self._peak = 0.0
+        self._hosts: list[str] = []  # of all ranks
         self.forecast = ""  # what a simulation is predicted to take, for every line
         self._sent_before: dict[str, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
@@ -59,9 +62,14 @@ class ReplicaMetrics(MetricsProcessor):
         extra |= {f"sync/bytes_sent/{level}": value for level, value in sent.items()}
         extra["sync/bytes_sent/dense_equivalent"] = dense
         extra |= {f"step_time/{name}(s)": seconds.get(name, 0.0) for name in PHASES}
+        waits, step_seconds = self._gather_waits(seconds)
+        extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
+        extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         line = _sync_line(step, figures, sent, dense, seconds)
         logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
+        if len(waits) > 1:
+            logger.info(waits_text(waits, step_seconds, self._hosts))
 
     def take_peak(self) -> float:
         """Bytes in use at once at most, since the start: of a GPU's allocator, on a CPU of the process."""
@@ -79,6 +87,17 @@ class ReplicaMetrics(MetricsProcessor):
         """Seconds by phase and step over the `steps` of this run."""
         self._take_seconds()
         return {name: self._seconds[name] / steps for name in PHASES if name in self._seconds}
+
+    def mean_waits(self, steps: int) -> list[float]:
+        """Seconds a step that every rank has waited for the others, over the `steps` of this run. A collective call."""
+        return self._gather_waits(self.mean_seconds(steps))[0]
+
+    def _gather_waits(self, seconds: dict[str, float]) -> tuple[list[float], float]:
+        collectives, device = self.optimizers.collectives, self.optimizers.grad_norm.device
+        if not self._hosts and not collectives.is_fake:
+            found = collectives.gather_objects((dist.get_rank(), socket.gethostname()))
+            self._hosts = [host for _, host in sorted(found)]
+        return gather_waits(collectives, seconds.get("wait", 0.0), sum(seconds.values()), device)
 
     def bytes_per_step(self, steps: int, since: dict[str, float]) -> tuple[dict[str, float], float]:
         """(bytes sent by level, bytes a dense exchange sends), per step and rank, over the last `steps` steps.

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_scape import device
 
@@ -42,6 +42,7 @@ from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
+from torchtitan_scape.ending import Ending  # noqa: E402
 from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
 from torchtitan_scape.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.metrics import (  # noqa: E402
@@ -52,15 +53,17 @@ from torchtitan_scape.metrics import (  # noqa: E402
     sent_text,
     size_text,
 )
+from torchtitan_scape.optimizer.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.parsing import parse  # noqa: E402
 from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
+from torchtitan_scape.waits import timed_token_count  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
-USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError)
+USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
 
 
 class ScapeTrainer(Trainer):
@@ -74,6 +77,7 @@ class ScapeTrainer(Trainer):
     layout: Layout
     step: int
     ntokens_seen: int
+    ending: Ending | None = None  # of this process, where it is a rank of its own and not a test's
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
@@ -186,15 +190,18 @@ class ScapeTrainer(Trainer):
         begin = time.perf_counter()
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
+        norm_to_come = patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm)
         try:
             with (
-                patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm),
+                norm_to_come,
                 patch.object(dist_utils, "dist_sum", self._data_end.first_sum(dist_utils.dist_sum)),
+                timed_token_count(self.optimizers.timer),
             ):
                 super().train_step(data_iterator)
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self._ran_out = self.step - 1, seen, True
             raise
+        self._check_replicas()
         self._train_seconds += time.perf_counter() - begin
         self._steps_taken += 1
         if self._steps_taken == 1:
@@ -202,6 +209,23 @@ class ScapeTrainer(Trainer):
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
         self._interfaces.after_step(a_step_follows(self))
+        if self.ending is not None:
+            self.ending.after_step(self, first=self._steps_taken == 1)
+
+    def should_continue_training(self) -> bool:
+        """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
+        more = super().should_continue_training()
+        if more and self.ending is not None and self.optimizers.guard.stop_agreed:
+            if self.job_config.sync.consistency_interval:
+                self.optimizers.check_consistency(self.step)
+            self.ending.stop_here(self)
+        return more
+
+    def _check_replicas(self) -> None:
+        """At the interval, and in front of every save: no checkpoint shall hold what a flipped bit has made."""
+        interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
+        if interval and (self.step % interval == 0 or self.checkpointer._should_save(self.step, last)):
+            self.optimizers.check_consistency(self.step)
 
     def train(self) -> None:
         super().train()
@@ -257,6 +281,7 @@ class ScapeTrainer(Trainer):
             "payload_parts": self.optimizers.payload_parts(),
             "planned_bytes_per_step_and_rank": self.optimizers.planned_bytes(),
             "dense_bytes_per_step_and_rank": dense,
+            "wait_seconds_per_step_by_rank": self.metrics_processor.mean_waits(steps),
             "messages_per_step": {
                 f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
             },
@@ -385,24 +410,21 @@ def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in spec.model_cls(args).parameters()]
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments: list[str], ending: Ending) -> None:
     """Parses, builds and trains; a dry run builds only."""
     config = parse(arguments)
+    ending.expect(config.comm.init_timeout_seconds)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
-    trainer: ScapeTrainer | None = None
-    try:
-        trainer = ScapeTrainer(config)
-        if is_dry_run(config):
-            trainer.report_dry_run()
-        elif config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-        else:
-            trainer.train()
-    finally:
-        if trainer is not None:
-            trainer.close()
+    trainer = ScapeTrainer(config)
+    ending.watch_over(trainer)
+    if is_dry_run(config):
+        trainer.report_dry_run()
+    elif config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        trainer.train()
 
 
 @record
@@ -410,23 +432,8 @@ def main() -> None:
     init_logger()
     if DEVICE_TYPE == "cpu":
         device.quieten_cpu()
-    try:
-        run(sys.argv[1:])
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # All is written. Threads of gloo or the log writer that ask for the interpreter while it is taken down abort
-        # the process, now and then, and a run that went well would be told to have failed.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    except USER_ERRORS as error:
-        if os.environ.get("SCAPE_TRACEBACK"):
-            raise
-        message = f"{' '.join(str(error).split())} (SCAPE_TRACEBACK=1 shows where)"
-        get_error_handler().record_exception(ValueError(message))  # for the launcher
-        print(f"[rank {os.environ.get('RANK', '0')}] error: {message}", file=sys.stderr, flush=True)
-        # The process group's threads may be waiting for peers that fail likewise: do not wait for them.
-        os._exit(2)
+    ending = Ending()  # first of all: a rank that cannot read its recipe ends the others, too
+    ending.run(lambda: run(sys.argv[1:], ending), USER_ERRORS)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,14 @@
 # LOG_RANK      ranks whose output is shown, "0,1"     LOG_DIR       where that of the others goes
 # TRAIN_SCRIPT  instead of "-m torchtitan_scape.train" MODULES       instead of the machine's modules
 # MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS            instead of what is found here
+# REQUEUE_ON_FAILURE=1   back into the queue too when ranks were lost
+# REQUEUE_LIMIT          so often in a row without a step of progress; 3 unless set, 0 for never
+#
+# Who hears --signal=USR1@300: without "B:" the tasks of the steps do, which are the ranks themselves, and not the
+# batch script, which goes on waiting for srun. The ranks agree on a step, write a checkpoint, note it in
+# LOG_DIR/progress, and end with exit code 75, all behind a barrier. srun's exit code is the highest of its tasks',
+# and with --kill-on-bad-exit that may be 137 of a task that was about to end with 75: the note counts, not the code.
+# scancel sends SIGTERM: a checkpoint is written if its grace suffices, and the job does not come back.
 
 refuse() {
     echo "error: $*" >&2
@@ -19,6 +27,34 @@ refuse() {
 if [ -z "${PYTHON:-}" ] && [ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]; then
     PYTHON="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"
 fi
+
+# Whether the job may go back into the queue: not again and again from the same step. $1: the step it has come to.
+may_requeue() {
+    local limit="${REQUEUE_LIMIT:-3}" taken=0 before=-1
+    if [ -s "$LOG_DIR/requeues" ]; then read -r taken before <"$LOG_DIR/requeues"; fi
+    if [ "$1" -gt "$before" ]; then taken=0; fi
+    if [ "$taken" -ge "$limit" ]; then
+        echo "error: not put back into the queue: $limit times (REQUEUE_LIMIT) it has not come further than step $1" >&2
+        return 1
+    fi
+    echo "$((taken + 1)) $1" >"$LOG_DIR/requeues"
+}
+
+# What follows from how srun ended. $1: its exit code.
+requeue() {
+    local noted what step why
+    noted=$(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true)
+    read -r what step why <<<"$noted"
+    if [ "$what" = stopped ]; then
+        if [ "$why" != SIGUSR1 ]; then return; fi # by scancel: who cancels a job does not want it back
+    elif [ "$1" -eq 2 ] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
+        return
+    fi
+    if may_requeue "${step:-0}"; then
+        echo "job $SLURM_JOB_ID goes back into the queue (exit code $1, ${noted:-no step taken})"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+}
 
 load_modules() {
     local names
@@ -65,6 +101,13 @@ launch() {
     MASTER_PORT="${MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}"
     LOG_DIR="${LOG_DIR:-outputs/slurm/$SLURM_JOB_ID}"
     mkdir -p "$LOG_DIR"
+    rm -f "$LOG_DIR/progress"
+    if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then # what the ranks said before: the first error is looked for below
+        mkdir -p "$LOG_DIR/start-$((SLURM_RESTART_COUNT - 1))"
+        mv "$LOG_DIR"/rank-*.log "$LOG_DIR/start-$((SLURM_RESTART_COUNT - 1))" 2>/dev/null || true
+    fi
+    export SCAPE_PROGRESS_FILE="$PWD/$LOG_DIR/progress"
+    if [[ "$LOG_DIR" == /* ]]; then SCAPE_PROGRESS_FILE="$LOG_DIR/progress"; fi
     export MASTER_ADDR MASTER_PORT LOG_DIR TOKENIZERS_PARALLELISM=false
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$CORES_PER_RANK}"
     # Kernels are compiled by every rank; home directories are on a network file system that all nodes share.
@@ -77,6 +120,7 @@ launch() {
         --ntasks-per-node="$RANKS_PER_NODE" --distribution=block:cyclic --kill-on-bad-exit=1 --export=ALL \
         "${SRUN_OPTIONS[@]}" scripts/slurm/rank.sh "$@" || status=$?
     if [ "$status" -ne 0 ]; then
+        requeue "$status"
         said=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
         echo "error: srun ended with exit code $status: ${said:-the reason stands above or in the logs};" \
             "logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2

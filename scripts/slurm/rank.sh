@@ -27,6 +27,11 @@ for visible in "${ROCR_VISIBLE_DEVICES:-}" "${HIP_VISIBLE_DEVICES:-}" "${CUDA_VI
     if [ -n "$visible" ] && [[ "$visible" != *,* ]]; then LOCAL_RANK=0; fi
 done
 
+# One rank notes how far the job comes, for launch.sh.
+if [ "$RANK" -ne 0 ]; then unset SCAPE_PROGRESS_FILE; fi
+# Of C++ only errors: warnings of a store that is gone have 30 lines and hide who was lost.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+
 # 512 ranks that log every step cannot be read; launch.sh shows the first error among those left out.
 if [[ ",${LOG_RANK:-0}," != *",$RANK,"* ]]; then
     exec >"$LOG_DIR/rank-$RANK.log" 2>&1

@@ -97,6 +97,24 @@ def test_a_damaged_checkpoint_stops_the_run_if_that_is_asked_for(
     assert len(list((folder / "checkpoint").iterdir())) == 4  # nothing was deleted
 
 
+def test_another_model_or_a_model_alone_is_refused(
+    run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    for more, message in (
+        (["--model.flavor=study", "--model.hf_assets_path=./torchtitan_scape/data/byte_tokenizer"], "holds the model"),
+        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is no checkpoint folder"),
+    ):
+        for good, text in pool2.outcomes(saved, str(folder), 8, *more):
+            assert not good and "ValueError" in text and message in text.splitlines()[-1]
+    pool2(saved, str(folder), 9, "--training.steps=9", "--checkpoint.last_save_model_only")
+    for good, text in pool2.outcomes(saved, str(folder), 10, "--training.steps=10"):
+        assert not good and "step-9 holds the model alone" in text.splitlines()[-1]
+    # Its weights, and no more, for a run of its own.
+    path = f"--checkpoint.initial_load_path={folder}/checkpoint/step-9"
+    pool2(saved, str(tmp_path / "new"), 1, path)
+
+
 def test_keeping_the_latest_never_deletes_the_only_good_one(
     run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:

@@ -106,8 +106,8 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
             assert torch.equal(one["errors"][replica], theirs[step]["errors"]), (step, replica)
     assert torch.equal(mask, ranks[0][3])
     assert figures == pytest.approx(ranks[0][1], rel=1e-12)
-    # The stub between threads does not count the flag.
-    assert sent.pop(("network", "flag")) == steps * 2 * (replicas - 1) / replicas * 4
+    # The stub between threads does not count the flags: finite, and nobody asked to stop.
+    assert sent.pop(("network", "flag")) == steps * 2 * (replicas - 1) / replicas * 8
     assert sent == pytest.approx(ranks[0][2]) and planned == ranks[0][4]
 
 

@@ -3,6 +3,8 @@
 Nodes are SLURM_NODEID alone. The variables and their forms are those of Slurm's env.c (release 26.05): SLURM_STEP_*
 are the step's, SLURM_TASKS_PER_NODE is compressed ("8(x2)"), SLURM_NTASKS_PER_NODE is what was asked for. An option
 that is not listed here is an error, so that a slip in a launch line shows.
+
+STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the tasks once PATH exists, as --signal=USR1@... does near the end of a job.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 from itertools import groupby
+from pathlib import Path
 
 # GCD at each of Frontier's L3 regions, to which its local tasks 0 to 7 go with --gpu-bind=closest.
 CLOSEST = (4, 5, 2, 3, 6, 7, 0, 1)
@@ -101,7 +104,12 @@ def main() -> int:
     try:
         for environment in environments(options):
             tasks.append(subprocess.Popen(options.command, env=environment, start_new_session=True))
+        near_the_end = os.environ.get("STANDIN_SIGNAL_WHEN")
         while any(task.poll() is None for task in tasks):
+            if near_the_end and Path(near_the_end).exists():
+                near_the_end = None
+                for task in tasks:
+                    task.send_signal(signal.SIGUSR1)
             if options.kill_on_bad_exit and any(task.poll() for task in tasks):
                 break
             time.sleep(0.05)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.fault_runs import TINY
 from tests.test_launch import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,7 +38,11 @@ def stand_ins(folder: Path) -> Path:
     programs.mkdir(exist_ok=True)
     for name, text in (
         ("srun", f'exec "{sys.executable}" "{HERE}/srun.py" "$@"'),
-        ("scontrol", '[ "$1 $2" = "show hostnames" ] && tr "," "\\n" <<<"$3"'),
+        (
+            "scontrol",
+            'case "$1 $2" in "show hostnames") tr "," "\\n" <<<"$3" ;;\n'
+            f'requeue\\ *) echo "$2" >>"{folder}/requeued" ;;\nesac',
+        ),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
@@ -108,7 +113,7 @@ def test_a_job_on_two_nodes_trains(machine: str, per_node: int, tmp_path: Path) 
     assert summary["bytes_sent_per_step_and_rank"]["network"] > 0
     # Rank 0 is shown, the others are in files.
     assert "Summary of 3 steps" in result.stdout + result.stderr
-    logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    logs = sorted(path.name for path in (tmp_path / "logs").glob("rank-*"))
     assert logs == [f"rank-{rank}.log" for rank in range(1, 2 * per_node)]
 
 
@@ -120,6 +125,32 @@ def test_a_bad_config_ends_the_job_in_one_line(tmp_path: Path) -> None:
     assert last.startswith("error: srun ended with exit code")
     assert "error: [sync] method = 'scape' with [optimizer] name = 'AdamW'" in result.stderr
     assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_job_whose_time_is_over_goes_back_into_the_queue_and_on(tmp_path: Path) -> None:
+    """SIGUSR1 to the ranks, a checkpoint, scontrol requeue; the next start goes on behind it."""
+    out = tmp_path / "out"
+    arguments = [*TINY, "--training.steps=8", f"--job.dump_folder={out}"]
+    when = {"STANDIN_SIGNAL_WHEN": str(out / "checkpoint" / "step-2")}
+    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
+    assert result.returncode != 0 and "Stopped on request at step" in result.stdout + result.stderr, result.stderr
+    assert "goes back into the queue" in result.stdout and (tmp_path / "requeued").read_text().strip().isdigit()
+    assert "Traceback" not in result.stdout + result.stderr
+    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, "SLURM_RESTART_COUNT": "1"}, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Summary of 8 steps" in result.stderr + result.stdout
+    assert "Training starts at step 1\n" not in result.stderr + result.stdout
+    assert [path.name for path in (tmp_path / "logs" / "start-0").iterdir()] == ["rank-1.log"]
+    assert len((tmp_path / "requeued").read_text().split()) == 1
+
+
+def test_failures_are_requeued_where_that_is_asked_for_and_not_without_end(tmp_path: Path) -> None:
+    job = {"TRAIN_SCRIPT": REPORT, "FAIL": "1", "REQUEUE_LIMIT": "2"}
+    for environment, requeued in ((job, 0), *[({**job, "REQUEUE_ON_FAILURE": "1"}, n) for n in (1, 2, 2)]):
+        result, _ = submit("vista", tmp_path, environment)
+        assert result.returncode != 0
+        assert len((tmp_path / "requeued").read_text().split()) == requeued if requeued else True
+    assert "2 times (REQUEUE_LIMIT) it has not come further than step 0" in result.stderr
 
 
 # -------------------------------------------------------------------------------------- what a rank is given

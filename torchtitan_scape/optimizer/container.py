@@ -23,6 +23,7 @@ from topology.simulated import SimulatedCollectives, played_layout
 from torchtitan_scape.job_config import JobConfig
 from torchtitan_scape.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
+from torchtitan_scape.optimizer.consistency import Shared, check_replicas_equal, shared_by_dense, shared_by_scape
 from torchtitan_scape.optimizer.guard import FiniteGuard
 from torchtitan_scape.optimizer.portable import Portable
 from torchtitan_scape.optimizer.scape import Scape
@@ -41,6 +42,7 @@ class ReplicaOptimizers(OptimizersContainer):
     guard: FiniteGuard
     grad_norm: Tensor
     _shards: list[Shard]
+    repairs = False  # whether replicas that differ from the others are repaired
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model_parts = model_parts
@@ -74,6 +76,21 @@ class ReplicaOptimizers(OptimizersContainer):
     def put_counters(self, saved: dict[str, int]) -> None:
         """Takes back the "counters" of `counters`."""
         self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
+
+    def shared(self) -> list[Shared]:
+        """What all replicas hold alike, behind `settle`."""
+        raise NotImplementedError
+
+    def check_consistency(self, step: int) -> None:
+        """Compares what replicas hold alike, to the last bit, behind `step`. A collective call; waits for the device.
+
+        Raises ReplicasDifferError, on every rank, where it differs and is not to be, or cannot be, repaired.
+        """
+        if self.collectives.replicas == 1 or self.collectives.simulated or self.collectives.is_fake:
+            return
+        with self.timer.phase("compare"):
+            self.settle()
+            check_replicas_equal(self.collectives, self.shared(), self.grad_norm.device, step, self.repairs)
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank will send in a step, warm-up over."""
@@ -110,7 +127,7 @@ class DenseOptimizers(ReplicaOptimizers):
         self.guard = FiniteGuard(
             [s.name for s in self._shards],
             finite_check(choose(kernels, device)),
-            collectives.all_true,
+            self.timer.timed("wait", collectives.all_true),
             collectives.gather_objects,
             dist.get_rank(),
             max_skipped_steps,
@@ -150,6 +167,9 @@ class DenseOptimizers(ReplicaOptimizers):
         elif applied.item():
             optimizer.step()
 
+    def shared(self) -> list[Shared]:
+        return shared_by_dense(self.optimizers[0], self._shards)
+
     def statistics(self) -> dict[str, float]:
         return {
             "density": 1.0,
@@ -169,6 +189,9 @@ class ScapeOptimizers(ReplicaOptimizers):
 
     def statistics(self) -> dict[str, float]:
         return self.scape.statistics()
+
+    def shared(self) -> list[Shared]:
+        return shared_by_scape(self.scape)
 
     def collect(self) -> None:
         self.scape.collect()
@@ -242,7 +265,9 @@ def build_optimizers(
             )
             if scape.weights_dtype == "bfloat16":
                 hold_in_bfloat16(model_parts[0], scaled=scape.parameters == "gather")
-            return ScapeOptimizers(model_parts, make)
+            optimizers: ReplicaOptimizers = ScapeOptimizers(model_parts, make)
+            optimizers.repairs = sync.on_inconsistency == "repair"
+            return optimizers
         case "dense", "AdamS":
             make = partial(AdamS, **common, kernels=sync.kernels)
         case "dense", "AdamW":
@@ -255,7 +280,9 @@ def build_optimizers(
             )
         case method, name:
             raise ValueError(f"no optimizer for [sync] method = {method!r} with [optimizer] name = {name!r}")
-    return DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps, sync.kernels)
+    optimizers = DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps, sync.kernels)
+    optimizers.repairs = sync.on_inconsistency == "repair"
+    return optimizers
 
 
 def _chunk_bytes(

@@ -1,4 +1,7 @@
-"""One flag decides for all ranks whether a step is applied: a NaN that entered a residual would stay."""
+"""One flag decides for all ranks whether a step is applied: a NaN that entered a residual would stay.
+
+A second one rides along: whether all may go on, or some rank was asked to stop.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,6 +22,10 @@ class FiniteGuard:
 
     The verdict gates the step's writes on the device. The host learns it one step late, in `settle`, so that
     it never waits for the device inside a step.
+
+    Attributes:
+        asked_to_stop: whether this rank wants all to stop; asked at every check.
+        stop_agreed: whether some rank did at the last settled check: the same on all ranks, at the same place.
     """
 
     def __init__(
@@ -35,6 +42,9 @@ class FiniteGuard:
         self.max_skipped_steps = max_skipped_steps
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        self.stop_agreed = False
+        self._may_go_on: list[Tensor] = []
         self._finite = finite
         self._all_true = all_true
         self._gather_objects = gather_objects
@@ -48,15 +58,17 @@ class FiniteGuard:
         The tensor is `applied`, the same at every call.
         """
         self._each = self._finite(gradients)
-        verdict = self._all_true(self._each.all())
+        if not self._may_go_on:  # on the device already: the host copies nothing in a step
+            self._may_go_on = [torch.full((), True).to(self._each.device), torch.full((), False).to(self._each.device)]
+        flags = self._all_true(torch.stack([self._each.all(), self._may_go_on[self.asked_to_stop()]]))
         if self.applied is None:
-            self.applied = torch.empty_like(verdict)
-        self.applied.copy_(verdict)
+            self.applied = torch.empty_like(flags[0])
+        self.applied.copy_(flags[0])
         if not self.applied.is_cuda:
-            self._pending = (self.applied, None)
+            self._pending = (flags, None)
         elif not torch.cuda.is_current_stream_capturing():
-            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            on_host.copy_(self.applied, non_blocking=True)
+            on_host = torch.empty(2, dtype=torch.bool, pin_memory=True)
+            on_host.copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._pending = (on_host, event)
@@ -73,11 +85,13 @@ class FiniteGuard:
         """
         if self._pending is None:
             return None
-        flag, event = self._pending
+        flags, event = self._pending
         self._pending = None
         if event is not None:
             event.synchronize()
-        if bool(flag):
+        applied, may_go_on = flags.tolist()
+        self.stop_agreed = not may_go_on
+        if applied:
             self.skipped_in_a_row = 0
             return True
         self.skipped += 1

@@ -246,7 +246,7 @@ class Scape(Optimizer):
             if not replicas.simulated
             else [f"{name} (simulated replica {i})" for i in range(replicas.replicas) for name in names],
             finite_check(backend),
-            replicas.all_true,
+            self.timer.timed("wait", replicas.all_true),
             replicas.gather_objects,
             rank,
             max_skipped_steps,
@@ -391,7 +391,11 @@ class Scape(Optimizer):
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
-        return self.ordered[self.pieces[tensor][0]]
+        return self.ordered[self.number_of(tensor)]
+
+    def number_of(self, tensor: int) -> int:
+        """The place of that shard in `ordered`."""
+        return self.pieces[tensor][0]
 
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
