@@ -71,7 +71,7 @@ def test_a_group_of_shards_plays_replicas(pool2: Pool, pool4: Pool, tmp_path: Pa
 
 
 def test_resuming_is_the_run_that_never_stopped(pool1: Pool, tmp_path: Path) -> None:
-    """To the last bit, with two micro-batches a replica; another number of replicas is refused."""
+    """To the last bit, with two micro-batches a replica."""
     keep = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
     arguments = [*METHODS["scape-bf16"], *ALONE, *keep, *batch, "--training.steps=8"]
@@ -81,8 +81,6 @@ def test_resuming_is_the_run_that_never_stopped(pool1: Pool, tmp_path: Path) -> 
     assert first["losses"] + second["losses"] == whole["losses"]
     assert first["norms"] + second["norms"] == whole["norms"]
     assert torch.equal(whole["parameters"], second["parameters"])
-    ((good, text),) = pool1.outcomes(train, str(tmp_path / "parts"), [*arguments, simulate(4)])
-    assert not good and "simulate_replicas = 2, this run has 4" in text
 
 
 def test_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,9 +139,10 @@ class ScapeTrainer(Trainer):
                 rounded=config.sync.scape.wire_dtype == "bfloat16",
             ),
         )
+        # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.
+        parallel_dims.build_mesh()
         if is_dry_run(config):
             # From here on tensors take no memory; a mesh needs real ones.
-            parallel_dims.build_mesh()
             self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return parallel_dims
 
