@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -48,7 +48,7 @@ class Ranks:
     the ranks at once, and one that arrives while they start would be lost.
     """
 
-    def __init__(self, stop_seconds: float, finish: Callable[[], Any]) -> None:
+    def __init__(self, stop_seconds: float, finish: Callable[[int], Any]) -> None:
         self._finish = finish
         self.asked: signal.Signals | None = None
         self.pids: list[int] = []
@@ -78,7 +78,7 @@ class Ranks:
         if any(process.poll() for process in processes):
             time.sleep(AGENT_SECONDS)
             _say("the ranks have ended, and the other nodes' launchers do not answer")
-            self._finish()
+            self._finish(_final({process.poll() for process in processes}))
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids:
@@ -127,14 +127,17 @@ def main() -> None:
         # Their reports of a failed rank, of several lines, would stand around ours.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     limit, stop_seconds = _number("MAX_RESTARTS", 0), _number("STOP_SECONDS", 1800)
-    progress = Path(os.environ.setdefault("SCAPE_PROGRESS_FILE", f"{tempfile.gettempdir()}/scape-{os.getpid()}"))
+    if "SCAPE_RESTARTS" not in os.environ:
+        number, os.environ["SCAPE_PROGRESS_FILE"] = tempfile.mkstemp(prefix="scape-")
+        os.close(number)
+    progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
     # Where the ranks can wait for a link to come back, the launchers can, too: torchrun gives up after 60 s.
     options = os.environ.get("PET_RDZV_CONF", "")
     if "read_timeout" not in options:
         os.environ["PET_RDZV_CONF"] = ",".join(filter(None, (options, f"read_timeout={REJOIN_SECONDS:.0f}")))
     ending = threading.Lock()
 
-    def finish(code: int = LOST) -> NoReturn:
+    def finish(code: int) -> NoReturn:
         with ending:  # for good
             if code == LOST and ranks.asked is None and limit:
                 _restart(limit, progress)
@@ -154,7 +157,7 @@ def main() -> None:
         _say(line, error=code != STOPPED)
         if ranks.across_nodes:
             time.sleep(PAUSE_SECONDS)  # the exception holds the store
-    except RendezvousError as error:
+    except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
         code = LOST
         if ranks.started or not _may_rejoin():
@@ -180,8 +183,13 @@ def _judged(error: ChildFailedError, ranks: Ranks) -> tuple[int, str]:
         message = "its message stands above"
     else:
         message = told  # which signal ended it
-    final = [code for code in OWN_CODES if code in codes and code != LOST]
-    return (final[0] if final else LOST), f"rank {rank} {_ended(failure.exitcode)}: {message}"
+    return _final(codes), f"rank {rank} {_ended(failure.exitcode)}: {message}"
+
+
+def _final(codes: Collection[int | None]) -> int:
+    """The exit code of a launcher whose ranks ended with these."""
+    decisive = (STOPPED, WRONG_INPUT, NOT_SAVED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+    return next((code for code in decisive if code in codes), LOST)
 
 
 def _ended(code: int) -> str:
