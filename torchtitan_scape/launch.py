@@ -127,7 +127,7 @@ def main() -> None:
         # Their reports of a failed rank, of several lines, would stand around ours.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     limit, stop_seconds = _number("MAX_RESTARTS", 0), _number("STOP_SECONDS", 1800)
-    if "SCAPE_RESTARTS" not in os.environ:
+    if not {"SCAPE_RESTARTS", "SCAPE_PROGRESS_FILE"} <= os.environ.keys():
         number, os.environ["SCAPE_PROGRESS_FILE"] = tempfile.mkstemp(prefix="scape-")
         os.close(number)
     progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
