@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -52,7 +52,8 @@ class Ranks:
         self._finish = finish
         self.asked: signal.Signals | None = None
         self.pids: list[int] = []
-        self.started = self.across_nodes = False
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.across_nodes = False
         self._stop_seconds = stop_seconds
         hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
         self._waited_for = SIGNALS if hang_up else SIGNALS[:-1]
@@ -71,14 +72,18 @@ class Ranks:
             self.asked = number
             self.send(number)
 
-    def watch(self, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    def codes(self) -> set[int | None]:
+        """Exit codes of the ranks; None for one that runs."""
+        return {process.poll() for process in self.processes}
+
+    def watch(self) -> None:
         """Ends this launcher some time after the ranks: the agent may be asking a node that does not answer."""
-        while any(process.poll() is None for process in processes):
+        while None in self.codes():
             time.sleep(1.0)
-        if any(process.poll() for process in processes):
+        if self.codes() != {0}:
             time.sleep(AGENT_SECONDS)
             _say("the ranks have ended, and the other nodes' launchers do not answer")
-            self._finish(_final({process.poll() for process in processes}))
+            self._finish(_final(self.codes()))
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids:
@@ -97,12 +102,12 @@ class Ranks:
         class Agent(LocalElasticAgent):
             def _start_workers(self, worker_group: Any) -> Any:
                 found = super()._start_workers(worker_group)
-                ranks.pids, ranks.started = list(found.values()), True
+                ranks.pids = list(found.values())
                 ranks.across_nodes = worker_group.group_world_size > 1
                 if ranks.asked is not None:
                     ranks.send(ranks.asked)
-                processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-                threading.Thread(target=ranks.watch, args=[processes], daemon=True).start()
+                ranks.processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+                threading.Thread(target=ranks.watch, name="watch", daemon=True).start()
                 return found
 
             def _monitor_workers(self, worker_group: Any) -> Any:
@@ -159,8 +164,8 @@ def main() -> None:
             time.sleep(PAUSE_SECONDS)  # the exception holds the store
     except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
-        code = LOST
-        if ranks.started or not _may_rejoin():
+        code = _final(ranks.codes())  # the agent has waited for them, if there are any
+        if ranks.processes or not _may_rejoin():
             _say(f"the launchers did not find each other, or lost each other: {' '.join(str(error).split())}")
         elif limit:
             time.sleep(1.0)
