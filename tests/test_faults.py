@@ -98,7 +98,8 @@ def test_restarts_are_counted_until_one_comes_further(
 
     monkeypatch.setattr(launch, "_start_again", start_again)
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    monkeypatch.delenv("SCAPE_RESTARTS", raising=False)
+    monkeypatch.setenv("SCAPE_REJOIN_SINCE", "0")  # so that both are put back
+    monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     progress = tmp_path / "progress"
 
     def fails(resumed: int | None) -> bool:
@@ -116,7 +117,7 @@ def test_restarts_are_counted_until_one_comes_further(
     assert fails(20) and not fails(20), "a crash loop"
     assert "not started again: 2 restarts (MAX_RESTARTS) have not come further than step 20" in capsys.readouterr().err
     progress.unlink()
-    monkeypatch.delenv("SCAPE_RESTARTS")
+    monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     assert fails(None) and fails(None) and not fails(None), "not one step"
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -48,11 +48,12 @@ class Ranks:
     the ranks at once, and one that arrives while they start would be lost.
     """
 
-    def __init__(self, stop_seconds: float, finish: Callable[[], Any]) -> None:
+    def __init__(self, stop_seconds: float, finish: Callable[[int], Any]) -> None:
         self._finish = finish
         self.asked: signal.Signals | None = None
         self.pids: list[int] = []
-        self.started = self.across_nodes = False
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.across_nodes = False
         self._stop_seconds = stop_seconds
         hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
         self._waited_for = SIGNALS if hang_up else SIGNALS[:-1]
@@ -71,14 +72,18 @@ class Ranks:
             self.asked = number
             self.send(number)
 
-    def watch(self, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    def codes(self) -> set[int | None]:
+        """Exit codes of the ranks; None for one that runs."""
+        return {process.poll() for process in self.processes}
+
+    def watch(self) -> None:
         """Ends this launcher some time after the ranks: the agent may be asking a node that does not answer."""
-        while any(process.poll() is None for process in processes):
+        while None in self.codes():
             time.sleep(1.0)
-        if any(process.poll() for process in processes):
+        if self.codes() != {0}:
             time.sleep(AGENT_SECONDS)
             _say("the ranks have ended, and the other nodes' launchers do not answer")
-            self._finish()
+            self._finish(_final(self.codes()))
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids:
@@ -97,12 +102,12 @@ class Ranks:
         class Agent(LocalElasticAgent):
             def _start_workers(self, worker_group: Any) -> Any:
                 found = super()._start_workers(worker_group)
-                ranks.pids, ranks.started = list(found.values()), True
+                ranks.pids = list(found.values())
                 ranks.across_nodes = worker_group.group_world_size > 1
                 if ranks.asked is not None:
                     ranks.send(ranks.asked)
-                processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-                threading.Thread(target=ranks.watch, args=[processes], daemon=True).start()
+                ranks.processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+                threading.Thread(target=ranks.watch, name="watch", daemon=True).start()
                 return found
 
             def _monitor_workers(self, worker_group: Any) -> Any:
@@ -127,14 +132,17 @@ def main() -> None:
         # Their reports of a failed rank, of several lines, would stand around ours.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     limit, stop_seconds = _number("MAX_RESTARTS", 0), _number("STOP_SECONDS", 1800)
-    progress = Path(os.environ.setdefault("SCAPE_PROGRESS_FILE", f"{tempfile.gettempdir()}/scape-{os.getpid()}"))
+    if not {"SCAPE_RESTARTS", "SCAPE_PROGRESS_FILE"} <= os.environ.keys():
+        number, os.environ["SCAPE_PROGRESS_FILE"] = tempfile.mkstemp(prefix="scape-")
+        os.close(number)
+    progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
     # Where the ranks can wait for a link to come back, the launchers can, too: torchrun gives up after 60 s.
     options = os.environ.get("PET_RDZV_CONF", "")
     if "read_timeout" not in options:
         os.environ["PET_RDZV_CONF"] = ",".join(filter(None, (options, f"read_timeout={REJOIN_SECONDS:.0f}")))
     ending = threading.Lock()
 
-    def finish(code: int = LOST) -> NoReturn:
+    def finish(code: int) -> NoReturn:
         with ending:  # for good
             if code == LOST and ranks.asked is None and limit:
                 _restart(limit, progress)
@@ -154,10 +162,10 @@ def main() -> None:
         _say(line, error=code != STOPPED)
         if ranks.across_nodes:
             time.sleep(PAUSE_SECONDS)  # the exception holds the store
-    except RendezvousError as error:
+    except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
-        code = LOST
-        if ranks.started or not _may_rejoin():
+        code = _final(ranks.codes())  # the agent has waited for them, if there are any
+        if ranks.processes or not _may_rejoin():
             _say(f"the launchers did not find each other, or lost each other: {' '.join(str(error).split())}")
         elif limit:
             time.sleep(1.0)
@@ -180,8 +188,13 @@ def _judged(error: ChildFailedError, ranks: Ranks) -> tuple[int, str]:
         message = "its message stands above"
     else:
         message = told  # which signal ended it
-    final = [code for code in OWN_CODES if code in codes and code != LOST]
-    return (final[0] if final else LOST), f"rank {rank} {_ended(failure.exitcode)}: {message}"
+    return _final(codes), f"rank {rank} {_ended(failure.exitcode)}: {message}"
+
+
+def _final(codes: Collection[int | None]) -> int:
+    """The exit code of a launcher whose ranks ended with these."""
+    decisive = (STOPPED, WRONG_INPUT, NOT_SAVED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+    return next((code for code in decisive if code in codes), LOST)
 
 
 def _ended(code: int) -> str:

@@ -58,9 +58,10 @@ class FiniteGuard:
         The tensor is `applied`, the same at every call.
         """
         self._each = self._finite(gradients)
+        finite = self._each.all()
         if not self._may_go_on:  # on the device already: the host copies nothing in a step
-            self._may_go_on = [torch.full((), True).to(self._each.device), torch.full((), False).to(self._each.device)]
-        flags = self._all_true(torch.stack([self._each.all(), self._may_go_on[self.asked_to_stop()]]))
+            self._may_go_on = [torch.ones_like(finite), torch.zeros_like(finite)]
+        flags = self._all_true(torch.stack([finite, self._may_go_on[self.asked_to_stop()]]))
         if self.applied is None:
             self.applied = torch.empty_like(flags[0])
         self.applied.copy_(flags[0])
