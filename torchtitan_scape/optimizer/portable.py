@@ -161,8 +161,7 @@ class Portable:
         moment = moment.to(device)
         if own is not None:
             own = own.to(device)
-            if self.rounds:
-                self._put_errors(i, own, held)
+            self._put_errors(i, own, held)
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
         kept = self.passes.kept("state")
         for number, start, end in self._pieces[i]:
@@ -196,10 +195,17 @@ class Portable:
     def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
         """Takes the counters, and the densities of A and P."""
         self.masks.in_use.density, self.masks.previous.density = densities
+        self.passes.errors.zero_()
         self.scape.attempted_steps = saved["attempted_steps"]
         self.scape.applied_steps.fill_(saved["applied_steps"])
 
     # ---------------------------------------------------------------------------------------- internals
+
+    @property
+    def _carries(self) -> bool:
+        """Whether the last step left rounding errors, on P. Before a dense step there are none: they were released, or
+        P came from another layout and does not have as many entries as its density says."""
+        return self.rounds and not self.masks.in_use.dense and self.passes.at_target(self.masks.previous)
 
     def _held(self, i: int) -> Tensor | None:
         return self._bits(i, self.masks.previous)
@@ -228,7 +234,7 @@ class Portable:
             for number, start, end in self._pieces[i] if i < self.sparsified else ():
                 own[0, start:end] = kept[number]
             moment = self._assembled(i, lambda number: self.passes.share_of(self.passes.common, number))  # type: ignore
-        if self.rounds and self.passes.at_target(self.masks.previous):
+        if self._carries:
             for number, start, end in self._pieces[i]:
                 where = self._where(held, start, end)
                 own[:, start:end][:, where] = torch.atleast_2d(self.passes.errors_of(number))
@@ -254,7 +260,7 @@ class Portable:
         return slice(None) if held is None else held[start:end].nonzero().view(-1)
 
     def _put_errors(self, i: int, own: Tensor, held: Tensor | None) -> None:
-        if self.passes.at_target(self.masks.previous):
+        if self._carries:
             for number, start, end in self._pieces[i]:
                 errors = self.passes.errors_of(number)
                 errors.copy_(own[:, start:end][:, self._where(held, start, end)].view(errors.shape))
@@ -262,7 +268,7 @@ class Portable:
     @torch.no_grad()
     def release_errors(self) -> None:
         """Moves what rounding lost into the first moment, for a step whose payload has no place for it. Collective."""
-        if not self.rounds or not self.passes.at_target(self.masks.previous):
+        if not self._carries:
             return
         errors, replicas = self.passes.errors, self.scape.collectives.replicas
         mean = torch.atleast_2d(errors).sum(0)
