@@ -3,19 +3,16 @@
 torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -49,9 +46,6 @@ from torchtitan_scape.metrics import (  # noqa: E402
     InterfaceCount,
     ReplicaMetrics,
     a_step_follows,
-    interface_lines,
-    sent_text,
-    size_text,
 )
 from torchtitan_scape.optimizer.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
@@ -60,6 +54,7 @@ from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.parsing import parse  # noqa: E402
 from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
+from torchtitan_scape.summary import report_dry_run, summarise  # noqa: E402
 from torchtitan_scape.waits import timed_token_count  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
@@ -84,22 +79,22 @@ class ScapeTrainer(Trainer):
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
-        self._played = job_config.topology.simulate_replicas
-        if self._played > 1 and job_config.training.global_batch_size < 0:
-            readers = self.layout.shard * self._played
+        self.played = job_config.topology.simulate_replicas
+        if self.played > 1 and job_config.training.global_batch_size < 0:
+            readers = self.layout.shard * self.played
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         register(job_config, with_data=not is_dry_run(job_config))
-        self._forecast: Forecast | None = None
-        self._memory: MemoryReport | None = None
-        if self._played > 1:
+        self.forecast: Forecast | None = None
+        self.memory: MemoryReport | None = None
+        if self.played > 1:
             check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
-            self._forecast = Forecast.of(job_config, self.layout)
+            self.forecast = Forecast.of(job_config, self.layout)
         else:
-            self._memory = MemoryReport.of(job_config, self.layout, titan_utils.device_module)
-            for line in self._memory.lines():
+            self.memory = MemoryReport.of(job_config, self.layout, titan_utils.device_module)
+            for line in self.memory.lines():
                 logger.info(line)
             if job_config.comm.mode != "fake_backend":
-                self._memory.check()
+                self.memory.check()
         with ExitStack() as self._dry_run, patch.object(titan_train, "CheckpointManager", ReplicaCheckpointer):
             super().__init__(job_config)
         if self.tokenizer is not None:
@@ -107,20 +102,20 @@ class ScapeTrainer(Trainer):
         if job_config.checkpoint.enable:
             self._attach_checkpointer()
         self.optimizers.timer.enabled = True
-        if self._forecast is not None:
-            self.metrics_processor.forecast = self._forecast.line()
-        self._interfaces = InterfaceCount(self.layout, self.optimizers)
-        self._train_seconds = 0.0
-        self._steps_taken = self._micro_batches = 0
+        if self.forecast is not None:
+            self.metrics_processor.forecast = self.forecast.line()
+        self.interfaces = InterfaceCount(self.layout, self.optimizers)
+        self.train_seconds = 0.0
+        self.steps_taken = self._micro_batches = 0
         self._data_end = SharedEnd()
-        self._ran_out = False
+        self.ran_out = False
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout
         dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
-        logger.info(self._described)
+        logger.info(self.described)
         if not layout.shard_axis_inside_node:
             logger.warning("the shard axis crosses nodes: FSDP's dense collectives will run over the network")
         parallel_dims = ReplicaParallelDims(
@@ -147,9 +142,9 @@ class ScapeTrainer(Trainer):
         return parallel_dims
 
     @property
-    def _described(self) -> str:
+    def described(self) -> str:
         text = self.layout.describe()
-        return f"{text}, which plays {self._played} simulated replicas" if self._played > 1 else text
+        return f"{text}, which plays {self.played} simulated replicas" if self.played > 1 else text
 
     def _check_vocabulary(self) -> None:
         entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
@@ -163,7 +158,7 @@ class ScapeTrainer(Trainer):
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
         record = Record(self.layout, self.job_config, options.residual, self.optimizers.counters)
-        self.checkpointer.attach(record, Frame(mesh, self._played), options.fallback, self.device)
+        self.checkpointer.attach(record, Frame(mesh, self.played), options.fallback, self.device)
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -175,7 +170,7 @@ class ScapeTrainer(Trainer):
             loss = super().forward_backward_step(**kwargs)
         self._micro_batches += 1
         # A replica's micro-batches follow each other.
-        if self._played > 1 and self._micro_batches % (self.gradient_accumulation_steps // self._played) == 0:
+        if self.played > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.played) == 0:
             self.optimizers.collect()
         return loss
 
@@ -187,7 +182,7 @@ class ScapeTrainer(Trainer):
         """
         if self.step == self.job_config.training.steps and self.job_config.sync.scape.flush_at_end:
             self.optimizers.send_all()
-        self._interfaces.before_step(self._steps_taken)
+        self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
@@ -200,18 +195,18 @@ class ScapeTrainer(Trainer):
             ):
                 super().train_step(data_iterator)
         except (DataloaderExhaustedError, NoTextError):
-            self.step, self.ntokens_seen, self._ran_out = self.step - 1, seen, True
+            self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
         self._check_replicas()
-        self._train_seconds += time.perf_counter() - begin
-        self._steps_taken += 1
-        if self._steps_taken == 1:
+        self.train_seconds += time.perf_counter() - begin
+        self.steps_taken += 1
+        if self.steps_taken == 1:
             # TorchTitan shortens its own groups' timeout after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
-        self._interfaces.after_step(a_step_follows(self))
+        self.interfaces.after_step(a_step_follows(self))
         if self.ending is not None:
-            self.ending.after_step(self, first=self._steps_taken == 1)
+            self.ending.after_step(self, first=self.steps_taken == 1)
 
     def should_continue_training(self) -> bool:
         """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
@@ -230,113 +225,29 @@ class ScapeTrainer(Trainer):
 
     def train(self) -> None:
         super().train()
-        if self._ran_out:
+        if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
-            if self._steps_taken and self.job_config.sync.scape.flush_at_end:
+            flush = self.steps_taken > 0 and self.job_config.sync.scape.flush_at_end
+            if flush:
                 self._flush()
-            if self._steps_taken and not self.checkpointer._should_save(self.step):  # else it is saved already
+            if self.steps_taken and (
+                flush or not self.checkpointer._should_save(self.step)
+            ):  # else it is saved already
                 self.checkpointer.save(self.step, last_step=True)
-        if self._steps_taken == 0:
+        if self.steps_taken == 0:
             logger.info("No step was left to take")
             return
         if self.job_config.validation.enable and self.validator.last_step != self.step:
             self.validator.validate(self.model_parts, self.step)
-        self._summarise()
+        summarise(self)
 
     def _flush(self) -> None:
         """A step without gradients that sends all residuals."""
         self.optimizers.zero_grad()
         self.optimizers.send_all()
-        for _ in range(self._played if self._played > 1 else 0):
+        for _ in range(self.played if self.played > 1 else 0):
             self.optimizers.collect()
         self.optimizers.step()
-
-    def _summarise(self) -> None:
-        """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
-        self.optimizers.settle()
-        traffic = self.optimizers.collectives.traffic
-        sent, dense = self.metrics_processor.bytes_per_step(self._steps_taken, since={})
-        own = [self.ntokens_seen / self._played, float(self.dataloader.empty_documents())]
-        read = torch.tensor(own, dtype=torch.float64, device=self.optimizers.grad_norm.device)
-        # Ranks of one data-parallel index read the same tokens.
-        read = self.optimizers.collectives.sum_over_all(read) / self.parallel_dims.non_data_parallel_size
-        tokens_seen, empty = read.tolist()
-        steps, total = self._steps_taken, self.step
-        interfaces = self._interfaces.summary()
-        tokens_per_second = tokens_seen / total * steps / self._train_seconds
-        validation = self.validator.last_loss if self.job_config.validation.enable else None
-        summary = {
-            "method": self.job_config.sync.method,
-            "optimizer": self.job_config.optimizer.name,
-            "steps": total,
-            "tokens": int(tokens_seen),
-            "data_ran_out": self._ran_out,
-            "empty_documents": int(empty),
-            "sequence": self.job_config.training.seq_len,
-            "training_loss": self.metrics_processor.last_loss,
-            "validation_loss": validation,
-            "tokens_per_second": tokens_per_second,
-            "seconds_per_step": self._train_seconds / steps,
-            "seconds_by_phase": self.metrics_processor.mean_seconds(steps),
-            "bytes_sent_per_step_and_rank": sent,
-            "payload_parts": self.optimizers.payload_parts(),
-            "planned_bytes_per_step_and_rank": self.optimizers.planned_bytes(),
-            "dense_bytes_per_step_and_rank": dense,
-            "wait_seconds_per_step_by_rank": self.metrics_processor.mean_waits(steps),
-            "messages_per_step": {
-                f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
-            },
-            "interfaces": interfaces,
-            "skipped_steps": self.optimizers.guard.skipped,
-            "layout": self._described,
-        }
-        unsent = self.optimizers.statistics().get("residual_norm")
-        if unsent is not None:
-            summary["residual_norm"] = unsent
-        peak = self.metrics_processor.take_peak()
-        summary["peak_memory_bytes"] = peak
-        if self._memory is not None:
-            summary["predicted_memory_bytes"] = self._memory.kinds
-        if self._forecast is not None:
-            summary |= {"simulated_replicas": self._played, "predicted": self._forecast.figures()}
-        if dist.get_rank() != 0:
-            return
-        folder = Path(self.job_config.job.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for line in (
-            f"Summary of {total} steps ({self.job_config.sync.method}, {self.job_config.optimizer.name}"
-            + (f", {self._played} simulated replicas)" if self._played > 1 else ")")
-            + (f": the data ran out after {total} steps" if self._ran_out else ""),
-            f"  layout            {self._described}",
-            f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
-            f"  empty documents   {empty:,.0f} passed over",
-            f"  training loss     {_loss_text(self.metrics_processor.last_loss)} (last logged step)",
-            f"  validation loss   {_loss_text(validation)}",
-            f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
-            *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
-            *(f"  {line}" for line in (self._forecast.lines() if self._forecast else ())),
-            *([f"  {self._memory.line(peak)}"] if self._memory else ()),
-            *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
-            f"  skipped steps     {self.optimizers.guard.skipped}",
-            f"  written to        {folder / 'summary.json'}",
-        ):
-            logger.info(line)
-
-    def report_dry_run(self) -> None:
-        """What a step of this run would send, known without taking one."""
-        sent, dense = self.optimizers.planned_bytes(), self.optimizers.dense_bytes()
-        logger.info("Dry run: everything was built, nothing was trained")
-        logger.info(
-            f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
-            f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
-        )
-        for line in self._forecast.lines() if self._forecast else ():
-            logger.info(line)
-
-
-def _loss_text(loss: float | None) -> str:
-    return "not measured" if loss is None else f"{loss:.4f}"
 
 
 def is_dry_run(config: JobConfig) -> bool:
@@ -421,7 +332,7 @@ def run(arguments: list[str], ending: Ending) -> None:
     trainer = ScapeTrainer(config)
     ending.watch_over(trainer)
     if is_dry_run(config):
-        trainer.report_dry_run()
+        report_dry_run(trainer)
     elif config.checkpoint.create_seed_checkpoint:
         trainer.checkpointer.save(curr_step=0, last_step=True)
     else:
