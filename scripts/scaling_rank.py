@@ -88,7 +88,7 @@ class ScalingTrainer(train.ScapeTrainer):
         return self._loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        if self._steps_taken == self.wanted["warm_up"]:
+        if self.steps_taken == self.wanted["warm_up"]:
             self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
             self.optimizers.timer.take()  # what is left at the end is of the measured steps
         if torch.cuda.is_available():
@@ -101,9 +101,9 @@ class ScalingTrainer(train.ScapeTrainer):
         super().train_step(data_iterator)
         self._steps.append({"step": time.perf_counter() - begin, **self.optimizers.timer.take()})
 
-    def _summarise(self) -> None:
+    def summarise(self) -> None:
         taken = self.optimizers.timer.take()  # the summary takes what is left
-        super()._summarise()
+        super().summarise()
         warm_up = self.wanted["warm_up"]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -116,7 +116,7 @@ class ScalingTrainer(train.ScapeTrainer):
             phases = {n: statistics.median(s.get(n, 0.0) for s in self._steps[warm_up:]) for n in names}
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
         sent = self.optimizers.collectives.traffic.sent_by_level()
-        count = self._steps_taken - warm_up
+        count = self.steps_taken - warm_up
         grown = {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS}
         own = {
             "times": times,

@@ -35,8 +35,8 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         else:
             found["master"] = passes.master.nbytes
         found["offload buffers"] = sum(b.nbytes for window in passes.windows.values() for b in window.buffers)
-    assert trainer._memory is not None
-    kinds, host = trainer._memory.kinds, trainer._memory.host
+    assert trainer.memory is not None
+    kinds, host = trainer.memory.kinds, trainer.memory.host
     assert len(host) == (len(passes.windows) if hasattr(optimizers, "scape") else 0) and not kinds.keys() & host.keys()
     kinds = kinds | host
     trainer.close()

@@ -239,6 +239,10 @@ class ScapeTrainer(Trainer):
             return
         if self.job_config.validation.enable and self.validator.last_step != self.step:
             self.validator.validate(self.model_parts, self.step)
+        self.summarise()
+
+    def summarise(self) -> None:
+        """What the run says at its end. A collective call."""
         summarise(self)
 
     def _flush(self) -> None:
