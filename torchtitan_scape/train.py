@@ -227,12 +227,11 @@ class ScapeTrainer(Trainer):
         super().train()
         if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
-            flush = self.steps_taken > 0 and self.job_config.sync.scape.flush_at_end
-            if flush:
+            saved = self.checkpointer._should_save(self.step)
+            if self.steps_taken and self.job_config.sync.scape.flush_at_end:
                 self._flush()
-            if self.steps_taken and (
-                flush or not self.checkpointer._should_save(self.step)
-            ):  # else it is saved already
+                saved = False
+            if self.steps_taken and not saved:
                 self.checkpointer.save(self.step, last_step=True)
         if self.steps_taken == 0:
             logger.info("No step was left to take")

@@ -4,9 +4,7 @@ A checkpoint is whole once its manifest is there, which is written last (see `st
 layout or method has saved is taken by the rule in `convert`.
 """
 
-import json
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import (
     DATALOADER,
     LR_SCHEDULER,
@@ -32,49 +28,16 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_scape.checkpoint.convert import load_optimizer
 from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, kinds_in, read_record, steps_in
+from torchtitan_scape.checkpoint.parts import RandomState, SavedScape, sizes_line
 from torchtitan_scape.checkpoint.record import RECORD, Record
-from torchtitan_scape.checkpoint.safe_load import CheckedReader
-from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into, saved_state
-from torchtitan_scape.checkpoint.storage import CheckedWriter, find_damage, is_complete, remove
-from torchtitan_scape.metrics import size_text
+from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into
+from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, remove
 from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimizers
-from torchtitan_scape.optimizer.portable import RESIDUALS, Portable
-from torchtitan_scape.optimizer.scape import Scape
+from torchtitan_scape.optimizer.portable import Portable
 
 RANDOM = "random"
-
-
-class SavedScape(Stateful):
-    """SCAPE's state for `dcp.save`; `convert.load_optimizer` takes it back."""
-
-    def __init__(self, scape: Scape, frame: Frame, residual: str) -> None:
-        self._scape, self._frame, self._residual = scape, frame, residual
-
-    def state_dict(self) -> dict[str, Any]:
-        self._scape.settle()
-        return saved_state(self._scape, self._frame, self._residual)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("SCAPE's state is loaded by convert.load_optimizer")
-
-
-class RandomState(Stateful):
-    """Every rank's random numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._name = device, f"rank{dist.get_rank()}"
-
-    def state_dict(self) -> dict[str, Tensor]:
-        found = {f"{self._name}.cpu": torch.get_rng_state()}
-        if self._device.type != "cpu":
-            module = torch.get_device_module(self._device)
-            found[f"{self._name}.device"] = module.get_rng_state(self._device)
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        torch.set_rng_state(state_dict[f"{self._name}.cpu"])
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(state_dict[f"{self._name}.device"], self._device)
+_AXES = ("replicate", "shard", "context", "tensor", "simulate_replicas")
 
 
 class ReplicaCheckpointer(CheckpointManager):
@@ -99,7 +62,7 @@ class ReplicaCheckpointer(CheckpointManager):
         self.states[RECORD], self.states[RANDOM] = record, RandomState(device)
         if isinstance(self._optimizers, ScapeOptimizers):
             self.states[OPTIMIZER] = SavedScape(self._optimizers.scape, frame, record.values["residual"])
-            logger.info(_sizes_line(Portable(self._optimizers.scape), record.values["residual"]))
+            logger.info(sizes_line(Portable(self._optimizers.scape), record.values["residual"]))
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -117,7 +80,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
         def write() -> None:
             self._async_wait()
-            if _agreed(lambda: step not in self._damaged and is_complete(path) and RECORD in _kinds(path)):
+            if as_rank_0_sees(lambda: step not in self._damaged and is_complete(path) and RECORD in kinds_in(path)):
                 return
             self.dcp_save(self._flattened_model_states_sd(), checkpoint_id=path, async_mode=AsyncMode.DISABLED)
 
@@ -183,7 +146,7 @@ class ReplicaCheckpointer(CheckpointManager):
     def _whole_steps(self) -> list[int]:
         """Steps of the whole checkpoints in the folder, ascending, but those known to be damaged."""
         return [
-            s for s in _steps_in(self.folder) if s not in self._damaged and is_complete(self._create_checkpoint_id(s))
+            s for s in steps_in(self.folder) if s not in self._damaged and is_complete(self._create_checkpoint_id(s))
         ]
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -197,7 +160,7 @@ class ReplicaCheckpointer(CheckpointManager):
         kept = self._whole_steps()[-self.keep_latest_k :]
         if len(kept) < self.keep_latest_k:
             return
-        for step in _steps_in(self.folder):
+        for step in steps_in(self.folder):
             if step < kept[0]:
                 self.purge_queue.put(self._create_checkpoint_id(step))
 
@@ -218,8 +181,8 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _choose(self, step: int) -> str | None:
         """The folder to resume from, verified; None for none."""
-        steps, half = _told(
-            lambda: (self._whole_steps(), sorted(set(_steps_in(self.folder)) - set(self._whole_steps())))
+        steps, half = as_rank_0_sees(
+            lambda: (self._whole_steps(), sorted(set(steps_in(self.folder)) - set(self._whole_steps())))
         )
         if step == 0 or (step == -1 and not steps and not half):
             return None if step == -1 else self._named(0, steps)
@@ -233,7 +196,7 @@ class ReplicaCheckpointer(CheckpointManager):
                 )
         for candidate in reversed(steps):
             path = self._create_checkpoint_id(candidate)
-            if (damage := _first_damage(path)) is None:
+            if (damage := first_damage(path)) is None:
                 return path
             if not self._fallback:
                 raise ValueError(
@@ -251,7 +214,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if step not in steps:
             there = f"whole ones are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is no whole one"
             raise ValueError(f"checkpoint.load_step = {step}, but there is no whole {path}; {there}")
-        if (damage := _first_damage(path)) is not None:
+        if (damage := first_damage(path)) is not None:
             raise ValueError(f"{path} is damaged: {damage}; name another with --checkpoint.load_step")
         return path
 
@@ -267,7 +230,7 @@ class ReplicaCheckpointer(CheckpointManager):
                 self.folder = folder
         if not os.path.isfile(os.path.join(path, ".metadata")):
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")
-        if is_complete(path) and (damage := _first_damage(path)) is not None:
+        if is_complete(path) and (damage := first_damage(path)) is not None:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is damaged: {damage}")
         if not self.initial_load_model_only:
             self._load_run(path)
@@ -281,7 +244,7 @@ class ReplicaCheckpointer(CheckpointManager):
     def _load_run(self, path: str) -> None:
         """Everything that a run needs to go on."""
         begin = time.monotonic()
-        kinds = _kinds(path)
+        kinds = kinds_in(path)
         if OPTIMIZER not in kinds:
             raise ValueError(
                 f"{path} holds the model alone, so training cannot go on from it; name an earlier step with "
@@ -359,61 +322,3 @@ class ReplicaCheckpointer(CheckpointManager):
             ):
                 group["lr"] = base * factor(scheduler.last_epoch)
             scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
-
-
-_AXES = ("replicate", "shard", "context", "tensor", "simulate_replicas")
-
-
-def read_record(path: str) -> dict[str, Any]:
-    """What the run that saved says of itself. A collective call."""
-    state: dict[str, Any] = {RECORD: {"json": ""}}
-    load_into(path, state)
-    found: dict[str, Any] = json.loads(state[RECORD]["json"])
-    return found
-
-
-def _sizes_line(portable: Portable, residual: str) -> str:
-    """What a checkpoint takes, and would take with other residuals."""
-    model = 4 * sum(shard.parameter.numel() for shard in portable.scape.ordered)
-
-    def total(choice: str) -> str:
-        return size_text(model + sum(portable.sizes(choice).values()))
-
-    kinds = {"parameters": model} | portable.sizes(residual)
-    return (
-        f'A checkpoint takes {total(residual)} with residual = "{residual}" '
-        f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "
-        + ", ".join(f'{total(choice)} with "{choice}"' for choice in RESIDUALS if choice != residual)
-        + f", and dense AdamW's {size_text(3 * model)}"
-    )
-
-
-def _kinds(path: str) -> set[str]:
-    """First parts of the names in a checkpoint: "optimizer", "train_state", ..., and those of parameters."""
-    return {key.split(".")[0] for key in CheckedReader(path).read_metadata().state_dict_metadata}
-
-
-def _steps_in(folder: str) -> list[int]:
-    """Steps that have a folder, ascending."""
-    if not os.path.isdir(folder):
-        return []
-    found = [re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder)]
-    return sorted(int(match[1]) for match in found if match)
-
-
-def _told(look: Callable[[], Any]) -> Any:
-    """What rank 0 sees: file systems of several nodes may show different things for a while."""
-    seen = [look() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(seen, src=0)
-    return seen[0]
-
-
-def _agreed(look: Callable[[], bool]) -> bool:
-    return bool(_told(look))
-
-
-def _first_damage(path: str) -> str | None:
-    """What is wrong with a checkpoint, of whose files every rank reads a share. A collective call."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, find_damage(path, dist.get_rank(), dist.get_world_size()))
-    return next((text for text in found if text is not None), None)

@@ -1,0 +1,59 @@
+"""What lies in checkpoint folders, as all ranks see it."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan_scape.checkpoint.record import RECORD
+from torchtitan_scape.checkpoint.safe_load import CheckedReader
+from torchtitan_scape.checkpoint.state import load_into
+from torchtitan_scape.checkpoint.storage import find_damage
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """What the run that saved says of itself. A collective call."""
+    state: dict[str, Any] = {RECORD: {"json": ""}}
+    load_into(path, state)
+    found: dict[str, Any] = json.loads(state[RECORD]["json"])
+    return found
+
+
+def kinds_in(path: str) -> set[str]:
+    """First parts of the names in a checkpoint: "optimizer", "train_state", ..., and those of parameters."""
+    return {key.split(".")[0] for key in CheckedReader(path).read_metadata().state_dict_metadata}
+
+
+def steps_in(folder: str) -> list[int]:
+    """Steps that have a folder, ascending."""
+    if not os.path.isdir(folder):
+        return []
+    found = [re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder)]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def as_rank_0_sees(look: Callable[[], Any]) -> Any:
+    """What rank 0 sees: file systems of several nodes may show different things for a while. A collective call.
+
+    Raises on every rank what `look` raises there.
+    """
+    seen: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            seen[0] = look()
+        except (OSError, ValueError) as error:
+            seen[1] = error
+    dist.broadcast_object_list(seen, src=0)
+    if seen[1] is not None:
+        raise seen[1]
+    return seen[0]
+
+
+def first_damage(path: str) -> str | None:
+    """What is wrong with a checkpoint, of whose files every rank reads a share. A collective call."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, find_damage(path, dist.get_rank(), dist.get_world_size()))
+    return next((text for text in found if text is not None), None)

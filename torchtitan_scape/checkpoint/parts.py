@@ -1,0 +1,62 @@
+"""What a checkpoint holds beside the model and TorchTitan's own states."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan_scape.checkpoint.state import Frame, saved_state
+from torchtitan_scape.metrics import size_text
+from torchtitan_scape.optimizer.portable import RESIDUALS, Portable
+from torchtitan_scape.optimizer.scape import Scape
+
+
+class SavedScape(Stateful):
+    """SCAPE's state for `dcp.save`; `convert.load_optimizer` takes it back."""
+
+    def __init__(self, scape: Scape, frame: Frame, residual: str) -> None:
+        self._scape, self._frame, self._residual = scape, frame, residual
+
+    def state_dict(self) -> dict[str, Any]:
+        self._scape.settle()
+        return saved_state(self._scape, self._frame, self._residual)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("SCAPE's state is loaded by convert.load_optimizer")
+
+
+class RandomState(Stateful):
+    """Every rank's random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._name = device, f"rank{dist.get_rank()}"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        found = {f"{self._name}.cpu": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            module = torch.get_device_module(self._device)
+            found[f"{self._name}.device"] = module.get_rng_state(self._device)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state_dict[f"{self._name}.cpu"])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(state_dict[f"{self._name}.device"], self._device)
+
+
+def sizes_line(portable: Portable, residual: str) -> str:
+    """What a checkpoint takes, and would take with other residuals."""
+    model = 4 * sum(shard.parameter.numel() for shard in portable.scape.ordered)
+
+    def total(choice: str) -> str:
+        return size_text(model + sum(portable.sizes(choice).values()))
+
+    kinds = {"parameters": model} | portable.sizes(residual)
+    return (
+        f'A checkpoint takes {total(residual)} with residual = "{residual}" '
+        f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "
+        + ", ".join(f'{total(choice)} with "{choice}"' for choice in RESIDUALS if choice != residual)
+        + f", and dense AdamW's {size_text(3 * model)}"
+    )
