@@ -56,7 +56,7 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Options:
 @functools.cache
 def defaults() -> Options:
     """Those of [sync.scape] that a simulation takes."""
-    others = ("dense_names", "parameters", "values_dtype", "weights_dtype", "offload")
+    others = ("dense_names", "parameters", "values_dtype", "weights_dtype", "offload", "flush_at_end")
     # Late: the trainer has to be imported before TorchTitan is.
     from torchtitan_scape.job_config import Scape
 

@@ -1,6 +1,7 @@
 """Real processes with gloo, started once a session and shared by the tests: a start takes seconds."""
 
 import functools
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -98,3 +99,6 @@ def _serve(connection: Any, rank: int, world: int, store: str) -> None:
             connection.send((True, call()))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+        # TorchTitan turns automatic collection off: trainers, which refer to themselves, would stay until the end.
+        del call
+        gc.collect()

@@ -96,7 +96,9 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
 def facts(config: JobConfig) -> dict[str, str]:
     """Everything that ranks must have in common, as text, by name."""
     found = {key: value for key, value in flattened(config) if key not in MAY_DIFFER} | code_versions()
-    found |= {f"environment: {key}": value for key, value in os.environ.items() if key.startswith("SCAPE_")}
+    # With it, ranks wait for each other where others do not.
+    key = "SCAPE_COUNT_INTERFACES"
+    found[f"environment: {key}"] = os.environ.get(key, "none")
     # Weights may lie beside the tokenizer.
     found |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
     found |= file_facts("training data", config.training.dataset_path)
