@@ -229,9 +229,13 @@ class Ending:
         thread.join(seconds)
 
     def _note(self, line: str) -> None:
-        if self._progress:
+        if not self._progress:
+            return
+        try:
             with open(self._progress, "a") as file:
                 file.write(f"{line}\n")
+        except OSError as error:  # no reason to end otherwise than one would
+            logger.warning(f"{self._progress} cannot be written: {error.strerror}")
 
 
 def _resume_hint(checkpointer: Any) -> str:

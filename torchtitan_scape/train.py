@@ -166,6 +166,8 @@ class ScapeTrainer(Trainer):
         return self._data_end.batches(super().batch_generator(data_iterable), alone=not self.parallel_dims.dp_enabled)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        if self._micro_batches == 0 and self.checkpointer.enable:
+            self.checkpointer.restore_random()
         with self.optimizers.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
         self._micro_batches += 1
@@ -181,6 +183,7 @@ class ScapeTrainer(Trainer):
         counted then.
         """
         if self.step == self.job_config.training.steps and self.job_config.sync.scape.flush_at_end:
+            self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
             self.optimizers.send_all()
         self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
@@ -204,6 +207,8 @@ class ScapeTrainer(Trainer):
             # TorchTitan shortens its own groups' timeout after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
+            if self.step > 1:  # a resumed run has no step 1, behind which TorchTitan does this
+                dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(a_step_follows(self))
         if self.ending is not None:
             self.ending.after_step(self, first=self.steps_taken == 1)
@@ -232,6 +237,8 @@ class ScapeTrainer(Trainer):
                 self._flush()
                 saved = False
             if self.steps_taken and not saved:
+                if self.job_config.sync.consistency_interval:
+                    self.optimizers.check_consistency(self.step)
                 self.checkpointer.save(self.step, last_step=True)
         if self.steps_taken == 0:
             logger.info("No step was left to take")
@@ -246,6 +253,7 @@ class ScapeTrainer(Trainer):
 
     def _flush(self) -> None:
         """A step without gradients that sends all residuals."""
+        self.checkpointer.maybe_wait_for_staging()
         self.optimizers.zero_grad()
         self.optimizers.send_all()
         for _ in range(self.played if self.played > 1 else 0):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_training import METHODS, train
+from tests.test_training import METHODS, RECIPE, train
 
 SAVING = [
     *METHODS["scape"],
@@ -35,7 +35,9 @@ def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -
 
     with patch.object(logger, "warning", keep), patch.object(logger, "info", keep):
         result = train(folder, [*SAVING, *arguments], stop_after=steps, nan_at=nan_at, for_good=True)
-    kept = [line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes"))]
+    kept = [
+        line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes", "alone"))
+    ]
     return result | {"told": kept}
 
 
@@ -66,7 +68,7 @@ def half_written(step: Path) -> None:
     (step / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize("harm, word", [(truncate, "not written"), (flip, "checksum"), (half_written, "not written")])
+@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "not written")])
 def test_the_last_whole_checkpoint_is_used(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
@@ -86,10 +88,11 @@ def test_a_damaged_checkpoint_stops_the_run_if_that_is_asked_for(
     folder = shutil.copytree(run[0], tmp_path / "run")
     for step in (2, 4, 6, 8):
         flip(folder / "checkpoint" / f"step-{step}")
+    truncate(folder / "checkpoint" / "step-8")
     for more, message in (
         (["--checkpoint.no-fallback"], "step-8 is damaged"),
         (["--checkpoint.load_step=4"], "step-4 is damaged"),
-        (["--checkpoint.load_step=5"], "there is no whole"),
+        (["--checkpoint.load_step=5"], "there is no finished"),
         ([], "all checkpoints"),
     ):
         for good, text in pool2.outcomes(saved, str(folder), 8, *more):
@@ -129,6 +132,26 @@ def test_keeping_the_latest_never_deletes_the_only_good_one(
     assert {path.name for path in steps.iterdir()} == {"step-2", "step-4", "step-6"}
     pool2(saved, str(folder), 8, keep)
     assert {path.name for path in steps.iterdir()} == {"step-6", "step-8"}
+    # Back to an earlier step: what is newer than that is no reason to delete what follows it.
+    folder = shutil.copytree(run[0], tmp_path / "back")
+    pool2(saved, str(folder), 4, keep, "--checkpoint.load_step=2", "--checkpoint.interval=1")
+    assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-3", "step-4", "step-6", "step-8"}
+
+
+def test_a_seed_checkpoint_is_where_another_run_begins(pool2: Pool, tmp_path: Path) -> None:
+    pool2(seed, str(tmp_path))
+    results = pool2(saved, str(tmp_path), 2)
+    assert any("Loading the model alone" in line and "step-0" in line for line in results[0]["told"])
+
+
+def seed(folder: str) -> None:
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(
+        parse([*RECIPE, *SAVING, f"--job.dump_folder={folder}", "--checkpoint.last_save_model_only"])
+    )
+    trainer.checkpointer.save(0, last_step=True)
+    trainer.close()
 
 
 @pytest.mark.parametrize("method", ["scape", "adamw"])

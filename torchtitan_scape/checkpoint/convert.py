@@ -56,7 +56,7 @@ def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: b
     # P keeps its density, by which the host knows that it is no mask of all ones.
     portable.put_record(saved, list(saved["densities"]) if exact else [1.0, saved["densities"][1]])
     for i, shard, read in reader:
-        held = None if read.held is None or i >= portable.sparsified else read.held.to(device)
+        held = None if read.held is None else read.held.to(device)
         if i < portable.sparsified:
             for mask, bits in ((scape.masks.in_use, read.used), (scape.masks.previous, held)):
                 portable.put_mask(i, torch.ones(shard.size, dtype=torch.bool) if bits is None else bits, mask)
@@ -64,17 +64,20 @@ def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: b
         if not exact or own is None:
             moment, own = _shared(portable, i, reader, moment, own, held, same_count)
             norm.add(shard, _without(moment, held) if own is None else own.mean(0))
+            if i >= portable.sparsified and held is not None:  # from now on sent whole: nothing is held back
+                moment, own, held = _released(portable, i, moment, own, held), None, None
         portable.put(i, moment, own, held)
         _put_weights(portable, i, shard, read.master, read.weight if exact else None, reader, exact)
-    if exact and (extras := _extras(portable)):
-        reader.fill(extras)
+    if exact:
+        # Rates of visits are none where the run that saved did not need them: they are learned in a few steps.
+        reader.fill({key: values for key, values in _extras(portable).items() if reader.has(key)})
         portable.learned_extras()
     if reader.saved["residual"] == "drop":
         told = "residuals were not saved and are lost"
     elif reader.saved["residual"] == "mean":
         told = f"every replica starts from the mean of the residuals, as it was saved (norm {norm.text()})"
     elif exact:
-        return "bit for bit"
+        return "state as it was"
     elif same_count:
         told = f"every replica keeps its residual (norm {norm.text()})"
     else:
@@ -128,6 +131,16 @@ def _shared(
     if not same_count:
         own = mean.expand(portable.rows, -1).clone()
     return moment, torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+
+
+def _released(portable: Portable, i: int, moment: Tensor, own: Tensor | None, held: Tensor) -> Tensor:
+    """The first moment (n,) with all residuals in it, of which replicas hold the mean."""
+    residual = _without(moment, held)
+    if own is not None:
+        mean = own.sum(0)
+        portable.scape.collectives.sum_over_replicas(mean)
+        residual = residual + mean.div_(portable.scape.collectives.replicas)
+    return portable.with_residual(i, moment.masked_fill(~held, 0.0), residual, None)
 
 
 def _scape_from_dense(optimizers: ScapeOptimizers, reader: StateReader, step: int) -> str:
@@ -196,4 +209,6 @@ def _dense(optimizers: DenseOptimizers, reader: StateReader) -> str:
         state["step"].fill_(steps)
     if reader.saved["method"] != "scape":
         return "the first moment copied"
+    if reader.saved["residual"] == "drop":
+        return "the first moment copied; residuals were not saved and are lost"
     return f"the mean of the residuals (norm {norm.text()}) is flushed into the first moment"

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -45,6 +46,6 @@ def _ranks(ranks: list[int]) -> str:
 
 def _free(folder: Path) -> str:
     for path in (folder, *folder.absolute().parents):
-        if path.is_dir():
+        with suppress(OSError):  # the folder may not be there, or may just be removed
             return f"{shutil.disk_usage(path).free:,} bytes are free; "
     return ""

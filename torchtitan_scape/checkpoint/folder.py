@@ -22,9 +22,10 @@ def read_record(path: str) -> dict[str, Any]:
     return found
 
 
-def kinds_in(path: str) -> set[str]:
-    """First parts of the names in a checkpoint: "optimizer", "train_state", ..., and those of parameters."""
-    return {key.split(".")[0] for key in CheckedReader(path).read_metadata().state_dict_metadata}
+def names_in(path: str) -> set[str]:
+    """Names of everything in a checkpoint, such as "train_state.step", and the first parts of these."""
+    names = set(CheckedReader(path).read_metadata().state_dict_metadata)
+    return names | {name.split(".")[0] for name in names}
 
 
 def steps_in(folder: str) -> list[int]:
@@ -33,6 +34,11 @@ def steps_in(folder: str) -> list[int]:
         return []
     found = [re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder)]
     return sorted(int(match[1]) for match in found if match)
+
+
+def is_export(path: str) -> bool:
+    """Whether a folder holds the model for others, as safetensors."""
+    return any(name.endswith(".safetensors") for name in os.listdir(path))
 
 
 def as_rank_0_sees(look: Callable[[], Any]) -> Any:

@@ -7,6 +7,7 @@ layout or method has saved is taken by the rule in `convert`.
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_scape.checkpoint.convert import load_optimizer
 from torchtitan_scape.checkpoint.failures import failure_text
-from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, kinds_in, read_record, steps_in
+from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, is_export, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.parts import RandomState, SavedScape, sizes_line
 from torchtitan_scape.checkpoint.record import RECORD, Record
 from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into
-from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, remove
+from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimizers
 from torchtitan_scape.optimizer.portable import Portable
 
@@ -49,17 +50,21 @@ class ReplicaCheckpointer(CheckpointManager):
     _frame: Frame
     _fallback: bool
     _optimizers: ReplicaOptimizers
-    # Steps whose folders were found damaged: not counted among those that may be deleted for newer ones.
-    _damaged: set[int]
+    _being_written = ""
+    # Steps whose folders are damaged, or newer than the one that was asked for: no reason to delete older ones.
+    _not_counted: set[int]
+    _saving_group: dist.ProcessGroup | None
 
     def attach(self, record: Record, frame: Frame, fallback: bool, device: torch.device) -> None:
         """Adds what TorchTitan's constructor does not hand on.
 
         fallback: of several checkpoints, take the newest that is whole, where newer ones are damaged.
         """
-        self.record, self._frame, self._fallback, self._damaged = record, frame, fallback, set()
+        self.record, self._frame, self._fallback, self._not_counted = record, frame, fallback, set()
         self._optimizers = self.states[OPTIMIZER]
         self.states[RECORD], self.states[RANDOM] = record, RandomState(device)
+        # On GPUs the default group's timeout is for steps: a rank may write for longer than that.
+        self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         if isinstance(self._optimizers, ScapeOptimizers):
             self.states[OPTIMIZER] = SavedScape(self._optimizers.scape, frame, record.values["residual"])
             logger.info(sizes_line(Portable(self._optimizers.scape), record.values["residual"]))
@@ -68,8 +73,13 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """As TorchTitan's. Raises ValueError, on every rank, where it cannot be written; older ones stay whole."""
-        self._guarded(curr_step, lambda: CheckpointManager.save(self, curr_step, last_step))
-        if last_step and self.enable and not self.load_only:
+        if not self._should_save(curr_step, last_step):
+            return
+        if self._earlier_failed() and not last_step:
+            self.save_to_resume(curr_step)  # now, and for sure
+        else:
+            self._guarded(lambda: CheckpointManager.save(self, curr_step, last_step))
+        if last_step:
             self._purge_stale_checkpoints()
 
     def save_to_resume(self, step: int) -> None:
@@ -77,14 +87,25 @@ class ReplicaCheckpointer(CheckpointManager):
         if not self.enable or self.load_only:
             return
         path = self._create_checkpoint_id(step)
+        self._earlier_failed()
+        if as_rank_0_sees(lambda: step not in self._not_counted and is_complete(path) and RECORD in names_in(path)):
+            return
+        state = self._flattened_model_states_sd()
+        self._guarded(lambda: self.dcp_save(state, checkpoint_id=path, async_mode=AsyncMode.DISABLED))
+        logger.info(f"Saved {path}")
 
-        def write() -> None:
-            self._async_wait()
-            if as_rank_0_sees(lambda: step not in self._damaged and is_complete(path) and RECORD in kinds_in(path)):
-                return
-            self.dcp_save(self._flattened_model_states_sd(), checkpoint_id=path, async_mode=AsyncMode.DISABLED)
+    def restore_random(self) -> None:
+        """To be called before the first forward pass."""
+        self.states[RANDOM].restore()
 
-        self._guarded(step, write)
+    def _earlier_failed(self) -> bool:
+        """Waits for the save that is being written beside training; whether it failed, which is said."""
+        try:
+            self._guarded(self._async_wait)
+        except ValueError as error:
+            logger.error(f"{error}; a later step is saved instead")
+            return True
+        return False
 
     def dcp_save(
         self,
@@ -96,12 +117,13 @@ class ReplicaCheckpointer(CheckpointManager):
     ) -> Any:
         """As TorchTitan's, with checksums and a manifest."""
         self._being_written = checkpoint_id
+        self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = CheckedWriter(checkpoint_id)
         options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id}
         if async_mode == AsyncMode.DISABLED:
-            return dcp.save(state_dict, **options)
+            return dcp.save(state_dict, process_group=self._saving_group, **options)
         options["process_group"] = self.pg
         if self.stager is None:
             pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -111,7 +133,7 @@ class ReplicaCheckpointer(CheckpointManager):
             options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
         return dcp.async_save(state_dict, **options)
 
-    def _guarded(self, step: int, write: Callable[[], None]) -> None:
+    def _guarded(self, write: Callable[[], Any]) -> None:
         """Runs a save. A disk that does not take it leaves nothing behind, and one message on every rank.
 
         Other errors, such as a lost peer, pass: what was written of it has no manifest, and no start will use it.
@@ -124,11 +146,11 @@ class ReplicaCheckpointer(CheckpointManager):
             )
             if not any(isinstance(cause, OSError) for cause in causes):
                 raise
-            path = getattr(self, "_being_written", self._create_checkpoint_id(step))
+            path, self.save_future = self._being_written, None
             text = failure_text(error, path)
-            self.save_future = None
-            if dist.get_rank() == 0:
-                remove(path)
+            if dist.get_rank() == 0 and not is_complete(path):
+                with suppress(OSError):
+                    remove(path)
             good = self._whole_steps()
             kept = f"the last good checkpoint is step-{good[-1]}" if good else "there is no other checkpoint"
             raise ValueError(f"{text}; {kept}") from error
@@ -140,14 +162,13 @@ class ReplicaCheckpointer(CheckpointManager):
             and getattr(self, "save_future", None) is not None
             and hasattr(self, "record")
         ):
-            self._guarded(0, self._async_wait)
+            self._guarded(self._async_wait)
         super().close()
 
     def _whole_steps(self) -> list[int]:
-        """Steps of the whole checkpoints in the folder, ascending, but those known to be damaged."""
-        return [
-            s for s in steps_in(self.folder) if s not in self._damaged and is_complete(self._create_checkpoint_id(s))
-        ]
+        """Steps of the whole checkpoints in the folder, ascending, but those that do not count."""
+        steps = (step for step in steps_in(self.folder) if step not in self._not_counted)
+        return [step for step in steps if is_complete(self._create_checkpoint_id(step))]
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest whole checkpoint's step; -1 for none."""
@@ -157,12 +178,15 @@ class ReplicaCheckpointer(CheckpointManager):
         """Deletes what is older than the newest `keep_latest_k` whole checkpoints. Others do not count."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
-        kept = self._whole_steps()[-self.keep_latest_k :]
-        if len(kept) < self.keep_latest_k:
+        try:
+            kept, there = self._whole_steps()[-self.keep_latest_k :], steps_in(self.folder)
+        except OSError as error:  # of a network file system, say: the save itself went well
+            logger.warning(f"no older checkpoint is deleted: {self.folder} cannot be listed ({error.strerror})")
             return
-        for step in steps_in(self.folder):
-            if step < kept[0]:
-                self.purge_queue.put(self._create_checkpoint_id(step))
+        for step in there if len(kept) == self.keep_latest_k else ():
+            path = self._create_checkpoint_id(step)
+            if step < kept[0] and path != self._being_written:
+                self.purge_queue.put(path)
 
     # ------------------------------------------------------------------------------------------ loading
 
@@ -176,23 +200,23 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self._choose(step)
         if path is None:
             return self._load_initial()
-        self._load_run(path)
+        if path == self._create_checkpoint_id(0):  # a seed, with which another run has begun
+            self._load_model(path)
+        else:
+            self._load_run(path)
         return True
 
     def _choose(self, step: int) -> str | None:
         """The folder to resume from, verified; None for none."""
-        steps, half = as_rank_0_sees(
-            lambda: (self._whole_steps(), sorted(set(steps_in(self.folder)) - set(self._whole_steps())))
-        )
-        if step == 0 or (step == -1 and not steps and not half):
-            return None if step == -1 else self._named(0, steps)
+        there: list[int] = as_rank_0_sees(lambda: steps_in(self.folder))
+        steps: list[int] = as_rank_0_sees(lambda: [s for s in there if is_finished(self._create_checkpoint_id(s))])
         if step != -1:
             return self._named(step, steps)
-        for unfinished in half:
-            if not steps or unfinished > steps[-1]:
+        for unfinished in (s for s in there if s not in steps and s > max(steps, default=-1)):
+            if not is_export(self._create_checkpoint_id(unfinished)):
                 logger.warning(
-                    f"{self._create_checkpoint_id(unfinished)} has no manifest or lacks files: it was not written "
-                    "to its end, and is not used"
+                    f"{self._create_checkpoint_id(unfinished)} has no manifest: it was not written to its end, and is "
+                    "not used"
                 )
         for candidate in reversed(steps):
             path = self._create_checkpoint_id(candidate)
@@ -204,7 +228,7 @@ class ReplicaCheckpointer(CheckpointManager):
                     "whole one before it"
                 )
             logger.warning(f"{path} is damaged: {damage}; an older checkpoint is taken")
-            self._damaged.add(candidate)
+            self._not_counted.add(candidate)
         if steps:
             raise ValueError(f"all checkpoints in {self.folder} are damaged; start in another --job.dump_folder")
         return None
@@ -212,10 +236,11 @@ class ReplicaCheckpointer(CheckpointManager):
     def _named(self, step: int, steps: list[int]) -> str:
         path = self._create_checkpoint_id(step)
         if step not in steps:
-            there = f"whole ones are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is no whole one"
-            raise ValueError(f"checkpoint.load_step = {step}, but there is no whole {path}; {there}")
+            there = f"finished are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is none"
+            raise ValueError(f"checkpoint.load_step = {step}, but there is no finished {path}; {there}")
         if (damage := first_damage(path)) is not None:
             raise ValueError(f"{path} is damaged: {damage}; name another with --checkpoint.load_step")
+        self._not_counted |= {later for later in steps if later > step}
         return path
 
     def _load_initial(self) -> bool:
@@ -228,30 +253,36 @@ class ReplicaCheckpointer(CheckpointManager):
                 return super().load(-1)
             finally:
                 self.folder = folder
-        if not os.path.isfile(os.path.join(path, ".metadata")):
+        is_folder, finished = as_rank_0_sees(lambda: (os.path.isfile(f"{path}/.metadata"), is_finished(path)))
+        if not is_folder:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")
-        if is_complete(path) and (damage := first_damage(path)) is not None:
+        if not finished:
+            logger.warning(f"{path} has no manifest: whether it is whole cannot be told")
+        elif (damage := first_damage(path)) is not None:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is damaged: {damage}")
         if not self.initial_load_model_only:
             self._load_run(path)
             return True
+        self._load_model(path)
+        return True
+
+    def _load_model(self, path: str) -> None:
         logger.info(f"Loading the model alone from {path}")
         model = self.states[MODEL].state_dict()
         load_into(path, model)
         self.states[MODEL].load_state_dict(model)
-        return True
 
     def _load_run(self, path: str) -> None:
         """Everything that a run needs to go on."""
         begin = time.monotonic()
-        kinds = kinds_in(path)
-        if OPTIMIZER not in kinds:
+        names = names_in(path)
+        if OPTIMIZER not in names:
             raise ValueError(
                 f"{path} holds the model alone, so training cannot go on from it; name an earlier step with "
                 "--checkpoint.load_step, or start a new run in another --job.dump_folder. (A run whose last checkpoint "
                 "shall be resumed from needs checkpoint.last_save_model_only = false)"
             )
-        if RECORD not in kinds:
+        if RECORD not in names:
             raise ValueError(
                 f"{path} was not saved by this version of this project; start from its model with "
                 "checkpoint.initial_load_path"
@@ -268,7 +299,11 @@ class ReplicaCheckpointer(CheckpointManager):
         }
         if dense and OPTIMIZER not in excluded:
             states[OPTIMIZER] = self.states[OPTIMIZER]
-        if same_ranks and RANDOM not in excluded:
+        if (
+            RANDOM not in excluded
+            and same_ranks
+            and {f"{RANDOM}.{key}" for key in self.states[RANDOM].state_dict()} <= names
+        ):
             states[RANDOM] = self.states[RANDOM]
         load_into(path, states)
         if MODEL not in excluded:
@@ -281,10 +316,10 @@ class ReplicaCheckpointer(CheckpointManager):
         if DATALOADER not in excluded:
             told += self._load_data(path, saved)
         self._optimizers.put_counters(saved["counters"])
-        self._keep_configured_rates(different, excluded)
+        self._keep_configured_rates(different)
         changes = f"; differs from the run that saved: {', '.join(different)}" if different else ""
         logger.info(
-            f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {'; '.join(told) or 'bit for bit'}{changes}"
+            f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {'; '.join(told) or 'state as it was'}{changes}"
         )
 
     def _load_data(self, path: str, saved: dict[str, Any]) -> list[str]:
@@ -305,13 +340,15 @@ class ReplicaCheckpointer(CheckpointManager):
         )
         return [loader.load_old([old])]
 
-    def _keep_configured_rates(self, different: list[str], excluded: set[str]) -> None:
+    def _keep_configured_rates(self, different: list[str]) -> None:
         """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""
         values = self.record.values
         changed = {text.split()[0] for text in different} & {"lr", "betas", "eps", "weight_decay"}
         for group in self._optimizers.optimizers[0].param_groups:
             for key in changed - {"lr"}:
                 group[key] = tuple(values[key]) if key == "betas" else values[key]
+            for key in group.keys() & {"fused", "foreach"}:  # AdamW's implementation is this run's, too
+                group[key] = self._optimizers.optimizers[0].defaults[key]
         schedulers: LRSchedulersContainer = self.states[LR_SCHEDULER]
         for scheduler in schedulers.schedulers:
             if "lr" in changed:

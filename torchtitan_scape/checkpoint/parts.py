@@ -28,10 +28,11 @@ class SavedScape(Stateful):
 
 
 class RandomState(Stateful):
-    """Every rank's random numbers."""
+    """Every rank's random numbers; what is loaded is taken by `restore`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._name = device, f"rank{dist.get_rank()}"
+        self._loaded: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
         found = {f"{self._name}.cpu": torch.get_rng_state()}
@@ -41,9 +42,15 @@ class RandomState(Stateful):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        torch.set_rng_state(state_dict[f"{self._name}.cpu"])
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(state_dict[f"{self._name}.device"], self._device)
+        self._loaded = dict(state_dict)
+
+    def restore(self) -> None:
+        """To be called before the first forward pass: data loaders draw a number when they begin."""
+        loaded, self._loaded = self._loaded, {}
+        if loaded:
+            torch.set_rng_state(loaded[f"{self._name}.cpu"])
+        if loaded and self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(loaded[f"{self._name}.device"], self._device)
 
 
 def sizes_line(portable: Portable, residual: str) -> str:

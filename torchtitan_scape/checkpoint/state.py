@@ -153,6 +153,8 @@ class StateReader:
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
+        if not keys:
+            return
         load_into(self.path, {"optimizer": keys})
 
     def model(self, shard: LocalShard) -> Tensor:
@@ -209,14 +211,18 @@ class StateReader:
         keys = {}
         for shard, room in zip(shards, rooms, strict=True):
             key = f"state.{shard.name}.exp_avg"
-            if f"optimizer.{key}" not in self._kinds:
+            if not self.has(key):
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             keys[key] = self.frame.whole(shard.parameter, room)
         self.fill(keys)
         return [Saved(room.view(-1)) for room in rooms]
 
     def _has(self, kind: str, shard: LocalShard) -> bool:
-        return f"optimizer.{kind}.{shard.name}" in self._kinds
+        return self.has(f"{kind}.{shard.name}")
+
+    def has(self, key: str) -> bool:
+        """Whether the optimizer's part of the checkpoint has something of this name."""
+        return f"optimizer.{key}" in self._kinds
 
     def _batches(self) -> Iterator[list[LocalShard]]:
         """The parameters, so many at a time that what is read of them is about `_AT_A_TIME` bytes; as on all ranks."""

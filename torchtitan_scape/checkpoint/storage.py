@@ -255,6 +255,11 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
     return sums
 
 
+def is_finished(path: str | os.PathLike[str]) -> bool:
+    """Whether a save came to its end here: there is a manifest. What it lists may have been damaged since."""
+    return Path(path, MANIFEST).is_file()
+
+
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether the manifest is there and every file has its size. Reads no data: find_damage does."""
     try:

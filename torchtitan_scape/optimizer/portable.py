@@ -72,13 +72,13 @@ class Portable:
             if residual == "exact" and self.one_buffer:
                 state = torch.atleast_2d(self.passes.kept("state")[i])
                 if i < self.sparsified:
-                    found["residual", name] = state.view(-1, *shape)
+                    found["residual", name] = state.view(len(state), *shape)
                 else:
                     found["moment", name] = state[0].view(shape)
             else:
                 moment, own = self._parts(i, held)
                 if residual == "exact" and (i < self.sparsified or self.rounds):
-                    found["residual", name] = own.view(-1, *shape).cpu()
+                    found["residual", name] = own.view(len(own), *shape).cpu()
                 elif residual == "mean":
                     mean = own.sum(0)
                     self.scape.collectives.sum_over_replicas(mean)
@@ -278,9 +278,12 @@ class Portable:
         for i in range(len(self.names)):
             held = self._held(i)
             for number, start, end in self._pieces[i]:
-                where, lost = self._where(held, start, end), self.passes.errors_of(number) / self.beta1(i)
+                where, lost = self._where(held, start, end), self.passes.errors_of(number)
+                lost = lost / self.beta1(i) if self.beta1(i) > 0.0 else torch.zeros_like(lost)
                 if not self.gathers:
-                    kept[number][..., where] += lost.to(kept[number].device)
+                    state = kept[number]  # on the host, where it is offloaded
+                    where = where.to(state.device) if isinstance(where, Tensor) else where
+                    state[..., where] += lost.to(state.device)
                 elif self.passes.owns(number):  # type: ignore[attr-defined]
                     self.passes.share_of(self.passes.common, number)[where] += lost  # type: ignore[attr-defined]
         errors.zero_()
