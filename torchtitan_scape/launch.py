@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 
-from torchtitan_scape.peers import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, tell_for
+from torchtitan_scape.peers import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, tell_for
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # What a rank ends with of its own accord, having told the others why.
@@ -53,7 +53,7 @@ class Ranks:
         self.asked: signal.Signals | None = None
         self.pids: list[int] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.across_nodes = False
+        self.across_nodes, self.store = False, ("", 0)
         self._stop_seconds = stop_seconds
         hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
         self._waited_for = SIGNALS if hang_up else SIGNALS[:-1]
@@ -78,8 +78,13 @@ class Ranks:
 
     def watch(self) -> None:
         """Ends this launcher some time after the ranks: the agent may be asking a node that does not answer."""
+        known, since = failure_known(*self.store) if self.across_nodes else lambda: False, 0.0
         while None in self.codes():
             time.sleep(1.0)
+            if since == 0.0 and known():
+                since = time.monotonic()
+            if since and time.monotonic() - since > END_SECONDS:  # they had time to say it and end
+                self.send(signal.SIGKILL)
         if self.codes() != {0}:
             time.sleep(AGENT_SECONDS)
             _say("the ranks have ended, and the other nodes' launchers do not answer")
@@ -104,6 +109,7 @@ class Ranks:
                 found = super()._start_workers(worker_group)
                 ranks.pids = list(found.values())
                 ranks.across_nodes = worker_group.group_world_size > 1
+                ranks.store = worker_group.master_addr, worker_group.master_port
                 if ranks.asked is not None:
                     ranks.send(ranks.asked)
                 ranks.processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]

@@ -264,6 +264,21 @@ def tell_for(rank: int, process: int, how: str, address: str, port: int) -> None
     store.compare_set("failed", "", json.dumps(asdict(failure)))
 
 
+def failure_known(address: str, port: int) -> Callable[[], bool]:
+    """Asks whether a rank has said what ended the run: for a launcher whose own rank may be halted, and deaf to it."""
+    store: list[dist.Store] = []
+
+    def known() -> bool:
+        try:
+            if not store:
+                store.append(_store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0))
+            return bool(store[0].check(["failed"]))
+        except (RuntimeError, TimeoutError):  # a link that is down for a while: the ranks judge that
+            return False
+
+    return known
+
+
 def say(rank: int | str, message: str) -> None:
     """The one line that a rank ends with."""
     print(f"[rank {rank}] error: {message}", file=sys.stderr, flush=True)
