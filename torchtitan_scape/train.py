@@ -200,7 +200,9 @@ class ScapeTrainer(Trainer):
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
-        self._check_replicas()
+        interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
+        if (interval and self.step % interval == 0) or self.checkpointer._should_save(self.step, last):
+            self._check_replicas()
         self.train_seconds += time.perf_counter() - begin
         self.steps_taken += 1
         if self.steps_taken == 1:
@@ -217,15 +219,13 @@ class ScapeTrainer(Trainer):
         """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
         more = super().should_continue_training()
         if more and self.ending is not None and self.optimizers.guard.stop_agreed:
-            if self.job_config.sync.consistency_interval:
-                self.optimizers.check_consistency(self.step)
+            self._check_replicas()
             self.ending.stop_here(self)
         return more
 
     def _check_replicas(self) -> None:
-        """At the interval, and in front of every save: no checkpoint shall hold what a flipped bit has made."""
-        interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
-        if interval and (self.step % interval == 0 or self.checkpointer._should_save(self.step, last)):
+        """In front of every save, and at the interval: no checkpoint shall hold what a flipped bit has made."""
+        if self.job_config.sync.consistency_interval:
             self.optimizers.check_consistency(self.step)
 
     def train(self) -> None:
@@ -237,8 +237,7 @@ class ScapeTrainer(Trainer):
                 self._flush()
                 saved = False
             if self.steps_taken and not saved:
-                if self.job_config.sync.consistency_interval:
-                    self.optimizers.check_consistency(self.step)
+                self._check_replicas()
                 self.checkpointer.save(self.step, last_step=True)
         if self.steps_taken == 0:
             logger.info("No step was left to take")

@@ -7,14 +7,14 @@ optimizer has no residual: there it enters the first moment at once, which the n
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.checkpoint.state import StateReader, _extras
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.checkpoint.state import Saved, StateReader, extras_of
 from torchtitan_scape.optimizer.container import DenseOptimizers, ReplicaOptimizers, ScapeOptimizers
-from torchtitan_scape.optimizer.portable import Portable
+from torchtitan_scape.optimizer.portable import Portable, for_moment
 from torchtitan_scape.optimizer.shards import Shard, local, stored
 
 
@@ -60,7 +60,7 @@ def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: b
         if i < portable.sparsified:
             for mask, bits in ((scape.masks.in_use, read.used), (scape.masks.previous, held)):
                 portable.put_mask(i, torch.ones(shard.size, dtype=torch.bool) if bits is None else bits, mask)
-        moment, own = _moment_and_own(read, saved, shard, held, device)
+        moment, own = _moment_and_own(read, shard, held, reader, optimizers)
         if not exact or own is None:
             moment, own = _shared(portable, i, reader, moment, own, held, same_count)
             norm.add(shard, _without(moment, held) if own is None else own.mean(0))
@@ -70,7 +70,7 @@ def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: b
         _put_weights(portable, i, shard, read.master, read.weight if exact else None, reader, exact)
     if exact:
         # Rates of visits are none where the run that saved did not need them: they are learned in a few steps.
-        reader.fill({key: values for key, values in _extras(portable).items() if reader.has(key)})
+        reader.fill({key: values for key, values in extras_of(portable).items() if reader.has(key)})
         portable.learned_extras()
     if reader.saved["residual"] == "drop":
         told = "residuals were not saved and are lost"
@@ -85,24 +85,34 @@ def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: b
     return told if exact else f"{told}, the first moment copied, the next step is dense"
 
 
-def _without(moment: Tensor, held: Tensor | None) -> Tensor:
-    """Of `moment` what is residual: off P."""
-    return torch.zeros_like(moment) if held is None else moment.masked_fill(held, 0.0)
+def _without(values: Tensor, held: Tensor | None) -> Tensor:
+    """Of values (n,) or (rows, n) what lies off P."""
+    return torch.zeros_like(values) if held is None else values.masked_fill(held, 0.0)
 
 
 def _moment_and_own(
-    read: Any, saved: dict[str, Any], shard: Shard, held: Tensor | None, device: torch.device
+    read: Saved, shard: Shard, held: Tensor | None, reader: StateReader, optimizers: ReplicaOptimizers
 ) -> tuple[Tensor, Tensor | None]:
-    """moment (n,) and residual (rows, n) on the device, told apart where they lay in one buffer."""
+    """moment (n,) and residual (rows, n) on the device, told apart where they lay in one buffer. A collective call."""
+    device = optimizers.grad_norm.device
     moment = None if read.moment is None else read.moment.to(device)
     own = None if read.residual is None else read.residual.to(device)
     if moment is None:
-        # All rows have it. Where this rank reads none, the first replica's is broadcast.
+        # All rows have it.
         first = own[0] if own is not None and len(own) else torch.zeros(shard.size, device=device)
         moment = first.clone() if held is None else first.masked_fill(~held, 0.0)
-    if own is not None and saved["one_buffer"]:
-        own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+    if own is not None and reader.saved["scape"]["one_buffer"]:
+        if reader.replicas != optimizers.collectives.replicas:  # then some ranks read no row
+            optimizers.collectives.broadcast_from_first([moment])
+        own = _without(own, held)
     return moment, own
+
+
+def _mean(own: Tensor, collectives: ReplicaCollectives, replicas: int) -> Tensor:
+    """(n,): the mean of residuals (rows, n), of which every rank has some of `replicas`. A collective call."""
+    total = own.sum(0)
+    collectives.sum_over_replicas(total)
+    return total.div_(replicas)
 
 
 def _shared(
@@ -115,31 +125,24 @@ def _shared(
     same_count: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(moment, own residual (rows, n)) for a run that goes on from another layout, replicas equal."""
-    collectives = portable.scape.collectives
     if own is None:
         return moment, None  # saved as a mean, which lies in the moment off P
-    if reader.saved["scape"]["one_buffer"] and not same_count:
-        collectives.broadcast_from_first([moment])
     if same_count and not reader.saved["scape"]["rounds"]:
         return moment, own
-    mean = own.sum(0)
-    collectives.sum_over_replicas(mean)
-    mean.div_(reader.replicas)
+    mean = _mean(own, portable.scape.collectives, reader.replicas)
     # What rounding lost lies on P, where another layout has no place for it.
     lost = mean if held is None else mean.masked_fill(~held, 0.0)
     moment = portable.with_residual(i, moment, lost, held)
     if not same_count:
         own = mean.expand(portable.rows, -1).clone()
-    return moment, torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+    return moment, _without(own, held)
 
 
 def _released(portable: Portable, i: int, moment: Tensor, own: Tensor | None, held: Tensor) -> Tensor:
     """The first moment (n,) with all residuals in it, of which replicas hold the mean."""
     residual = _without(moment, held)
     if own is not None:
-        mean = own.sum(0)
-        portable.scape.collectives.sum_over_replicas(mean)
-        residual = residual + mean.div_(portable.scape.collectives.replicas)
+        residual = residual + _mean(own, portable.scape.collectives, portable.scape.collectives.replicas)
     return portable.with_residual(i, moment.masked_fill(~held, 0.0), residual, None)
 
 
@@ -180,15 +183,10 @@ def _pending(optimizers: DenseOptimizers, reader: StateReader) -> Iterator[tuple
     device = optimizers.grad_norm.device
     for _, shard, read in reader:
         held = None if read.held is None else read.held.to(device)
-        saved = reader.saved.get("scape", {"one_buffer": False})
-        moment, own = _moment_and_own(read, saved, shard, held, device)
+        moment, own = _moment_and_own(read, shard, held, reader, optimizers)
         residual = _without(moment, held) if reader.saved["method"] == "scape" else torch.zeros_like(moment)
         if own is not None:
-            if saved["one_buffer"] and reader.replicas != optimizers.collectives.replicas:
-                optimizers.collectives.broadcast_from_first([moment])
-            mean = own.sum(0)
-            optimizers.collectives.sum_over_replicas(mean)
-            residual = residual + mean / reader.replicas
+            residual = residual + _mean(own, optimizers.collectives, reader.replicas)
         yield shard, moment if held is None else moment.masked_fill(~held, 0.0), residual
 
 
@@ -198,7 +196,7 @@ def _dense(optimizers: DenseOptimizers, reader: StateReader) -> str:
     for shard, moment, residual in _pending(optimizers, reader):
         norm.add(shard, residual)
         state, beta1 = optimizer.state[shard.parameter], optimizer.param_groups[shard.group]["betas"][0]
-        moment += residual / beta1 if beta1 > 0.0 else 0.0
+        moment += for_moment(residual, beta1)
         own = local(state["exp_avg"])
         own.copy_(moment.view(own.shape))
         if "exp_avg_sq" in state:

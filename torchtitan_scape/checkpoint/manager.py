@@ -38,7 +38,7 @@ from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimiz
 from torchtitan_scape.optimizer.portable import Portable
 
 RANDOM = "random"
-_AXES = ("replicate", "shard", "context", "tensor", "simulate_replicas")
+_AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
 
 
 class ReplicaCheckpointer(CheckpointManager):
@@ -291,19 +291,13 @@ class ReplicaCheckpointer(CheckpointManager):
         exact, different = self.record.compare(saved, path)
         excluded = set(self.exclude_from_loading)
         dense = saved["method"] == "dense" == self.record.values["method"] and exact
-        same_ranks = saved["ranks"] == self.record.values["ranks"] and not set(_AXES) & {
-            d.split()[0] for d in different
-        }
         states = {
             k: v for k, v in self._states_to_load(False).items() if k not in (RECORD, RANDOM, DATALOADER, OPTIMIZER)
         }
         if dense and OPTIMIZER not in excluded:
             states[OPTIMIZER] = self.states[OPTIMIZER]
-        if (
-            RANDOM not in excluded
-            and same_ranks
-            and {f"{RANDOM}.{key}" for key in self.states[RANDOM].state_dict()} <= names
-        ):
+        random = {f"{RANDOM}.{key}" for key in self.states[RANDOM].state_dict()}
+        if RANDOM not in excluded and not different.keys() & set(_AXES) and random <= names:
             states[RANDOM] = self.states[RANDOM]
         load_into(path, states)
         if MODEL not in excluded:
@@ -316,8 +310,9 @@ class ReplicaCheckpointer(CheckpointManager):
         if DATALOADER not in excluded:
             told += self._load_data(path, saved)
         self._optimizers.put_counters(saved["counters"])
-        self._keep_configured_rates(different)
-        changes = f"; differs from the run that saved: {', '.join(different)}" if different else ""
+        self._keep_configured_rates(different.keys() & {"lr", "betas", "eps", "weight_decay"})
+        listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
+        changes = f"; differs from the run that saved: {listed}" if listed else ""
         logger.info(
             f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {'; '.join(told) or 'state as it was'}{changes}"
         )
@@ -327,23 +322,19 @@ class ReplicaCheckpointer(CheckpointManager):
         loader: Any = self.states[DATALOADER]
         if loader is None:
             return []
-        readers = saved["replicas"] * saved["shard"]
-        if readers == self.record.values["replicas"] * self.record.values["shard"]:
+        readers, mine = (values["replicas"] * values["shard"] for values in (saved, self.record.values))
+        if readers == mine:
             load_into(path, {DATALOADER: loader})
             return []
         old: dict[str, Any] = {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
         load_into(path, {DATALOADER: old})
         trainer: Any = self.states["train_state"]
-        # Every rank counts its own tokens.
-        trainer.ntokens_seen = (
-            trainer.ntokens_seen * readers // (self.record.values["replicas"] * self.record.values["shard"])
-        )
+        trainer.ntokens_seen = trainer.ntokens_seen * readers // mine  # every rank counts its own tokens
         return [loader.load_old([old])]
 
-    def _keep_configured_rates(self, different: list[str]) -> None:
+    def _keep_configured_rates(self, changed: set[str]) -> None:
         """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""
         values = self.record.values
-        changed = {text.split()[0] for text in different} & {"lr", "betas", "eps", "weight_decay"}
         for group in self._optimizers.optimizers[0].param_groups:
             for key in changed - {"lr"}:
                 group[key] = tuple(values[key]) if key == "betas" else values[key]

@@ -83,8 +83,8 @@ class Record(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to take back: whoever loads has read it before."""
 
-    def compare(self, saved: dict[str, Any], path: str) -> tuple[bool, list[str]]:
-        """(whether the state can be taken as it lies, every difference as "key: saved -> here").
+    def compare(self, saved: dict[str, Any], path: str) -> tuple[bool, dict[str, str]]:
+        """(whether the state can be taken as it lies, every difference as key: "saved -> here").
 
         Raises ValueError for another model.
         """
@@ -94,14 +94,13 @@ class Record(Stateful):
                 "another --job.dump_folder, or with the model of the checkpoint"
             )
         keys = [key for key in self.values | saved if key in self.values and key in saved and key != "residual"]
-        different = [key for key in keys if saved[key] != self.values[key]]
-        told = [f"{key} {saved[key]!r} -> {self.values[key]!r}" for key in different if key != "ranks"]
+        different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
         if saved["method"] != self.values["method"]:
-            return False, told
+            return False, different
         if self.values["method"] != "scape":
-            return saved["optimizer"] == self.values["optimizer"], told
-        laid_out = set(different) & set(_LAYOUT)
+            return saved["optimizer"] == self.values["optimizer"], different
+        laid_out = different.keys() & set(_LAYOUT)
         # Errors of rounding are kept for the entries of a payload, which are others at another density.
         if "density" in different and "bfloat16" in (saved["wire_dtype"], self.values["wire_dtype"]):
             laid_out.add("density")
-        return not laid_out, told
+        return not laid_out, different

@@ -96,7 +96,7 @@ def saved_state(scape: Scape, frame: Frame, residual: str) -> dict[str, Tensor]:
         parameter, values = parameters[name], _apart(values)
         is_rows = kind == "residual"
         found[f"{kind}.{name}"] = frame.rows(parameter, values, total) if is_rows else frame.whole(parameter, values)
-    return found | _extras(portable)
+    return found | extras_of(portable)
 
 
 def _apart(values: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def _apart(values: Tensor) -> Tensor:
     return torch.from_dlpack(values.detach())
 
 
-def _extras(portable: Portable) -> dict[str, Tensor]:
+def extras_of(portable: Portable) -> dict[str, Tensor]:
     """What differs from shard to shard goes under the shard's number."""
     rank = portable.scape.collectives.model_rank
     return {f"{kind}.{rank}": values for kind, values in portable.extras().items()}
@@ -140,7 +140,7 @@ class StateReader:
     def __init__(self, path: str, saved: dict[str, Any], shards: Sequence[LocalShard], frame: Frame) -> None:
         self.path, self.saved, self.frame, self.shards = path, saved, frame, shards
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
-        self.replicas: int = saved["replicate"] * saved["simulate_replicas"]
+        self.replicas: int = saved["replicas"]
 
     def __iter__(self) -> Iterator[tuple[int, LocalShard, Saved]]:
         """Every parameter with its number among the shards."""
@@ -179,10 +179,10 @@ class StateReader:
         for shard in shards:
             room: dict[str, Tensor] = {}
             for kind, dtype in dtypes.items():
-                if self._has(kind, shard):
+                if self.has(f"{kind}.{shard.name}"):
                     room[kind] = torch.empty(local(shard.parameter).shape, dtype=dtype)
                     keys[f"{kind}.{shard.name}"] = self.frame.whole(shard.parameter, room[kind])
-            if self._has("residual", shard):
+            if self.has(f"residual.{shard.name}"):
                 room["residual"] = torch.empty((self.frame.share(self.replicas), *local(shard.parameter).shape))
                 keys[f"residual.{shard.name}"] = self.frame.rows(shard.parameter, room["residual"], self.replicas)
             if not room.keys() & {"moment", "residual"}:
@@ -217,16 +217,13 @@ class StateReader:
         self.fill(keys)
         return [Saved(room.view(-1)) for room in rooms]
 
-    def _has(self, kind: str, shard: LocalShard) -> bool:
-        return self.has(f"{kind}.{shard.name}")
-
     def has(self, key: str) -> bool:
         """Whether the optimizer's part of the checkpoint has something of this name."""
         return f"optimizer.{key}" in self._kinds
 
     def _batches(self) -> Iterator[list[LocalShard]]:
         """The parameters, so many at a time that what is read of them is about `_AT_A_TIME` bytes; as on all ranks."""
-        rows = 1 if self.frame.replicas == self.replicas else self.frame.share_at_most(self.replicas)
+        rows = self.frame.share_at_most(self.replicas)
         batch: list[LocalShard] = []
         taken = 0
         for shard in self.shards:

@@ -22,6 +22,7 @@ from kernels.blocks import BlockLayout, Mask
 from kernels.gather_passes import GatherPasses
 from kernels.reference import unpack_bits
 from topology.collectives import ReplicaCollectives
+from torchtitan_scape.optimizer.portable import Portable
 from torchtitan_scape.optimizer.shards import Shard, local, stored
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def _state(optimizer: torch.optim.Optimizer, shard: Shard) -> list[tuple[str, Te
 def shared_by_scape(scape: "Scape") -> list[Shared]:
     """Of SCAPE, behind `settle`: parameters with their scales, masks, visit rates, and a master that all have."""
     passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
-    cut: list[list[int]] = [[] for _ in scape.ordered]  # a shard's pieces, or it itself, as the passes number tensors
-    for tensor in range(len(passes.sizes)):
-        cut[scape.number_of(tensor)].append(tensor)
+    cut = [[tensor for tensor, _, _ in pieces] for pieces in Portable(scape).pieces]
     states = passes.kept("state")
     masters = [] if isinstance(passes, GatherPasses) else passes.kept("master")
     found = []

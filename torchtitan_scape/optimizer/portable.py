@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 RESIDUALS = ("exact", "mean", "drop")
 
 
+def for_moment(residual: Tensor, beta1: float) -> Tensor:
+    """What has to be added to a first moment for a residual: the next step takes it times b1. Zeros where b1 is 0."""
+    return residual / beta1 if beta1 > 0.0 else torch.zeros_like(residual)
+
+
 class Portable:
     """The state of a `Scape` by parameter; parameters are numbered as in `scape.ordered`, sparsified ones first."""
 
@@ -44,10 +49,10 @@ class Portable:
         self.names = [shard.name for shard in scape.ordered]
         self.sparsified = len(self.blocks.sizes)
         # Tensors of the passes that make up a parameter: (number, first entry, end).
-        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
+        self.pieces: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
         for i, (parameter, piece) in enumerate(scape.pieces):
             whole = (0, scape.ordered[parameter].size)
-            self._pieces[parameter].append((i, *((piece.start, piece.end) if piece else whole)))
+            self.pieces[parameter].append((i, *((piece.start, piece.end) if piece else whole)))
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -129,8 +134,7 @@ class Portable:
 
         The next step takes the moment times b1, so that pending = b1 * moment + residual stays what it is.
         """
-        beta1 = self.beta1(i)
-        into = residual / beta1 if beta1 > 0.0 else torch.zeros_like(residual)
+        into = for_moment(residual, self.beta1(i))
         return moment + (into if held is None else torch.where(held, into, residual))
 
     def beta1(self, i: int) -> float:
@@ -164,7 +168,7 @@ class Portable:
             self._put_errors(i, own, held)
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
         kept = self.passes.kept("state")
-        for number, start, end in self._pieces[i]:
+        for number, start, end in self.pieces[i]:
             part = None if own is None else own[:, start:end]
             if not self.gathers:
                 values = moment[start:end] if part is None else moment[start:end] + part
@@ -179,7 +183,7 @@ class Portable:
     def put_master(self, i: int, values: Tensor) -> None:
         """Takes a parameter's FP32 values (n,) into the master, where there is one, and as far as it is here."""
         kept = self.passes.kept("master")
-        for number, start, end in self._pieces[i] if kept else ():
+        for number, start, end in self.pieces[i] if kept else ():
             if not self.gathers or self.passes.owns(number):  # type: ignore[attr-defined]
                 kept[number].copy_(values[start:end])
 
@@ -231,11 +235,11 @@ class Portable:
                 moment, own = torch.where(held, state[0], 0.0), torch.where(held, 0.0, state)
         else:
             own = torch.zeros(1, size, device=device)
-            for number, start, end in self._pieces[i] if i < self.sparsified else ():
+            for number, start, end in self.pieces[i] if i < self.sparsified else ():
                 own[0, start:end] = kept[number]
             moment = self._assembled(i, lambda number: self.passes.share_of(self.passes.common, number))  # type: ignore
         if self._carries:
-            for number, start, end in self._pieces[i]:
+            for number, start, end in self.pieces[i]:
                 where = self._where(held, start, end)
                 own[:, start:end][:, where] = torch.atleast_2d(self.passes.errors_of(number))
         return moment, own
@@ -243,7 +247,7 @@ class Portable:
     def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
         """A parameter whose pieces lie with their owners, whole, on every replica. A collective call."""
         whole = torch.zeros(self.scape.ordered[i].size, device=self.passes.device)
-        for number, start, end in self._pieces[i]:
+        for number, start, end in self.pieces[i]:
             if self.passes.owns(number):  # type: ignore[attr-defined]
                 whole[start:end] = part_of(number)
         # The bits are added, all but one of them zeros, so that they stay what they are.
@@ -261,7 +265,7 @@ class Portable:
 
     def _put_errors(self, i: int, own: Tensor, held: Tensor | None) -> None:
         if self._carries:
-            for number, start, end in self._pieces[i]:
+            for number, start, end in self.pieces[i]:
                 errors = self.passes.errors_of(number)
                 errors.copy_(own[:, start:end][:, self._where(held, start, end)].view(errors.shape))
 
@@ -277,9 +281,8 @@ class Portable:
         kept = self.passes.kept("state")
         for i in range(len(self.names)):
             held = self._held(i)
-            for number, start, end in self._pieces[i]:
-                where, lost = self._where(held, start, end), self.passes.errors_of(number)
-                lost = lost / self.beta1(i) if self.beta1(i) > 0.0 else torch.zeros_like(lost)
+            for number, start, end in self.pieces[i]:
+                where, lost = self._where(held, start, end), for_moment(self.passes.errors_of(number), self.beta1(i))
                 if not self.gathers:
                     state = kept[number]  # on the host, where it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where

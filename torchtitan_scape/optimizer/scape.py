@@ -198,7 +198,7 @@ class Scape(Optimizer):
         device = local(self._shards[0].parameter).device
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
-        # What the passes call tensors: (number in `_ordered`, the part of it or None).
+        # What the passes call tensors: (number in `ordered`, the part of it or None).
         self.pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
         common: dict[str, Any] = dict(
             selection=selection,
@@ -391,11 +391,7 @@ class Scape(Optimizer):
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
-        return self.ordered[self.number_of(tensor)]
-
-    def number_of(self, tensor: int) -> int:
-        """The place of that shard in `ordered`."""
-        return self.pieces[tensor][0]
+        return self.ordered[self.pieces[tensor][0]]
 
     def _show_state(self) -> None:
         """Names the state in `self.state`, as other optimizers do."""
