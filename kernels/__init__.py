@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.blocks import BlockLayout
-from kernels.gather_passes import GatherPasses
-from kernels.offload import in_dry_run
-from kernels.passes import ScapePasses
-from kernels.simulated import SimulatedPasses
+from kernels.common.offload import in_dry_run
+from kernels.scape.blocks import BlockLayout
+from kernels.scape.gather_passes import GatherPasses
+from kernels.scape.passes import ScapePasses
+from kernels.scape.simulated import SimulatedPasses
 
 __all__ = ["BACKENDS", "TRITON_DTYPES", "adams_step", "choose", "finite_check", "gather_passes", "scape_passes"]
 
@@ -71,9 +71,9 @@ def scape_passes(
     """
     passes: type[ScapePasses]
     if backend == "triton":
-        from kernels.triton_passes import TritonScape as passes
+        from kernels.scape.triton_passes import TritonScape as passes
     else:
-        from kernels.torch_passes import TorchScape as passes
+        from kernels.scape.torch_passes import TorchScape as passes
     if replica == "all":
         return SimulatedPasses(passes, layout, tuple(whole_sizes), selection, density, device, **options)
     assert not isinstance(replica, str)
@@ -84,19 +84,19 @@ def gather_passes(backend: str, *arguments: Any, **options: Any) -> GatherPasses
     """The passes of the sharded form by "triton" or "torch"; arguments and options are those of `GatherPasses`."""
     passes: type[GatherPasses]
     if backend == "triton":
-        from kernels.triton_gather_passes import TritonGather as passes
+        from kernels.scape.triton_gather_passes import TritonGather as passes
     else:
-        from kernels.torch_gather import TorchGather as passes
+        from kernels.scape.torch_gather import TorchGather as passes
     return passes(*arguments, **options)
 
 
 def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
     """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
     if backend == "triton":
-        from kernels.triton_dense_passes import Finite
+        from kernels.dense.triton_dense_passes import Finite
 
         return Finite()
-    from kernels.reference import finite
+    from kernels.scape.reference import finite
 
     return finite
 
@@ -104,9 +104,9 @@ def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
 def adams_step(backend: str) -> Any:
     """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
     if backend == "triton":
-        from kernels.triton_dense_passes import TritonAdams
+        from kernels.dense.triton_dense_passes import TritonAdams
 
         return TritonAdams()
-    from kernels.torch_passes import TorchAdams
+    from kernels.scape.torch_passes import TorchAdams
 
     return TorchAdams()

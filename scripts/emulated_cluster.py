@@ -1,6 +1,6 @@
 """Runs a command on an emulated cluster: network namespaces as nodes, shaped links as their NICs, real TCP.
 
-    python scripts/emulated_cluster.py --nodes 4 --ranks-per-node 1 --rate 100 -- ./run_train.sh --training.steps=20
+    python -m scripts.emulated_cluster --nodes 4 --ranks-per-node 1 --rate 100 -- ./run_train.sh --training.steps=20
 
 Every node is a network namespace with an interface on one bridge; `tc tbf` limits it in both directions. Ranks of one
 node talk over its loopback, which is not limited. Needs root and iproute2. The host's own network is not touched: the
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # where the packages are not installed
     sys.path.insert(0, str(ROOT))
 

@@ -73,7 +73,7 @@ def train(
 
     nan_at: the step at which the last rank's gradient has a NaN, or the first such step, if it is `for_good`.
     """
-    from torchtitan_scape.optimizer.shards import local
+    from torchtitan_scape.sync.shards import local
     from torchtitan_scape.train import ScapeTrainer, parse
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))

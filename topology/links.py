@@ -61,21 +61,26 @@ class Links:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Links":
-        """What `python -m topology.preflight` stored. Raises ValueError for anything else."""
+        """What `python -m torchtitan_scape.planner.preflight` stored. Raises ValueError for anything else."""
         try:
             stored = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"links cannot be read from {path}: {error}; run `python -m topology.preflight`") from None
+            raise ValueError(
+                f"links cannot be read from {path}: {error}; run `python -m torchtitan_scape.planner.preflight`"
+            ) from None
         schema = stored.get("schema") if isinstance(stored, dict) else None
         if schema != SCHEMA:
             raise ValueError(
-                f"{path} has schema {schema!r}, expected {SCHEMA!r}; run `python -m topology.preflight` again"
+                f"{path} has schema {schema!r}, expected {SCHEMA!r}; run `python -m "
+                f"torchtitan_scape.planner.preflight` again"
             )
         try:
             levels = {name: Link(level["latency"], level["bandwidth"]) for name, level in stored["levels"].items()}
             return cls(levels, f"preflight {path}", stored["memory_bandwidth"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} has no {error}; run `python -m topology.preflight` again") from None
+            raise ValueError(
+                f"{path} has no {error}; run `python -m torchtitan_scape.planner.preflight` again"
+            ) from None
 
     def with_bandwidth(self, level: str, bandwidth: float) -> "Links":
         """The same links, but for the bandwidth of one level, bytes/s. Raises ValueError for 0 or less."""

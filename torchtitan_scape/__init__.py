@@ -26,7 +26,7 @@ def _check_own_packages() -> None:
 _check_own_packages()
 
 from torchtitan_scape.optimizer.adams import AdamS  # noqa: E402
-from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
-from torchtitan_scape.optimizer.scape import Scape  # noqa: E402
+from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
+from torchtitan_scape.sync.scape.optimizer import Scape  # noqa: E402
 
 __all__ = ["AdamS", "NonFiniteGradientError", "Scape"]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from kernels.offload import free_host_memory
+from kernels.common.offload import free_host_memory
 
 
 class _CpuDevice:

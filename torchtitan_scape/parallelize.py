@@ -10,7 +10,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import parallelize_llama
 
 from topology.groups import ReplicaGroups
-from torchtitan_scape.job_config import JobConfig
+from torchtitan_scape.config.job_config import JobConfig
 
 
 @dataclass

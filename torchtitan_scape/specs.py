@@ -7,13 +7,13 @@ from torchtitan.models.llama3 import get_train_spec as llama3_train_spec
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols import train_spec
 
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
 from torchtitan_scape.data.validator import build_validator
-from torchtitan_scape.job_config import JobConfig
-from torchtitan_scape.metrics import build_metrics_processor
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 from torchtitan_scape.optimizer.container import build_optimizers
 from torchtitan_scape.parallelize import parallelize
+from torchtitan_scape.report.metrics import build_metrics_processor
 
 
 def register(job_config: JobConfig, with_data: bool = True) -> None:

@@ -32,30 +32,30 @@ from torchtitan.train import Trainer  # noqa: E402
 from topology.groups import build_groups  # noqa: E402
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
 from topology.machines import detect_machine, get_machine  # noqa: E402
-from torchtitan_scape.agreement import check_ranks_agree, facts  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
-from torchtitan_scape.checkpoint.record import Record  # noqa: E402
+from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
 from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig, check_config  # noqa: E402
+from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
-from torchtitan_scape.ending import Ending  # noqa: E402
-from torchtitan_scape.job_config import JobConfig, check_config  # noqa: E402
-from torchtitan_scape.memory import MemoryReport  # noqa: E402
-from torchtitan_scape.metrics import (  # noqa: E402
+from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
+from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
+from torchtitan_scape.report.forecast import Forecast, check_memory  # noqa: E402
+from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
+from torchtitan_scape.report.metrics import (  # noqa: E402
     InterfaceCount,
     ReplicaMetrics,
     a_step_follows,
 )
-from torchtitan_scape.optimizer.consistency import ReplicasDifferError  # noqa: E402
-from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
-from torchtitan_scape.optimizer.guard import NonFiniteGradientError  # noqa: E402
-from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
-from torchtitan_scape.parsing import parse  # noqa: E402
-from torchtitan_scape.simulation import Forecast, check_memory  # noqa: E402
+from torchtitan_scape.report.stragglers import timed_token_count  # noqa: E402
+from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E402
+from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa: E402
+from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
-from torchtitan_scape.summary import report_dry_run, summarise  # noqa: E402
-from torchtitan_scape.waits import timed_token_count  # noqa: E402
+from torchtitan_scape.sync.consistency import ReplicasDifferError  # noqa: E402
+from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
@@ -72,7 +72,7 @@ class ScapeTrainer(Trainer):
     layout: Layout
     step: int
     ntokens_seen: int
-    ending: Ending | None = None  # of this process, where it is a rank of its own and not a test's
+    shutdown: Shutdown | None = None  # of this process, where it is a rank of its own and not a test's
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
@@ -157,7 +157,7 @@ class ScapeTrainer(Trainer):
     def _attach_checkpointer(self) -> None:
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
-        record = Record(self.layout, self.job_config, options.residual, self.optimizers.counters)
+        record = RunMetadata(self.layout, self.job_config, options.residual, self.optimizers.counters)
         self.checkpointer.attach(record, Frame(mesh, self.played), options.fallback, self.device)
 
     # ------------------------------------------------------------------------------------------ training
@@ -212,15 +212,15 @@ class ScapeTrainer(Trainer):
             if self.step > 1:  # a resumed run has no step 1, behind which TorchTitan does this
                 dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(a_step_follows(self))
-        if self.ending is not None:
-            self.ending.after_step(self, first=self.steps_taken == 1)
+        if self.shutdown is not None:
+            self.shutdown.after_step(self, first=self.steps_taken == 1)
 
     def should_continue_training(self) -> bool:
         """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
         more = super().should_continue_training()
-        if more and self.ending is not None and self.optimizers.guard.stop_agreed:
+        if more and self.shutdown is not None and self.optimizers.guard.stop_agreed:
             self._check_replicas()
-            self.ending.stop_here(self)
+            self.shutdown.stop_here(self)
         return more
 
     def _check_replicas(self) -> None:
@@ -332,15 +332,15 @@ def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in spec.model_cls(args).parameters()]
 
 
-def run(arguments: list[str], ending: Ending) -> None:
+def run(arguments: list[str], shutdown: Shutdown) -> None:
     """Parses, builds and trains; a dry run builds only."""
     config = parse(arguments)
-    ending.expect(config.comm.init_timeout_seconds)
+    shutdown.expect(config.comm.init_timeout_seconds)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
     trainer = ScapeTrainer(config)
-    ending.watch_over(trainer)
+    shutdown.watch_over(trainer)
     if is_dry_run(config):
         report_dry_run(trainer)
     elif config.checkpoint.create_seed_checkpoint:
@@ -354,8 +354,8 @@ def main() -> None:
     init_logger()
     if DEVICE_TYPE == "cpu":
         device.quieten_cpu()
-    ending = Ending()  # first of all: a rank that cannot read its recipe ends the others, too
-    ending.run(lambda: run(sys.argv[1:], ending), USER_ERRORS)
+    shutdown = Shutdown()  # first of all: a rank that cannot read its recipe ends the others, too
+    shutdown.run(lambda: run(sys.argv[1:], shutdown), USER_ERRORS)
 
 
 if __name__ == "__main__":

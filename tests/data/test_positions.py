@@ -18,12 +18,12 @@ device.prepare()  # before anything of TorchTitan is imported
 import datasets.config  # noqa: E402
 from datasets import Dataset, load_dataset  # noqa: E402
 
+from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
 from torchtitan_scape.data import datasets as ours  # noqa: E402
 from torchtitan_scape.data.documents import Documents, _cut, documents  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
-from torchtitan_scape.job_config import JobConfig  # noqa: E402
 
 N = 40
 

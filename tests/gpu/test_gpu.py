@@ -16,14 +16,14 @@ from torch import Tensor, nn
 if os.environ.get("SCAPE_GPU_TESTS") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
 
-from kernels import reference
-from kernels.blocks import BlockLayout
+from kernels.scape import reference
+from kernels.scape.blocks import BlockLayout
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
 from tests.replicas import ThreadCollectives, run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.simulated import SimulatedCollectives
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.optimizer.weights import hold_in_bfloat16
+from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 
 BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda", columns=(2400, 5, 1, 8), keeps=0.5)
 SHAPES = [(700, 513), (33, 1024), (1, 1), (2048, 96), (1000,), (7,)]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.blocks import BlockLayout, Mask, entries_per_block
-from kernels.passes import Rates, ScapePasses
-from kernels.torch_passes import TorchScape
-from kernels.triton_passes import TritonScape
-from kernels.visits import LEAST_RATE
+from kernels.scape import reference
+from kernels.scape.blocks import BlockLayout, Mask, entries_per_block
+from kernels.scape.passes import Rates, ScapePasses
+from kernels.scape.torch_passes import TorchScape
+from kernels.scape.triton_passes import TritonScape
+from kernels.scape.visits import LEAST_RATE
 
 ULP = 2.0**-22  # of a division on a GPU, which errs by two units in the last place; twice four roundings to nearest
 
@@ -310,8 +310,8 @@ def check_rotate(case: Case) -> None:
 
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
     """Dense AdamS against its twin, to the rounding of some ten operations."""
-    from kernels.torch_passes import TorchAdams
-    from kernels.triton_dense_passes import TritonAdams
+    from kernels.dense.triton_dense_passes import TritonAdams
+    from kernels.scape.torch_passes import TorchAdams
 
     results = []
     for backend in (TorchAdams(), TritonAdams()):
@@ -332,7 +332,7 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
 def check_finite(
     sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
 ) -> None:
-    from kernels.triton_dense_passes import Finite
+    from kernels.dense.triton_dense_passes import Finite
 
     gradients = Case(tuple(sizes), device=device).draw(dtype, 0, (), offset)
     for tensor, (entry, value) in bad.items():

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import reference
-from kernels.blocks import offset_bytes
+from kernels.scape import reference
+from kernels.scape.blocks import offset_bytes
 
 
 @given(st.lists(st.booleans(), min_size=0, max_size=70))

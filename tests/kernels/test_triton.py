@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import choose, launching, triton_dense, triton_gather, triton_masks, triton_scape, triton_select
-from kernels.blocks import BlockLayout, Mask
-from kernels.passes import Rates
-from kernels.triton_passes import TritonScape
+from kernels import choose
+from kernels.common import launching
+from kernels.dense import triton_dense
+from kernels.scape import triton_gather, triton_masks, triton_scape, triton_select
+from kernels.scape.blocks import BlockLayout, Mask
+from kernels.scape.passes import Rates
+from kernels.scape.triton_passes import TritonScape
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +44,7 @@ def test_kernels_in_the_interpreter(interpreter: subprocess.Popen[str]) -> None:
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     """Ahead of time, without a GPU, in few of the configurations that the script knows. At the default block size on
     NVIDIA registers suffice."""
-    run("scripts/compile_kernels.py", "--quick", "--output", str(tmp_path))
+    run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
     device_code = [triton_dense, triton_gather, triton_masks, triton_scape, triton_select]
     written = {name for module in device_code for name in vars(module) if name.endswith("_kernel")}
@@ -54,7 +57,9 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_runs() -> None:
-    assert "pack + update / AdamW" in run("scripts/bench_kernels.py", "--smoke", "--density=0.1", TRITON_INTERPRET="1")
+    assert "pack + update / AdamW" in run(
+        "scripts/benchmarks/bench_kernels.py", "--smoke", "--density=0.1", TRITON_INTERPRET="1"
+    )
 
 
 def test_a_backend_can_be_forced_or_is_refused() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.checkpoint.state import Saved, StateReader, extras_of
 from torchtitan_scape.optimizer.container import DenseOptimizers, ReplicaOptimizers, ScapeOptimizers
-from torchtitan_scape.optimizer.portable import Portable, for_moment
-from torchtitan_scape.optimizer.shards import Shard, local, stored
+from torchtitan_scape.sync.scape.state import StateByParameter, for_moment
+from torchtitan_scape.sync.shards import Shard, local, stored
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ class _Norm:
 def _scape_from_scape(optimizers: ScapeOptimizers, reader: StateReader, exact: bool) -> str:
     scape, saved, device = optimizers.scape, reader.saved["scape"], optimizers.grad_norm.device
     scape.settle()
-    portable, norm = Portable(scape), _Norm(optimizers)
+    portable, norm = StateByParameter(scape), _Norm(optimizers)
     same_count = scape.collectives.replicas == reader.replicas
     # P keeps its density, by which the host knows that it is no mask of all ones.
     portable.put_record(saved, list(saved["densities"]) if exact else [1.0, saved["densities"][1]])
@@ -116,7 +116,7 @@ def _mean(own: Tensor, collectives: ReplicaCollectives, replicas: int) -> Tensor
 
 
 def _shared(
-    portable: Portable,
+    portable: StateByParameter,
     i: int,
     reader: StateReader,
     moment: Tensor,
@@ -138,7 +138,7 @@ def _shared(
     return moment, _without(own, held)
 
 
-def _released(portable: Portable, i: int, moment: Tensor, own: Tensor | None, held: Tensor) -> Tensor:
+def _released(portable: StateByParameter, i: int, moment: Tensor, own: Tensor | None, held: Tensor) -> Tensor:
     """The first moment (n,) with all residuals in it, of which replicas hold the mean."""
     residual = _without(moment, held)
     if own is not None:
@@ -149,7 +149,7 @@ def _released(portable: Portable, i: int, moment: Tensor, own: Tensor | None, he
 def _scape_from_dense(optimizers: ScapeOptimizers, reader: StateReader, step: int) -> str:
     scape, device = optimizers.scape, optimizers.grad_norm.device
     scape.settle()
-    portable = Portable(scape)
+    portable = StateByParameter(scape)
     steps = {"attempted_steps": step, "applied_steps": reader.applied_steps()}
     portable.put_record(steps, [1.0, 1.0])
     for i, shard, read in reader:
@@ -160,7 +160,7 @@ def _scape_from_dense(optimizers: ScapeOptimizers, reader: StateReader, step: in
 
 
 def _put_weights(
-    portable: Portable,
+    portable: StateByParameter,
     i: int,
     shard: Shard,
     master: Tensor | None,

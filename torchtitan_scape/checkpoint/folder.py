@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_scape.checkpoint.record import RECORD
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
 from torchtitan_scape.checkpoint.state import load_into
 from torchtitan_scape.checkpoint.storage import find_damage
@@ -16,9 +16,9 @@ from torchtitan_scape.checkpoint.storage import find_damage
 
 def read_record(path: str) -> dict[str, Any]:
     """What the run that saved says of itself. A collective call."""
-    state: dict[str, Any] = {RECORD: {"json": ""}}
+    state: dict[str, Any] = {RUN_METADATA: {"json": ""}}
     load_into(path, state)
-    found: dict[str, Any] = json.loads(state[RECORD]["json"])
+    found: dict[str, Any] = json.loads(state[RUN_METADATA]["json"])
     return found
 
 

@@ -30,12 +30,12 @@ from torchtitan.tools.logging import logger
 from torchtitan_scape.checkpoint.convert import load_optimizer
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, is_export, names_in, read_record, steps_in
-from torchtitan_scape.checkpoint.parts import RandomState, SavedScape, sizes_line
-from torchtitan_scape.checkpoint.record import RECORD, Record
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
+from torchtitan_scape.checkpoint.parts import RandomState, SavedState, sizes_line
 from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimizers
-from torchtitan_scape.optimizer.portable import Portable
+from torchtitan_scape.sync.scape.state import StateByParameter
 
 RANDOM = "random"
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
@@ -44,7 +44,7 @@ _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas"
 class ReplicaCheckpointer(CheckpointManager):
     """The manager that the trainer gets in the place of TorchTitan's; `attach` completes it."""
 
-    record: Record
+    record: RunMetadata
     folder: str
     stager: Any
     _frame: Frame
@@ -55,19 +55,19 @@ class ReplicaCheckpointer(CheckpointManager):
     _not_counted: set[int]
     _saving_group: dist.ProcessGroup | None
 
-    def attach(self, record: Record, frame: Frame, fallback: bool, device: torch.device) -> None:
+    def attach(self, record: RunMetadata, frame: Frame, fallback: bool, device: torch.device) -> None:
         """Adds what TorchTitan's constructor does not hand on.
 
         fallback: of several checkpoints, take the newest that is whole, where newer ones are damaged.
         """
         self.record, self._frame, self._fallback, self._not_counted = record, frame, fallback, set()
         self._optimizers = self.states[OPTIMIZER]
-        self.states[RECORD], self.states[RANDOM] = record, RandomState(device)
+        self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the default group's timeout is for steps: a rank may write for longer than that.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         if isinstance(self._optimizers, ScapeOptimizers):
-            self.states[OPTIMIZER] = SavedScape(self._optimizers.scape, frame, record.values["residual"])
-            logger.info(sizes_line(Portable(self._optimizers.scape), record.values["residual"]))
+            self.states[OPTIMIZER] = SavedState(self._optimizers.scape, frame, record.values["residual"])
+            logger.info(sizes_line(StateByParameter(self._optimizers.scape), record.values["residual"]))
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -88,7 +88,9 @@ class ReplicaCheckpointer(CheckpointManager):
             return
         path = self._create_checkpoint_id(step)
         self._earlier_failed()
-        if as_rank_0_sees(lambda: step not in self._not_counted and is_complete(path) and RECORD in names_in(path)):
+        if as_rank_0_sees(
+            lambda: step not in self._not_counted and is_complete(path) and RUN_METADATA in names_in(path)
+        ):
             return
         state = self._flattened_model_states_sd()
         self._guarded(lambda: self.dcp_save(state, checkpoint_id=path, async_mode=AsyncMode.DISABLED))
@@ -282,7 +284,7 @@ class ReplicaCheckpointer(CheckpointManager):
                 "--checkpoint.load_step, or start a new run in another --job.dump_folder. (A run whose last checkpoint "
                 "shall be resumed from needs checkpoint.last_save_model_only = false)"
             )
-        if RECORD not in names:
+        if RUN_METADATA not in names:
             raise ValueError(
                 f"{path} was not saved by this version of this project; start from its model with "
                 "checkpoint.initial_load_path"
@@ -292,7 +294,9 @@ class ReplicaCheckpointer(CheckpointManager):
         excluded = set(self.exclude_from_loading)
         dense = saved["method"] == "dense" == self.record.values["method"] and exact
         states = {
-            k: v for k, v in self._states_to_load(False).items() if k not in (RECORD, RANDOM, DATALOADER, OPTIMIZER)
+            k: v
+            for k, v in self._states_to_load(False).items()
+            if k not in (RUN_METADATA, RANDOM, DATALOADER, OPTIMIZER)
         }
         if dense and OPTIMIZER not in excluded:
             states[OPTIMIZER] = self.states[OPTIMIZER]

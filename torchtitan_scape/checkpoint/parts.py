@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_scape.checkpoint.state import Frame, saved_state
-from torchtitan_scape.metrics import size_text
-from torchtitan_scape.optimizer.portable import RESIDUALS, Portable
-from torchtitan_scape.optimizer.scape import Scape
+from torchtitan_scape.report.metrics import size_text
+from torchtitan_scape.sync.scape.optimizer import Scape
+from torchtitan_scape.sync.scape.state import RESIDUALS, StateByParameter
 
 
-class SavedScape(Stateful):
+class SavedState(Stateful):
     """SCAPE's state for `dcp.save`; `convert.load_optimizer` takes it back."""
 
     def __init__(self, scape: Scape, frame: Frame, residual: str) -> None:
@@ -53,7 +53,7 @@ class RandomState(Stateful):
             torch.get_device_module(self._device).set_rng_state(loaded[f"{self._name}.device"], self._device)
 
 
-def sizes_line(portable: Portable, residual: str) -> str:
+def sizes_line(portable: StateByParameter, residual: str) -> str:
     """What a checkpoint takes, and would take with other residuals."""
     model = 4 * sum(shard.parameter.numel() for shard in portable.scape.ordered)
 

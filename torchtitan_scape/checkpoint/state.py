@@ -20,10 +20,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
-from torchtitan_scape.optimizer.portable import Portable
-from torchtitan_scape.optimizer.scape import Scape
-from torchtitan_scape.optimizer.shards import Shard as LocalShard
-from torchtitan_scape.optimizer.shards import local
+from torchtitan_scape.sync.scape.optimizer import Scape
+from torchtitan_scape.sync.scape.state import StateByParameter
+from torchtitan_scape.sync.shards import Shard as LocalShard
+from torchtitan_scape.sync.shards import local
 
 # Bytes that are read at a time, of this rank.
 _AT_A_TIME = 1 << 29
@@ -88,7 +88,7 @@ def _dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
 
 def saved_state(scape: Scape, frame: Frame, residual: str) -> dict[str, Tensor]:
     """What a checkpoint gets of SCAPE, behind `settle`; see `optimizer.portable` for the kinds. A collective call."""
-    portable = Portable(scape)
+    portable = StateByParameter(scape)
     parameters = {shard.name: shard.parameter for shard in scape.ordered}
     total = frame.replicas * frame.played
     found = {}
@@ -108,7 +108,7 @@ def _apart(values: Tensor) -> Tensor:
     return torch.from_dlpack(values.detach())
 
 
-def extras_of(portable: Portable) -> dict[str, Tensor]:
+def extras_of(portable: StateByParameter) -> dict[str, Tensor]:
     """What differs from shard to shard goes under the shard's number."""
     rank = portable.scape.collectives.model_rank
     return {f"{kind}.{rank}": values for kind, values in portable.extras().items()}

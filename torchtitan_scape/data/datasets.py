@@ -26,11 +26,11 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import standard_library
 from torchtitan_scape.data.lines import load_files, one_line, open_lines
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.simulated import SimulatedDataLoader
-from torchtitan_scape.job_config import JobConfig
 
 # File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
 _BUILDERS = {

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_scape.optimizer.shards import local, plain_name
+from torchtitan_scape.sync.shards import local, plain_name
 
 # Llama 3.1's stretching of the rotary frequencies is off: none of these models was trained with it.
 _PLAIN_ROPE = RoPEScalingArgs(scaling_factor=1.0)

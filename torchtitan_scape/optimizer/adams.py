@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kernels import adams_step, choose
-from kernels.passes import Rates
-from torchtitan_scape.optimizer.options import check_hyperparameters
-from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local
+from kernels.scape.passes import Rates
+from torchtitan_scape.sync.scape.options import check_hyperparameters
+from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local
 
 
 class AdamS(Optimizer):

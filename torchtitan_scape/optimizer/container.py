@@ -17,21 +17,21 @@ from torchtitan.distributed import ParallelDims
 
 from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
-from topology.cost import Assumptions, Links, Method, best_chunk_bytes, optimizer_bytes, payload_bytes
 from topology.layout import Layout
 from topology.simulated import SimulatedCollectives, played_layout
-from torchtitan_scape.job_config import JobConfig
-from torchtitan_scape.job_config import Scape as ScapeConfig
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
-from torchtitan_scape.optimizer.consistency import Shared, check_replicas_equal, shared_by_dense, shared_by_scape
-from torchtitan_scape.optimizer.guard import FiniteGuard
-from torchtitan_scape.optimizer.portable import Portable
-from torchtitan_scape.optimizer.scape import Scape
-from torchtitan_scape.optimizer.shards import Shard, collect_shards, flat_gradient, local, store_gradient
-from torchtitan_scape.optimizer.weights import hold_in_bfloat16
 from torchtitan_scape.parallelize import ReplicaParallelDims
+from torchtitan_scape.planner.cost import Assumptions, Links, Method, best_chunk_bytes, optimizer_bytes, payload_bytes
+from torchtitan_scape.report.timing import PhaseTimer
+from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_dense, shared_by_scape
 from torchtitan_scape.sync.dense import DenseSync
-from torchtitan_scape.timing import PhaseTimer
+from torchtitan_scape.sync.guard import FiniteGuard
+from torchtitan_scape.sync.scape.optimizer import Scape
+from torchtitan_scape.sync.scape.state import StateByParameter
+from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
 
 
 class ReplicaOptimizers(OptimizersContainer):
@@ -212,7 +212,7 @@ class ScapeOptimizers(ReplicaOptimizers):
         self.scape.send_all()
 
     def counters(self) -> dict[str, Any]:
-        return super().counters() | {"scape": Portable(self.scape).record()}
+        return super().counters() | {"scape": StateByParameter(self.scape).record()}
 
 
 def build_optimizers(

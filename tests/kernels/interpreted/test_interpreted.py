@@ -13,8 +13,8 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from kernels import launching
-from kernels.triton_passes import TritonScape
+from kernels.common import launching
+from kernels.scape.triton_passes import TritonScape
 from tests.kernels.checks import (
     Case,
     check_adams,
@@ -24,9 +24,9 @@ from tests.kernels.checks import (
     check_skipped,
     check_step,
 )
-from tests.optimizer.test_simulated import check_alike
-from tests.optimizer.toy import DENSE, SPARSE, draw, flat, gradient, train
 from tests.replicas import run_replicas
+from tests.sync.scape.test_simulated import check_alike
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, train
 from torchtitan_scape import Scape
 
 # Ties are the rule; signed zeros, denormals, infinities and the largest number included.
@@ -95,7 +95,7 @@ def test_selection_is_exact(case: Case, density: float) -> None:
 def check_selection(case: Case, density: float) -> None:
     from dataclasses import replace
 
-    from kernels.torch_passes import TorchScape
+    from kernels.scape.torch_passes import TorchScape
     from tests.kernels.checks import selection_bits
 
     case = replace(case, next=density, gradient_dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Passes of dense AdamS and the finite check: PyTorch, Triton."""

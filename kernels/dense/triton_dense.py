@@ -1,0 +1,86 @@
+"""The finite check and dense AdamS as Triton kernels, over all tensors of a model in one launch."""
+
+import triton
+import triton.language as tl
+
+from kernels.common.triton_common import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    GRADIENT,
+    LR,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    PARAMETER,
+    STATE,
+    entries,
+    pointer,
+    rate,
+    tile_of,
+)
+from kernels.scape.triton_scape import adams
+
+
+@triton.jit
+def finite_kernel(
+    tiles,
+    table,
+    bad,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EASY: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """bad[tensor] = 1 where one of its gradients is NaN or Inf; int32, zeros before."""
+    tensor, _, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, EASY) + first + local, mask=inside, other=0.0)
+    exponent = gradient.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    # Every program that stores here stores the same.
+    worst = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
+    tl.store(bad + tensor, 1, mask=worst == 0x7F800000)
+
+
+@triton.jit
+def adams_kernel(
+    tiles,
+    table,
+    rates,
+    corrections,
+    applied,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EASY: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+):
+    """Dense AdamS: reads gradient, moment and parameter, writes moment and parameter (20 bytes per FP32 parameter)."""
+    if tl.load(applied) == 0:
+        return
+    tensor, _, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    gradients = pointer(table, tensor, GRADIENT, GRADIENT_DTYPE, EASY) + first
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+    states = pointer(table, tensor, STATE, tl.float32, EASY) + first
+    gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(states + local, mask=inside, other=0.0)
+    parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+    moment, step = adams(
+        before,
+        gradient,
+        gradient,
+        rate(rates, tensor, BETA1),
+        rate(rates, tensor, ONE_MINUS_BETA1),
+        rate(rates, tensor, BETA2),
+        rate(rates, tensor, ONE_MINUS_BETA2),
+        rate(rates, tensor, EPS),
+        1.0 / tl.load(corrections + 2 * tensor),
+        1.0 / tl.load(corrections + 2 * tensor + 1),
+        True,
+    )
+    parameter = parameter - parameter * rate(rates, tensor, DECAY) - step * rate(rates, tensor, LR)
+    tl.store(parameters + local, parameter.to(DTYPE), mask=inside)
+    tl.store(states + local, moment, mask=inside)

@@ -1,0 +1,114 @@
+"""Dense AdamS and the finite check as Triton kernels, each one launch for all tensors of a model."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import launching
+from kernels.common.launching import Table, Tiles, Writable, aligned, as_flag
+from kernels.common.triton_common import RATES, WIDTH, table_row
+from kernels.dense import triton_dense
+from kernels.scape.passes import Rates
+
+# Entries of a tile and of each of its warps.
+_TILE, _WARP = 4096, 512
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def rates_row(r: Rates) -> tuple[float, ...]:
+    row = (
+        r.beta1,
+        (1.0 - r.beta1) * r.scale,
+        1.0 - r.beta1,
+        r.beta2,
+        1.0 - r.beta2,
+        r.eps,
+        r.lr,
+        r.lr * r.weight_decay,
+        float(r.counted),
+    )
+    assert len(row) == RATES.value
+    return row
+
+
+class Finite:
+    """Which of a list of gradients are free of NaN and Inf: bool (len(gradients),), in one read of them."""
+
+    def __init__(self) -> None:
+        self._tiles: Tiles | None = None
+
+    def __call__(self, gradients: list[Tensor]) -> Tensor:
+        sizes, device = tuple(g.numel() for g in gradients), gradients[0].device
+        if self._tiles is None or self._tiles.sizes != sizes:
+            self._tiles = Tiles(sizes, 1024, _TILE, _WARP, device)
+            self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
+        tiles = self._tiles
+        table = self._table.set([table_row(g.data_ptr(), 0, 0, g.numel(), -1) for g in gradients])
+        kinds = tuple((aligned(g), g.dtype) for g in gradients)
+        bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
+        for listed, easy, dtype in tiles.lists(tuple(tiles.whole()), kinds):
+            launching.launch(
+                triton_dense.finite_kernel,
+                (len(listed),),
+                listed,
+                table,
+                bad,
+                warps=tiles.warps,
+                **tiles.shape,
+                EASY=easy,
+                DTYPE=DTYPES[dtype],
+            )
+        return bad == 0
+
+
+class TritonAdams:
+    """Dense AdamS."""
+
+    def __init__(self) -> None:
+        self._tiles: Tiles | None = None
+
+    def step(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[Tensor],
+        rates: list[Rates],
+        steps: Tensor,
+        applied: Tensor,
+    ) -> None:
+        """As `TorchAdams.step`."""
+        if not parameters:
+            return
+        sizes, device = tuple(p.numel() for p in parameters), parameters[0].device
+        if self._tiles is None or self._tiles.sizes != sizes:
+            self._tiles = Tiles(sizes, 1024, _TILE, _WARP, device)
+            self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
+            self._rates = Table(len(sizes), RATES.value, torch.float32, device)
+            self._betas = Table(len(sizes), 2, torch.float64, device)
+        writable = Writable(parameters)
+        flat_moments = Writable(moments)
+        columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
+        table = self._table.set(
+            [table_row(g.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), -1) for g, p, m in columns]
+        )
+        rows = self._rates.set([rates_row(r) for r in rates])
+        betas = self._betas.set([(r.beta1, r.beta2) for r in rates])
+        corrections = (1.0 - betas ** steps.unsqueeze(1)).float()
+        kinds = tuple((aligned(g, p, m), (p.dtype, g.dtype)) for g, p, m in columns)
+        for listed, easy, (dtype, gradient_dtype) in self._tiles.lists(tuple(self._tiles.whole()), kinds):
+            launching.launch(
+                triton_dense.adams_kernel,
+                (len(listed),),
+                listed,
+                table,
+                rows,
+                corrections,
+                as_flag(applied),
+                warps=self._tiles.warps,
+                **self._tiles.shape,
+                EASY=easy,
+                DTYPE=DTYPES[dtype],
+                GRADIENT_DTYPE=DTYPES[gradient_dtype],
+            )
+        writable.store()
+        flat_moments.store()

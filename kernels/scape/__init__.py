@@ -1,0 +1,1 @@
+"""Passes of a SCAPE step: reference, PyTorch, Triton."""

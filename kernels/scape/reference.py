@@ -1,0 +1,389 @@
+"""The passes of a SCAPE step in plain PyTorch: the specification, and what runs on a CPU.
+
+Every function works on one tensor's local shard, flattened. Names follow Algorithm 1 of the SCAPE paper:
+m first moment, mt the replica's new moment with its residual (error feedback) added, A the mask in use,
+P the mask that was in use one step before.
+
+Masks are packed bits, entry i in bit i % 8 of byte i // 8; `None` stands for a mask of all ones. Shards are
+padded to whole blocks, so a mask may be longer than the n entries it describes; what lies behind is not read.
+
+One buffer `state` holds m on A and the residual off A. Their supports are disjoint after every step, so
+nothing is lost, and SCAPE costs no more state than AdamS does.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.scape.blocks import offset_bits
+from kernels.scape.visits import LEAST_RATE
+
+__all__ = [
+    "adams_update_",
+    "carry_",
+    "count_entering_",
+    "finite",
+    "mask_indices",
+    "new_moment_",
+    "offsets_to_mask",
+    "pack_",
+    "pack_bits",
+    "pack_offsets",
+    "select_blocks",
+    "select_largest",
+    "synchronised_gradient_",
+    "unpack_bits",
+    "unpack_offsets",
+    "update_",
+]
+
+
+# --------------------------------------------------------------------------------------------- mask codec
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Packs bool (8*b,) into uint8 (b,)."""
+    # The product moves bit 0 of byte i of a word, for every i, to bit 56 + i, with no carries.
+    words = bits.view(torch.uint8).view(torch.int64)
+    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """Unpacks the first `count` bits of uint8 (b,) into bool (count,)."""
+    # Eight copies of a byte, of which the i-th keeps its bit i.
+    words = packed.to(torch.int64) * 0x0101010101010101
+    words &= 0x8040201008040201 - (1 << 64)  # as a signed number
+    return (words.view(torch.uint8) != 0)[:count]
+
+
+def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
+    """Ascending int64 positions (nnz,) of the set bits among the first `count`.
+
+    `nnz` is known to the host from the layout, so that no device has to be asked for it.
+    """
+    bits = unpack_bits(mask, count)
+    if bits.is_cpu:  # nonzero_static is several times slower there, and a CPU has nothing to wait for
+        return bits.nonzero().view(-1)
+    return torch.nonzero_static(bits, size=nnz).view(-1)
+
+
+def pack_offsets(offsets: Tensor, block_size: int) -> Tensor:
+    """Packs in-block offsets, int64 (blocks, k), to ceil(log2(block_size)) bits each; returns uint8.
+
+    The first offset takes the lowest bits of the first byte: eight of them fill as many bytes as each has bits.
+    """
+    width = offset_bits(block_size)
+    flat = offsets.reshape(-1)
+    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8).to(torch.int32)
+    packed = torch.zeros(groups.shape[0], width, dtype=torch.int32, device=offsets.device)
+    for i in range(8):
+        for byte in range(i * width // 8, (i * width + width - 1) // 8 + 1):
+            shift = i * width - 8 * byte
+            packed[:, byte] |= groups[:, i] << shift if shift >= 0 else groups[:, i] >> -shift
+    return (packed & 255).to(torch.uint8).view(-1)[: (flat.numel() * width + 7) // 8]
+
+
+def unpack_offsets(packed: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
+    """The inverse of `pack_offsets`: int64 (blocks, k)."""
+    width = offset_bits(block_size)
+    groups = torch.nn.functional.pad(packed, (0, -packed.numel() % width)).view(-1, width).to(torch.int32)
+    offsets = torch.empty(groups.shape[0], 8, dtype=torch.int64, device=packed.device)
+    for i in range(8):
+        first, last = i * width // 8, (i * width + width - 1) // 8
+        value = groups[:, first].clone()
+        for byte in range(first + 1, last + 1):
+            value |= groups[:, byte] << (8 * (byte - first))
+        offsets[:, i] = (value >> (i * width % 8)) & ((1 << width) - 1)
+    return offsets.view(-1)[: blocks * k].view(blocks, k)
+
+
+def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
+    """Packed mask of whole blocks, uint8 (blocks * block_size / 8,), from offsets (blocks, k).
+
+    An offset that stands there twice sets its bit once.
+    """
+    bits = torch.zeros(offsets.shape[0], block_size, dtype=torch.bool, device=offsets.device)
+    return pack_bits(bits.scatter_(1, offsets, True).view(-1))
+
+
+# ---------------------------------------------------------------------------------------------- selection
+
+
+def _order_keys(values: Tensor) -> Tensor:
+    """int64 keys whose order is |value| first, then lower position; values FP32 (rows, length).
+
+    The bits of a non-negative float order as the integer does, and the low half breaks ties.
+    """
+    length = values.shape[1]
+    position = torch.arange(length - 1, -1, -1, device=values.device)
+    return (values.abs().view(torch.int32).long() << 32) | position
+
+
+def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
+    """In-block offsets of the k largest |values| of each block; ties go to the lower index.
+
+    Args:
+        values: FP32 (n,), finite; the last block may be short, and then the missing entries are never chosen.
+        k: entries per block, 1 <= k <= block_size.
+
+    Returns:
+        int64 (ceil(n / block_size), k). A block with fewer than k real entries gives them all and repeats
+        the first of them, so that the shape is static.
+    """
+    n = values.numel()
+    blocks = -(-n // block_size)
+    padded = torch.nn.functional.pad(values, (0, blocks * block_size - n)).view(blocks, block_size)
+    keys = _order_keys(padded)
+    tail = n - (blocks - 1) * block_size
+    if tail < block_size:
+        keys[-1, tail:] = -1
+    chosen, offsets = keys.topk(k, dim=1, sorted=True)
+    return torch.where(chosen >= 0, offsets, offsets[:, :1])
+
+
+def select_largest(values: Tensor, k: int) -> Tensor:
+    """Ascending int64 positions (k,) of the k largest |values|, FP32 (n,); ties go to the lower index."""
+    positions = _order_keys(values.view(1, -1)).topk(k, dim=1, sorted=False).indices
+    return positions.view(-1).sort().values
+
+
+# --------------------------------------------------------------------------------------- the step's passes
+
+
+def finite(gradients: list[Tensor]) -> Tensor:
+    """bool (len(gradients),): whether each flat gradient is free of NaN and Inf. One read, no temporary."""
+    one = torch.ones((), dtype=torch.bool, device=gradients[0].device)
+    verdicts = []
+    for gradient in gradients:
+        if gradient.numel() == 0:
+            verdicts.append(one)
+            continue
+        low, high = gradient.aminmax()  # NaN propagates through both
+        verdicts.append(low.isfinite() & high.isfinite())
+    return torch.stack(verdicts)
+
+
+def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: float, scale: float) -> None:
+    """g += errors / ((1 - beta1) * scale) on P: what rounding the last payload lost enters the new moment as it is.
+
+    Args:
+        gradient: FP32 (n,), written.
+        indices: positions of P, int64 (nnz(P),); None for all.
+        errors: FP32 (nnz(P),), in units of mt.
+    """
+    added = errors / ((1.0 - beta1) * scale)
+    if indices is None:
+        gradient.add_(added)
+    else:
+        gradient.index_add_(0, indices, added)
+
+
+def new_moment_(gradient: Tensor, state: Tensor, previous: Tensor | None, beta1: float, scale: float) -> None:
+    """mt = where(P, beta1 * m, residual) + (1 - beta1) * scale * g, written over `gradient` (FP32, (n,))."""
+    if previous is None:
+        carried = state * beta1
+    else:
+        carried = torch.where(unpack_bits(previous, state.numel()), state * beta1, state)
+    gradient.mul_((1.0 - beta1) * scale).add_(carried)
+
+
+def pack_(
+    moment: Tensor,
+    state: Tensor,
+    indices: Tensor | None,
+    previous: Tensor | None,
+    payload: Tensor,
+    last: Tensor | None,
+    applied: Tensor,
+) -> None:
+    """payload = mt on A; state = residual off A, last step's m on A (0 where A is newly set).
+
+    Args:
+        moment: mt, FP32 (n,).
+        state: FP32 (n,), written unless `applied` is false.
+        indices: positions of A, int64 (nnz(A),); None for all.
+        previous: packed P.
+        payload: FP32 (nnz(A),); may be the storage of `moment` itself (its first nnz entries).
+        last: FP32 (nnz(A),), receives last step's m on A too; or None.
+        applied: bool (), false where some rank's gradient is not finite; then payload and last are undefined.
+    """
+    if known_false(applied):
+        return
+    old = state if indices is None else state.index_select(0, indices)
+    kept = old
+    if previous is not None:
+        held = unpack_bits(previous, state.numel())
+        kept = torch.where(held if indices is None else held.index_select(0, indices), old, 0.0)
+    if last is not None:
+        last.copy_(kept)
+    if indices is None:
+        state.copy_(gated(applied, kept, old))
+        values = moment
+    else:
+        state.copy_(gated(applied, moment, state))
+        state.scatter_(0, indices, gated(applied, kept, old))
+        values = moment.index_select(0, indices)
+    if payload.data_ptr() != values.data_ptr():
+        payload.copy_(values)
+
+
+def known_false(flag: Tensor) -> bool:
+    """Whether the host can see at once that the flag is false: on a CPU. A GPU is not waited for."""
+    return flag.is_cpu and not flag
+
+
+def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` where the step is applied; behind `known_false`."""
+    return new if applied.is_cpu else torch.where(applied, new, old)
+
+
+def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
+    """gh = (b - beta1 * q) / (1 - beta1), written over the averaged payload b; q is last step's m on A."""
+    payload.sub_(last_moment, alpha=beta1).div_(1.0 - beta1)
+
+
+def entering(indices: Tensor, previous: Tensor, n: int) -> Tensor:
+    """bool (nnz(A),): which of the positions of A are not in P."""
+    return ~unpack_bits(previous, n).index_select(0, indices)
+
+
+def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Newly entered entries of each row and column of a tensor.
+
+    Args:
+        indices: positions of A, int64 (nnz(A),).
+        previous: packed P.
+        rows, columns: int32 (rows,) and (columns,), written.
+    """
+    width = max(1, columns.numel())
+    fresh = entering(indices, previous, rows.numel() * width).int()
+    rows.zero_().index_add_(0, indices // width, fresh)
+    columns.zero_().index_add_(0, indices % width, fresh)
+
+
+def waiting_times(
+    indices: Tensor, outside: int, fresh: Tensor, max_wait: float, relative: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Mean waiting times of entries of A, FP32 () for one of the tensor, or of each with `relative`.
+
+    Args:
+        indices: their positions in the tensor, int64.
+        outside: entries of the tensor that are not in A.
+        fresh: int64 (), how many of A are newly entered.
+        max_wait, relative: see `update_`.
+    """
+    wait = (outside / fresh.float()).clamp(1.0, max_wait)  # Little's law
+    if relative is None:
+        return wait
+    rows, columns = relative
+    width = max(1, columns.numel())
+    often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
+    return (wait / often.clamp(min=LEAST_RATE)).clamp(1.0, max_wait)
+
+
+def scaled(step: Tensor, moment: Tensor, fresh: Tensor, wait: Tensor, keeps: float) -> tuple[Tensor, Tensor]:
+    """Step and moment, where `fresh` scaled by the waiting time and cut to the share that is kept."""
+    return torch.where(fresh, step * wait, step), torch.where(fresh, moment * keeps, moment) if keeps < 1.0 else moment
+
+
+def adams(
+    gradient: Tensor,
+    last: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    clip: Tensor,
+    clip_moment: bool,
+    bias_corrections: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """AdamS on the mask: the new moment, and the step without the learning rate; arguments as `update_`."""
+    beta1, beta2 = betas
+    clipped = gradient * clip
+    second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
+    moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
+    return moment, (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
+
+
+def update_(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: Tensor,
+    last: Tensor | None,
+    indices: Tensor | None,
+    previous: Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: Tensor,
+    clip_moment: bool,
+    bias_corrections: tuple[Tensor, Tensor],
+    max_wait: float | None,
+    applied: Tensor,
+    relative: tuple[Tensor, Tensor] | None = None,
+    keeps: float = 1.0,
+) -> None:
+    """The AdamS update on A, weight decay everywhere; writes `parameter` and `state` unless not `applied`.
+
+    Args:
+        parameter: FP32 (n,).
+        gradient: gh on A before clipping, FP32 (nnz(A),); consumed.
+        state: FP32 (n,), holds last step's m on A and receives the new one.
+        last: last step's m on A, FP32 (nnz(A),); None to take it from `state`.
+        indices: positions of A, int64 (nnz(A),); None for all.
+        previous: packed P; with `max_wait`, entries of A outside P are scaled by their mean waiting time.
+        clip: FP32 (), factor on gh. `clip_moment` false is the paper's printed form: v alone sees it.
+        bias_corrections: (1 - beta1^t, 1 - beta2^t), t counting applied steps.
+        max_wait: upper clamp of the waiting time; None for no scaling.
+        relative: rates at which the mask visits rows and columns, FP32 (rows,) and (columns,), over their mean
+            (`VisitRates`): entries of a row and column that are visited more often have waited less. None: one mean
+            waiting time for the tensor.
+        keeps: share of the moment that entries keep whose step was scaled.
+    """
+    if known_false(applied):
+        return
+    if last is None:
+        last = state if indices is None else state.index_select(0, indices)
+    moment, step = adams(gradient, last, betas, eps, clip, clip_moment, bias_corrections)
+    if max_wait is not None and indices is not None and previous is not None:
+        n = parameter.numel()
+        fresh = entering(indices, previous, n)
+        wait = waiting_times(indices, n - indices.numel(), fresh.sum(), max_wait, relative)
+        step, moment = scaled(step, moment, fresh, wait, keeps)
+    decay_(parameter, lr * weight_decay, applied)
+    step = gated(applied, step * lr, torch.zeros_like(step))
+    moment = gated(applied, moment, last)
+    if indices is None:
+        parameter.sub_(step)
+        state.copy_(moment)
+    else:
+        parameter.scatter_(0, indices, parameter.index_select(0, indices).sub_(step))
+        state.scatter_(0, indices, moment)
+
+
+def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
+    """parameter -= rate * parameter. A factor 1 - rate, rounded to FP32, would err the same way every step."""
+    parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)
+
+
+def adams_update_(
+    parameter: Tensor,
+    gradient: Tensor,
+    moment: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_corrections: tuple[Tensor, Tensor],
+    applied: Tensor,
+) -> None:
+    """Dense AdamS: v = beta2 * m^2 + (1 - beta2) * g^2 from last step's m (AdamS paper, Algorithm 1)."""
+    if known_false(applied):
+        return
+    beta1, beta2 = betas
+    second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
+    new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
+    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
+    decay_(parameter, lr * weight_decay, applied)
+    parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
+    moment.copy_(gated(applied, new, moment))

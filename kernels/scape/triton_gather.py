@@ -1,0 +1,273 @@
+"""What the owner of entries does in the sharded form of SCAPE as Triton kernels; `reference_gather.py` specifies it.
+
+The mean of what was sent, then the synchronised gradient, then the new values lie in the owner's row of the payload
+where COMPACT, else in the gradients' storage, at the entries themselves.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.common.triton_common import (
+    BETA1,
+    BETA2,
+    COMMON,
+    COUNTED,
+    DECAY,
+    EPS,
+    GRADIENT,
+    LR,
+    MASTER,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    PARAMETER,
+    START,
+    WAITING,
+    cell,
+    count_bits,
+    entries,
+    lowest,
+    mask_bytes,
+    payload_places,
+    pointer,
+    rate,
+    spread,
+    tile_of,
+)
+from kernels.scape.triton_scape import adams, masks_of_tile, scaled
+
+
+@triton.jit
+def _released(common, was_held, mean, to_gradient):
+    """gh: beta1 * q, which all replicas left out, cancels where the moment was held; else the residual comes back."""
+    return (mean + tl.where(was_held, 0.0, common)) * to_gradient
+
+
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked"])
+def owned_gradient_kernel(
+    tiles,
+    table,
+    rates,
+    in_use,
+    previous,
+    in_use_masked,
+    previous_masked,
+    starts,
+    payload,
+    partial,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPACT: tl.constexpr,
+):
+    """gh on A over the mean of what was sent; partial[i] = the sum of its squares in a tile.
+
+    All tiles are taken alike, as the order of summation must not depend on how tensors are aligned.
+    """
+    tensor, row, first, left = tile_of(tiles, table, BLOCK)
+    block, sparse = masks_of_tile(table, tensor, row)
+    masked = sparse & (in_use_masked != 0)
+    used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
+    held = mask_bytes(previous, block, left, sparse & (previous_masked != 0), ROWS, BYTES, BLOCK)
+    commons = pointer(table, tensor, COMMON, tl.float32, False) + first
+    to_gradient = 1.0 / rate(rates, tensor, ONE_MINUS_BETA1)
+    counted = rate(rates, tensor, COUNTED)
+    if COMPACT:
+        base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
+        payload += base
+        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        bits, left_over = used, tl.max(count_bits(used))
+        squares = tl.zeros((ROWS, BYTES), dtype=tl.float32)
+        while left_over > 0:
+            left_over -= 1
+            some = bits != 0
+            common = tl.load(commons + at_byte + lowest(bits), mask=some, other=0.0)
+            mean = tl.load(payload + position, mask=some, other=0.0)
+            gh = _released(common, (held & (bits & -bits)) != 0, mean, to_gradient)
+            tl.store(payload + position, gh, mask=some)
+            squares += gh * gh
+            bits = bits & (bits - 1)
+            position += 1
+        tl.store(partial + tl.program_id(0), tl.sum(squares) * counted)
+    else:
+        local, inside = entries(left, ROWS, BYTES, BLOCK, False)
+        means = pointer(table, tensor, GRADIENT, tl.float32, False) + first
+        common = tl.load(commons + local, mask=inside, other=0.0)
+        mean = tl.load(means + local, mask=inside, other=0.0)
+        gh = tl.where(spread(used), _released(common, spread(held), mean, to_gradient), 0.0)
+        tl.store(means + local, gh, mask=inside & spread(used))
+        tl.store(partial + tl.program_id(0), tl.sum(gh * gh) * counted)
+
+
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_wait"])
+def owned_update_kernel(
+    tiles,
+    table,
+    rates,
+    corrections,
+    in_use,
+    previous,
+    in_use_masked,
+    previous_masked,
+    starts,
+    payload,
+    fresh_counts,
+    relative,
+    max_wait,
+    clip,
+    applied,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EASY: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COMPACT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    WAIT: tl.constexpr,
+    KEEPS: tl.constexpr,
+    LEAST: tl.constexpr,
+    CLIP_MOMENT: tl.constexpr,
+):
+    """New moments into the common buffer, and new values over gh. WAIT and KEEPS as in `update_kernel`.
+
+    HAS_MASTER: the parameters are those of the master, FP32, which decays everywhere; else what `write_kernel` decays.
+    """
+    if tl.load(applied) == 0:
+        return
+    tensor, row, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    block, sparse = masks_of_tile(table, tensor, row)
+    masked = sparse & (in_use_masked != 0)
+    used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
+    held = mask_bytes(previous, block, left, sparse & (previous_masked != 0), ROWS, BYTES, BLOCK)
+    commons = pointer(table, tensor, COMMON, tl.float32, EASY) + first
+    beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, ONE_MINUS_BETA1)
+    beta2, square_rate = rate(rates, tensor, BETA2), rate(rates, tensor, ONE_MINUS_BETA2)
+    eps, lr, factor = rate(rates, tensor, EPS), rate(rates, tensor, LR), tl.load(clip)
+    decay = rate(rates, tensor, DECAY)
+    unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
+    unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
+    whole_first = first + cell(table, tensor, START)
+    wait = 1.0
+    if WAIT != "none":
+        entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
+        wait = tl.minimum(tl.maximum(cell(table, tensor, WAITING).to(tl.float32) / entering, 1.0), max_wait)
+    if HAS_MASTER:
+        parameters = pointer(table, tensor, MASTER, tl.float32, EASY) + first
+        if COMPACT:
+            master = tl.load(parameters + local, mask=inside, other=0.0)
+            tl.store(parameters + local, master - master * decay, mask=inside)
+            tl.debug_barrier()  # the entries of the mask are changed below, by other threads
+    else:
+        parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+    if COMPACT:
+        base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
+        payload += base
+        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        bits, left_over = used, tl.max(count_bits(used))
+        while left_over > 0:
+            left_over -= 1
+            some = bits != 0
+            at = at_byte + lowest(bits)
+            was_held = (held & (bits & -bits)) != 0
+            before = tl.where(was_held, tl.load(commons + at, mask=some, other=0.0), 0.0)
+            gh = tl.load(payload + position, mask=some, other=0.0)
+            moment, step = adams(
+                before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
+            )
+            if WAIT != "none":
+                newly = some & ~was_held
+                step, moment = scaled(
+                    step, moment, newly, table, tensor, relative, wait, max_wait, whole_first, at, WAIT, KEEPS, LEAST
+                )
+            value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
+            if not HAS_MASTER:
+                value -= value * decay
+            value -= step * lr
+            tl.store(payload + position, value, mask=some)
+            tl.store(commons + at, moment, mask=some)
+            if HAS_MASTER:
+                tl.store(parameters + at, value, mask=some)
+            bits = bits & (bits - 1)
+            position += 1
+    else:
+        gradients = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
+        gh = tl.load(gradients + local, mask=inside, other=0.0)
+        common = tl.load(commons + local, mask=inside, other=0.0)
+        was_held, changed = spread(held), spread(used)
+        before = tl.where(was_held, common, 0.0)
+        moment, step = adams(
+            before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
+        )
+        if WAIT != "none":
+            step, moment = scaled(
+                step,
+                moment,
+                changed & ~was_held,
+                table,
+                tensor,
+                relative,
+                wait,
+                max_wait,
+                whole_first,
+                local,
+                WAIT,
+                KEEPS,
+                LEAST,
+            )
+        value = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        value = value - value * decay
+        changed_value = value - step * lr
+        tl.store(gradients + local, changed_value, mask=inside & changed)
+        tl.store(commons + local, moment, mask=inside & changed)
+        if HAS_MASTER:
+            tl.store(parameters + local, tl.where(changed, changed_value, value), mask=inside)
+
+
+@triton.jit(do_not_specialize=["in_use_masked"])
+def write_kernel(
+    tiles,
+    table,
+    rates,
+    in_use,
+    in_use_masked,
+    starts,
+    wire,
+    applied,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EASY: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COMPACT: tl.constexpr,
+    DECAYS: tl.constexpr,
+):
+    """On A the owners' values, from `wire`, FP32 or BF16, where COMPACT; off A weight decay, where DECAYS."""
+    if tl.load(applied) == 0:
+        return
+    tensor, row, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    block, sparse = masks_of_tile(table, tensor, row)
+    masked = sparse & (in_use_masked != 0)
+    used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+    changed = spread(used)
+    if DECAYS:
+        parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        decayed = parameter - parameter * rate(rates, tensor, DECAY)
+        tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
+    if COMPACT:
+        base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
+        wire += base
+        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        bits, left_over = used, tl.max(count_bits(used))
+        while left_over > 0:
+            left_over -= 1
+            some = bits != 0
+            value = tl.load(wire + position, mask=some, other=0.0).to(tl.float32)
+            tl.store(parameters + at_byte + lowest(bits), value.to(DTYPE), mask=some)
+            bits = bits & (bits - 1)
+            position += 1
+    else:
+        gradients = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
+        value = tl.load(gradients + local, mask=inside & changed, other=0.0)
+        tl.store(parameters + local, value.to(DTYPE), mask=inside & changed)

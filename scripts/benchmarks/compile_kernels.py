@@ -1,0 +1,285 @@
+"""Compiles every Triton kernel, in every configuration that the passes launch, for GPUs that need not be there.
+
+    python -m scripts.benchmarks.compile_kernels                      # writes results/compile_kernels
+    python -m scripts.benchmarks.compile_kernels --target cuda:90 --quick
+
+The configurations are those of real calls: the passes take their steps on small tensors, with the launches noted down
+and not run. For each it reports registers and spills as the compiler counts them. `--quick` takes the default options
+and as few others as launch every kernel. Exits with 1 if a kernel does not compile.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from kernels import TRITON_DTYPES
+from kernels.common import launching
+from kernels.dense.triton_dense_passes import Finite, TritonAdams
+from kernels.scape.blocks import BlockLayout, Mask
+from kernels.scape.ownership import Ownership
+from kernels.scape.passes import Rates
+from kernels.scape.triton_gather_passes import TritonGather
+from kernels.scape.triton_passes import TritonScape
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+}
+
+
+def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[Any, Any], int]]:
+    """(kernel, signature, constants, attributes, warps) of every different launch."""
+    found: dict[Any, Any] = {}
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
+        signature: dict[str, str] = {}
+        attributes: dict[Any, Any] = {}
+        for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
+            if isinstance(value, Tensor):
+                signature[parameter.name] = _TYPES[value.dtype]
+                attributes[(i,)] = [["tt.divisibility", 16]]  # what the allocator gives
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                if not parameter.do_not_specialize and isinstance(value, int) and value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(constants, "constexpr")
+        key = (kernel.fn.__name__, str(signature), str(constants), str(attributes), warps)
+        found.setdefault(key, (kernel, signature, constants, attributes, warps))
+
+    original, launching.launch = launching.launch, note
+    try:
+        for step in _steps(quick):
+            step()
+    finally:
+        launching.launch = original
+    return list(found.values())
+
+
+def _steps(quick: bool) -> Iterator[Any]:
+    defaults: dict[str, Any] = dict(
+        block=1024,
+        selection="block",
+        density=0.1,
+        in_use=0.1,
+        dtype=torch.float32,
+        clip=True,
+        wait="row_column",
+        carries=False,
+    )
+    others: list[dict[str, Any]] = [
+        dict(density=0.01, in_use=0.01),  # offsets on the wire
+        dict(density=0.3, in_use=0.3),  # a bitmap
+        dict(in_use=1.0),  # the first step
+        dict(in_use=0.5),  # warm-up
+        dict(selection="tensor"),
+        dict(selection="tensor", in_use=0.5),
+        dict(dtype=torch.bfloat16),
+        dict(dtype=torch.float16),
+        dict(carries=True),  # a BF16 wire
+        dict(carries=True, selection="tensor"),
+        dict(clip=False),
+        dict(wait="tensor"),
+        dict(wait="none"),
+        dict(wait="row_column", selection="tensor", dtype=torch.bfloat16),
+        dict(block=8, density=0.3, in_use=0.3),
+        dict(block=40),
+        dict(block=8192),
+        dict(block=32768),
+        dict(block=32768, density=0.01, in_use=0.01),
+    ]
+    few: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(carries=True, selection="tensor")]
+    for options in [{}, *(few if quick else others)]:
+        yield lambda o=options: _scape_step(**{**defaults, **o})
+    forms: list[dict[str, Any]] = [
+        dict(density=0.01),
+        dict(in_use=1.0),
+        dict(in_use=0.5),
+        dict(dtype=torch.bfloat16),
+        dict(rounds_values=True),
+        dict(rounds_values=True, in_use=0.5),
+        dict(scaled=True, dtype=torch.bfloat16),
+        dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
+        dict(columns=None),
+        dict(columns=None, max_wait=1000.0),
+        dict(block=32768, density=0.01),
+    ]
+    for options in [{}, *([] if quick else forms)]:
+        yield lambda o=options: _gather_step(**o)
+    for dtype in TRITON_DTYPES[: 1 if quick else None]:
+        yield lambda d=dtype: _dense_step(d)
+
+
+def _scape_step(
+    block: int,
+    selection: str,
+    density: float,
+    in_use: float,
+    dtype: torch.dtype,
+    clip: bool,
+    wait: str,
+    carries: bool,
+) -> None:
+    cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
+    layout = BlockLayout(sizes, block, 2)
+    columns = (16, 8) if wait == "row_column" else None
+    passes = TritonScape(
+        layout, whole, selection, density, 0, cpu, carries=carries, columns=columns, keeps=0.5 if columns else 1.0
+    )
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
+    masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
+    passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)
+    applied, steps = torch.tensor(True), torch.ones((), dtype=torch.float64)
+    passes.pack_all(applied)
+    passes.squares_all()
+    if not passes.compact and not masks[0].dense:
+        chunk = torch.zeros(64)
+        passes.pieces().fill(chunk, 0)
+        passes.pieces().land(chunk, 0)
+    passes.update_all(torch.ones(()), clip, steps, None if wait == "none" else 1000.0, applied)
+    for following in (density, 1.0):
+        received = torch.zeros(2 * layout.wire_bytes(following, selection), dtype=torch.uint8)
+        passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits, applied)
+
+
+def _gather_step(
+    block: int = 1024,
+    density: float = 0.1,
+    in_use: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    rounds_values: bool = False,
+    scaled: bool = False,
+    columns: tuple[int, ...] | None = (16, 8),
+    max_wait: float | None = None,
+) -> None:
+    """The sharded form's kernels; the others are those of `_scape_step`."""
+    cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
+    ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
+    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values or scaled, scaled=scaled, columns=columns)
+    passes = TritonGather(ownership, "block", density, 0, cpu, keeps=0.5 if columns else 1.0, **options)
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
+    bits = ownership.layout.mask_bytes()
+    masks = [Mask(torch.zeros(bits, dtype=torch.uint8), d) for d in (in_use or density, density)]
+    rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(parameters)
+    passes.bind(parameters, gradients, rates, *masks, density)
+    applied, steps = torch.tensor(True), torch.ones((), dtype=torch.float64)
+    passes.pack_all(applied)
+    passes.squares_all()
+    for part in passes.parts:
+        passes.update(part, torch.ones(()), True, steps, 1000.0 if columns else max_wait, applied)
+    passes.write(applied)
+
+
+def _dense_step(dtype: torch.dtype) -> None:
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (8192, 100)] for _ in range(2))
+    moments, steps = [torch.zeros(8192), torch.zeros(100)], torch.ones(2, dtype=torch.float64)
+    Finite()(gradients)
+    rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 2
+    TritonAdams().step(parameters, gradients, moments, rates, steps, torch.tensor(True))
+
+
+def compile_one(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
+) -> dict[str, Any]:
+    """Registers, spills and shared memory of one kernel. Raises what the compiler raises."""
+    numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, ordered, numbers, attributes)
+    compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    report = _nvidia(compiled.asm["ptx"], target.arch) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
+    return {**report, "shared_bytes": compiled.metadata.shared}
+
+
+def _nvidia(ptx: str, arch: int) -> dict[str, int]:
+    assembler = get_ptxas(arch).path
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        target = f"--gpu-name=sm_{arch}{suffix}"
+        command = [assembler, "-v", "--fmad=false", target, file, "-o", Path(folder, "kernel.cubin")]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", text)]
+    registers = re.search(r"Used (\d+) registers", text)
+    assert registers and spilled, text
+    return {"registers": int(registers[1]), "spilled_bytes": sum(spilled)}
+
+
+def _amd(text: str) -> dict[str, int]:
+    figures = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
+    # Scalar registers spill into lanes of vector registers, not into memory.
+    return {
+        "registers": figures["vgpr_count"],
+        "spilled_bytes": figures["private_segment_fixed_size"],
+        "spilled_registers": figures["vgpr_spill_count"] + figures["sgpr_spill_count"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all")
+    parser.add_argument("--quick", action="store_true", help="as few configurations as launch every kernel")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/compile_kernels")
+    arguments = parser.parse_args()
+    targets = list(TARGETS) if arguments.target == "all" else [arguments.target]
+    rows, failed = [], 0
+    for kernel, signature, constants, attributes, warps in launches(arguments.quick):
+        shown = {name: getattr(value, "name", value) for name, value in constants.items()}
+        for name in targets:
+            row: dict[str, Any] = {"kernel": kernel.fn.__name__, "target": name, "warps": warps, "constants": shown}
+            try:
+                row |= compile_one(kernel, signature, constants, attributes, warps, TARGETS[name])
+            except Exception as error:
+                failed += 1
+                row["error"] = f"{type(error).__name__}: {error}"
+                print(f"{row['kernel']} for {name} {shown}: {row['error']}", file=sys.stderr)
+            rows.append(row)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    content = f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n'
+    (arguments.output / "compiled.json").write_text(content)
+    (arguments.output / "table.md").write_text(_table(rows))
+    print(_table(rows))
+    sys.exit(1 if failed else 0)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"`python -m scripts.benchmarks.compile_kernels`, Triton {triton.__version__}. A line is "
+        f"the worst of its configurations;",
+        "spilled bytes are those a thread keeps in memory because it has no register for them.",
+        "",
+        "| kernel | block size | target | configurations | registers | spilled, bytes | shared, bytes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        block = row["constants"].get("BLOCK", 0)
+        groups.setdefault((row["kernel"], block, row["target"]), []).append(row)
+    for (kernel, block, target), members in sorted(groups.items()):
+        worst = [max(m.get(key, 0) for m in members) for key in ("registers", "spilled_bytes", "shared_bytes")]
+        lines.append(f"| {kernel} | {block or ''} | {target} | {len(members)} | {' | '.join(map(str, worst))} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Bytes of SCAPE's sharded form against the all-reduce of the form "local", on the counters of an emulated cluster.
+
+    # every form on every cluster, one after another: six minutes, as root
+    python -m scripts.benchmarks.gather_bytes run
+    python -m scripts.benchmarks.gather_bytes report     # table.md, from the stored runs alone
+
+A run trains a few steps of the embedded recipe on scripts/emulated_cluster.py, its links not limited. Bytes are those
+of the training steps behind the first, which is dense ("interfaces" in summary.json). runs.json holds them by node,
+table.md by replica. Mask bytes, as the ranks count them, are left out of both sides of a ratio; nothing else is.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts.emulated_cluster import Cluster, ClusterError  # noqa: E402
+from scripts.studies.scaling_report import markdown, megabytes  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Form:
+    """target: bytes against "local" at most; None for "local" itself."""
+
+    title: str
+    options: tuple[str, ...] = ()
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster, and how many ranks of a node hold a replica together."""
+
+    title: str
+    nodes: int
+    ranks_per_node: int = 1
+    shard: int = 1
+
+    @property
+    def replicas(self) -> int:
+        return self.nodes * self.ranks_per_node // self.shard
+
+
+GATHER, VALUES = "--sync.scape.parameters=gather", "--sync.scape.values_dtype=bfloat16"
+FORMS = {
+    "local": Form("local, FP32 (all-reduce)"),
+    "gather": Form("gather, FP32", (GATHER,), 1.02),
+    "gather-values": Form("gather, values in BF16", (GATHER, VALUES), 0.77),
+    "gather-both": Form("gather, BF16 both ways", (GATHER, VALUES, "--sync.scape.wire_dtype=bfloat16"), 0.52),
+}
+PLANS = {
+    "2x1": Plan("2 nodes of 1 rank", 2),
+    "3x1": Plan("3 nodes of 1 rank", 3),
+    "4x1": Plan("4 nodes of 1 rank", 4),
+    "2x2": Plan("2 nodes of 2 ranks, 4 replicas, level by level", 2, 2),
+    "2x2-shard": Plan("2 nodes of 2 ranks, 2 replicas x 2 shards", 2, 2, 2),
+}
+OPTIONS = (
+    "--training.local_batch_size=1",
+    "--validation.steps=1",
+    "--validation.local_batch_size=1",
+    "--sync.scape.density_warmup_steps=0",
+    "--metrics.log_freq=100",
+)
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+
+def train(plan: Plan, form: Form, steps: int, folder: Path, timeout: float) -> dict[str, Any]:
+    """One run, its dump and logs in `folder`. Raises RuntimeError where it fails."""
+    options = [f"--training.steps={steps}", *OPTIONS, *form.options]
+    if plan.shard > 1:
+        options.append(f"--parallelism.data_parallel_shard_degree={plan.shard}")
+    (folder / "summary.json").unlink(missing_ok=True)
+    command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *options]
+    env = {"CONFIG_FILE": "train_configs/embedded.toml"}
+    with Cluster(plan.nodes) as cluster:
+        code = cluster.run(command, plan.ranks_per_node, env, folder, timeout, show=False)
+    if code:
+        raise RuntimeError(f"{folder.name} ended with exit code {code}; its logs are in {folder}")
+    summary = json.loads((folder / "summary.json").read_text())
+    if summary["interfaces"] is None or summary["skipped_steps"]:
+        raise RuntimeError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")
+    kept = ("layout", "payload_parts", "messages_per_step", "validation_loss", "interfaces")
+    return {"options": options, "replicas": plan.replicas, **{key: summary[key] for key in kept}}
+
+
+def run(args: argparse.Namespace) -> None:
+    runs: dict[str, dict[str, Any]] = {}
+    for cluster, plan in PLANS.items():
+        runs[cluster] = {}
+        for name, form in FORMS.items():
+            print(f"{plan.title}: {form.title} ...", flush=True)
+            runs[cluster][name] = train(plan, form, args.steps, args.work.resolve() / f"{cluster}-{name}", args.timeout)
+    command = " ".join(["python -m scripts.benchmarks.gather_bytes", *args.given])
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "runs.json").write_text(json.dumps({"command": command, "runs": runs}, indent=1) + "\n")
+    report(args)
+
+
+# -------------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes per step over one kind of link: on the interfaces, as the ranks count them, and the masks among these."""
+
+    counter: float
+    counted: float
+    masks: float
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(self.counter + other.counter, self.counted + other.counted, self.masks + other.masks)
+
+    def against(self, local: "Volume") -> tuple[float, float]:
+        """Ratios without masks, (on the counter, as counted)."""
+        return (
+            (self.counter - self.masks) / (local.counter - local.masks),
+            (self.counted - self.masks) / (local.counted - local.masks),
+        )
+
+
+def volume(nodes: Sequence[Mapping[str, Any]], replicas: int = 1) -> Volume:
+    """What a replica sends, from the nodes' entries of one level in summary.json."""
+    counter, counted = (sum(node[key] for node in nodes) / replicas for key in ("interface", "counted"))
+    return Volume(counter, counted, sum(node["by_kind"].get("mask", 0.0) for node in nodes) / replicas)
+
+
+def sent(forms: Mapping[str, Any], level: str) -> dict[str, list[dict[str, Any]]]:
+    """The nodes' entries of one level, "network" or "node", by form."""
+    return {name: run["interfaces"]["sent_per_step"][level] for name, run in forms.items()}
+
+
+def verdict(ratios: tuple[float, float], target: float) -> str:
+    on_counter, counted = (ratio <= target for ratio in ratios)
+    return "yes" if on_counter and counted else "as counted only" if counted else "no"
+
+
+def rows_of(runs: Mapping[str, Any], level: str) -> list[dict[str, str]]:
+    """A row for each form on each cluster whose ranks count bytes at this level; compared where payload is among it."""
+    rows = []
+    for cluster, forms in runs.items():
+        entries = sent(forms, level)
+        if not any(node["counted"] for node in entries["local"]):
+            continue
+        exchanged = any("payload" in node["by_kind"] for node in entries["local"])
+        local = volume(entries["local"], forms["local"]["replicas"])
+        for name, nodes in entries.items():
+            own, target = volume(nodes, forms[name]["replicas"]), FORMS[name].target
+            row = {"cluster": PLANS[cluster].title, "form": FORMS[name].title}
+            row |= {"counter": megabytes(own.counter), "counted": megabytes(own.counted)}
+            row |= {"masks": megabytes(own.masks), "counter without masks": megabytes(own.counter - own.masks)}
+            row |= dict.fromkeys(("against local, counter", "against local, counted", "target", "holds"), "-")
+            if exchanged:
+                ratios = own.against(local)
+                row |= {"against local, counter": f"{ratios[0]:.3f}", "against local, counted": f"{ratios[1]:.3f}"}
+                if target is not None:
+                    row |= {"target": f"{target:.2f}", "holds": verdict(ratios, target)}
+            rows.append(row)
+    return rows
+
+
+def spread(runs: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Of the network: the least and the most that a counter has beyond what is counted, as shares of that; and how far
+    the ratio of a single node is from that of all."""
+    beyond, apart = [], []
+    for forms in runs.values():
+        entries = sent(forms, "network")
+        for nodes in entries.values():
+            own, local = volume(nodes), entries["local"]
+            beyond.append(own.counter / own.counted - 1)
+            ratio = own.against(volume(local))[0]
+            pairs = zip(nodes, local, strict=True)
+            apart += [abs(volume([one]).against(volume([same]))[0] - ratio) for one, same in pairs]
+    return min(beyond), max(beyond), max(apart)
+
+
+def both_links(forms: Mapping[str, Any], name: str) -> float:
+    """A form against "local" on the counters of network and loopback together."""
+    own, local = (volume(sent(forms, "network")[n]) + volume(sent(forms, "node")[n]) for n in (name, "local"))
+    return own.against(local)[0]
+
+
+def table(stored: Mapping[str, Any]) -> str:
+    """table.md, from runs.json."""
+    runs = stored["runs"]
+    first = runs["2x1"]["local"]
+    least, most, apart = spread(runs)
+    network, inside = rows_of(runs, "network"), rows_of(runs, "node")
+    verdicts = [row["holds"] for row in network if row["holds"] != "-"]
+    options = "\n".join(f"- {form.title}: `{' '.join(form.options)}`" for form in FORMS.values() if form.options)
+    text = f"""# Bytes of the sharded form against the all-reduce
+
+SCAPE at density 0.1 on the embedded recipe. MB (1e6 bytes) sent per step and replica: the mean over replicas, and over
+the {first["interfaces"]["steps"]} steps behind the first, which is dense. "Counter" is what the interfaces themselves
+sent (network namespaces as nodes, gloo over TCP, rates not limited), "counted" what the ranks count. Made by
+
+```
+{stored["command"]}
+```
+
+which trains every form on every cluster, in a run of its own, with
+
+{fenced(["./run_train.sh", *first["options"]])}
+
+(for shards `--parallelism.data_parallel_shard_degree=2` besides) and what the form takes:
+
+{options}
+
+Ratios are without masks on both sides: their bytes, as the ranks count them, are taken from the counter, too. All else
+stays in: the finite flag and the norm (some bytes), and on the counter headers and acknowledgements (those of the
+masks, too), gloo's own messages, TorchTitan's scalars and the launcher. Both sides of a ratio have these, and some of
+them do not shrink with the payload. An all-reduce of the payload and an all-gather of as much behind it, as the paper
+has them, would be 1.50.
+
+## The network
+
+Targets hold on the counter and as counted in {verdicts.count("yes")} of {len(verdicts)} cases. The counter has
+{100 * least:.1f} to {100 * most:.1f} % more than is counted. The ratio of a single node is at most {apart:.4f} from
+that of all.
+
+{markdown(network)}
+
+## Inside a node (loopback)
+
+BF16 crosses the outermost level, the network. Inside a node sums travel in FP32, so that with BF16 both ways only what
+comes back is halved there: 0.75 instead of 0.50, and {both_links(runs["2x2"], "gather-both"):.2f} on both links
+together. Shards of one replica exchange nothing of SCAPE's but flag and norm; what their loopback carries is FSDP's,
+which no rank counts and every form has alike.
+
+{markdown(inside)}
+"""
+    as_it_is = ("#", "`", "|", "-")
+    parts = (part if part.startswith(as_it_is) else textwrap.fill(part, 120) for part in text.split("\n\n"))
+    return "\n\n".join(parts).rstrip() + "\n"
+
+
+def fenced(command: Sequence[str]) -> str:
+    """A code block, in lines of at most 120 characters."""
+    lines = textwrap.wrap(" ".join(command), 114, break_on_hyphens=False, break_long_words=False)
+    return "```\n" + " \\\n    ".join(lines) + "\n```"
+
+
+def report(args: argparse.Namespace) -> None:
+    text = table(json.loads((args.output / "runs.json").read_text()))
+    (args.output / "table.md").write_text(text)
+    print(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("run", "report"):
+        one = commands.add_parser(name)
+        one.add_argument("--output", type=Path, default=ROOT / "results" / "gather_bytes")
+        if name == "run":
+            one.add_argument("--steps", type=int, default=12, help="of a run, 2 or more")
+            one.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is ended")
+            one.add_argument("--work", type=Path, default=ROOT / "outputs" / "gather_bytes", help="logs of the runs")
+    args = parser.parse_args()
+    args.given = sys.argv[1:]
+    try:
+        {"run": run, "report": report}[args.command](args)
+    except (ClusterError, RuntimeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; the nodes are removed", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What parameters and optimizer state cost on one of 64 ranks, predicted and measured: results/memory_states/table.md.
+
+    python -m scripts.benchmarks.memory_table [--smoke]
+
+Predicted: `planner.volumes.memory_bytes`, as the trainer's report at the start. Measured: the bytes of all tensors
+that exist once the optimizer is built (dense AdamW's moments: once it has taken a step), in a process group that
+pretends to have 64 replicas, on a CPU, where zeros take no memory before they are written. No gradients, no
+activations.
+"""
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # where the packages are not installed
+    sys.path.insert(0, str(ROOT))
+
+from torchtitan_scape import AdamS, Scape  # noqa: E402
+from torchtitan_scape.planner.volumes import (  # noqa: E402
+    Method,
+    host_bytes,
+    host_link_bytes,
+    mask_bytes,
+    memory_bytes,
+    payload_bytes,
+)
+from torchtitan_scape.planner.workloads import Shape, Workload, get_workload  # noqa: E402
+from torchtitan_scape.sync.scape.weights import hold_in_bfloat16  # noqa: E402
+
+RESULTS = ROOT / "results" / "memory_states"
+REPLICAS, DENSITY = 64, 0.01
+NOT_HERE = ("gradients", "working copy", "activations")
+
+
+def scape(**options: Any) -> Method:
+    return Method("scape", DENSITY, **options)
+
+
+NARROW: dict[str, Any] = {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16"}
+FORMS = {
+    "dense AdamW": Method("adamw"),
+    "dense AdamS": Method("adams"),
+    "SCAPE local": scape(),
+    "SCAPE local, offload state": scape(offload=("state",)),
+    "SCAPE local, BF16 weights, offload master": scape(weights="bfloat16", offload=("master",)),
+    "SCAPE local, BF16 weights, offload state, master": scape(weights="bfloat16", offload=("state", "master")),
+    "gather": scape(parameters="gather"),
+    "gather, offload state": scape(parameters="gather", offload=("state",)),
+    "gather, BF16 values": scape(parameters="gather", values="bfloat16"),
+    "gather, master at its owner alone": scape(**NARROW),
+    "gather, master at its owner alone, offload master": scape(**NARROW, offload=("master",)),
+    "gather, master at its owner alone, offload state": scape(**NARROW, offload=("state",)),
+    "gather, master at its owner alone, offload state, master": scape(**NARROW, offload=("state", "master")),
+}
+
+
+def predicted(method: Method, workload: Workload) -> tuple[float, float]:
+    """Bytes on the device and on the host."""
+    kinds = memory_bytes(method, workload, 1, REPLICAS, 1)
+    host = host_bytes(method, workload.shapes(), REPLICAS)
+    return sum(v for k, v in kinds.items() if k not in NOT_HERE), sum(host.values())
+
+
+def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
+    """Bytes on the device and on the host."""
+    before = storages()
+    model = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+    if method.kind == "adamw":
+        extra = 0
+        for p in model:  # one at a time: it has no state before a step
+            p.grad = torch.zeros_like(p)
+            optimizer = torch.optim.AdamW([p])
+            optimizer.step()
+            extra += sum(t.nbytes for t in optimizer.state[p].values())
+            p.grad = None
+            del optimizer
+        return total(storages(), before) + extra, 0.0
+    if method.kind == "adams":
+        kept: Any = AdamS(model.named_parameters(), lr=1e-3)
+        return total(storages(), before), 0.0
+    if method.narrow:
+        hold_in_bfloat16(model, scaled=method.parameters == "gather")
+    with patch("kernels.scape.passes.check_host_memory"):  # of what is only reserved
+        kept = Scape(
+            model.named_parameters(),
+            lr=1e-3,
+            density=method.density,
+            parameters=method.parameters,
+            values_dtype=method.values,
+            offload=method.offload,
+            replicas=dist.group.WORLD,
+        )
+    host = sum(window.host.nbytes for window in kept.passes.windows.values())
+    return total(storages(), before) - host, float(host)
+
+
+def storages() -> dict[int, int]:
+    """Bytes by address of all tensors' storage."""
+    gc.collect()
+    found = {}
+    for one in gc.get_objects():
+        if type(one) in (torch.Tensor, nn.Parameter):
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def total(now: dict[int, int], before: dict[int, int]) -> float:
+    return float(sum(nbytes for address, nbytes in now.items() if address not in before))
+
+
+def table(workload: Workload) -> str:
+    rows = [
+        "| | device, GB: predicted | measured | over dense AdamS, measured | host, GB: predicted | measured "
+        "| over the host link a step, GB: predicted |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    shapes = workload.shapes()
+    found = {name: measured(method, shapes) for name, method in FORMS.items()}
+    plain = found["dense AdamS"][0]
+    for name, method in FORMS.items():
+        (device, host), (here, there) = predicted(method, workload), found[name]
+        cells = [f"{device / 1e9:.3f}", f"{here / 1e9:.3f}", f"{(here - plain) / 1e9:+.3f}", "", "", ""]
+        if there:
+            moved = sum(host_link_bytes(method, shapes, REPLICAS))
+            cells[3:] = [f"{nbytes / 1e9:.3f}" for nbytes in (host, there, moved)]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    n = workload.parameters
+    payload = payload_bytes(shapes, DENSITY)
+    over, allowed = found["SCAPE local"][0] - plain, n / 4 + 2 * payload
+    rates = memory_bytes(FORMS["SCAPE local"], workload, 1, REPLICAS, 1)["rates of visits"]
+    own = mask_bytes(shapes, DENSITY, REPLICAS)
+    rows += [
+        "",
+        f"SCAPE local over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are "
+        f"{allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.",
+        f"{rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none with",
+        f'`wait_by = "tensor"`). Within a step the selection of the own run comes on top, {own / 1e6:.1f} MB.',
+    ]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, and nothing is written")
+    smoke = parser.parse_args().smoke
+    dist.init_process_group("fake", rank=0, world_size=REPLICAS, store=FakeStore())
+    if smoke:
+        print(table(Workload("tiny", 2, 64, 4, 2, 128, 4000, 64, 64)))
+        return
+    tables = {name: table(get_workload(name)) for name in ("llama_500m", "llama_1_8b")}
+    text = "\n\n".join(f"## {name}: {get_workload(name).parameters:,} parameters\n\n{t}" for name, t in tables.items())
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "table.md").write_text(
+        f"# Memory of parameters and optimizer state\n\n`python -m "
+        f"scripts.benchmarks.memory_table`: one of {REPLICAS} replicas, "
+        f"no shards, density {DENSITY:g}, payload in FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter)\n"
+        "and activations. Measured: bytes of all tensors on a CPU, nothing on a GPU.\n\n" + text + "\n"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Runs of ./run_train.sh that are disturbed on purpose, for kill_ranks.py, soak.py and the tests.
+
+with Launch(["--training.steps=20"], folder, nodes=2) as run:
+    run.wait_for_step(5, 120)
+    os.kill(run.ranks()[1], signal.SIGKILL)
+"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# A run of seconds on two CPU processes, with checkpoints that can be resumed from at every second step.
+TINY = [
+    "--metrics.log_freq=1",
+    "--metrics.no-enable-tensorboard",
+    "--training.local_batch_size=1",
+    "--training.seq_len=32",
+    "--validation.no-enable",
+    "--lr_scheduler.warmup_steps=2",
+    "--sync.scape.density_warmup_steps=3",
+    "--checkpoint.enable",
+    "--checkpoint.interval=2",
+    "--checkpoint.no-last-save-model-only",
+]
+
+
+def free_endpoint() -> str:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return f"localhost:{s.getsockname()[1]}"
+
+
+class Launch:
+    """One or several launchers of ./run_train.sh, as many nodes on this host; a context manager that ends them.
+
+    Args:
+        arguments: the trainer's; `folder` becomes its dump folder.
+        folder: gets checkpoint/ and node0.log, node1.log, ...
+        nodes, ranks_per_node: launchers, and ranks of each.
+        environment: over os.environ.
+        start: how a node's command is started: (node, command, environment, log file) -> Popen.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        nodes: int = 1,
+        ranks_per_node: int = 2,
+        environment: Mapping[str, str] | None = None,
+        start: Callable[..., "subprocess.Popen[Any]"] | None = None,
+    ) -> None:
+        self.folder, self.checkpoints = folder, folder / "checkpoint"
+        folder.mkdir(parents=True, exist_ok=True)
+        own = {
+            "PYTHON": sys.executable,
+            "NGPU": str(ranks_per_node),
+            "LOG_RANK": ",".join(str(rank) for rank in range(ranks_per_node)),
+            "OMP_NUM_THREADS": "1",
+            **({"NNODES": str(nodes), "RDZV_ENDPOINT": free_endpoint()} if nodes > 1 and start is None else {}),
+            **(environment or {}),
+        }
+        self._command = [str(ROOT / "run_train.sh"), *arguments, f"--job.dump_folder={folder}"]
+        self._environment, self._start = own, start or _start
+        self._logs = [folder / f"node{node}.log" for node in range(nodes)]
+        self._read = [log.stat().st_size if log.exists() else 0 for log in self._logs]
+        self.launchers = [self.start(node) for node in range(nodes)]
+
+    def start(self, node: int) -> "subprocess.Popen[Any]":
+        """Starts a node's launcher, as at the beginning; its output goes behind what is there."""
+        with open(self._logs[node], "ab") as log:
+            return self._start(node, self._command, self._environment, log)
+
+    def __enter__(self) -> "Launch":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pids = [pid for found in self._children() for pid in found.values()]
+        for process in self.launchers:
+            if process.poll() is None:
+                process.kill()
+        for pid in pids:
+            _kill(pid)
+        for process in self.launchers:
+            process.wait()
+
+    def _children(self) -> list[dict[int, int]]:
+        return [_ranks_of(process.pid) for process in self.launchers if process.poll() is None]
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, of the ranks that run now."""
+        return {rank: pid for found in self._children() for rank, pid in sorted(found.items())}
+
+    def output(self) -> str:
+        """What the nodes have printed since they were started here, node by node."""
+        return "".join(self._outputs())
+
+    def _outputs(self) -> list[str]:
+        texts = []
+        for log, begin in zip(self._logs, self._read, strict=True):
+            with open(log, "rb") as file:
+                file.seek(begin)
+                texts.append(file.read().decode(errors="replace"))
+        return texts
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float, what: str, every: float = 0.02) -> Any:
+        """The condition's value once it is true. Raises RuntimeError with the output if it never is."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            if time.monotonic() > deadline or all(p.poll() is not None for p in self.launchers):
+                raise RuntimeError(f"{what} did not happen within {seconds:g} s:\n{self.output()[-5000:]}")
+            time.sleep(every)
+        return value
+
+    def steps(self) -> list[int]:
+        """The steps that were logged, in order."""
+        return [int(step) for step in re.findall(r" step: +(\d+)  loss", self.output())]
+
+    def starts(self) -> int:
+        """How often training has started on all nodes, by what the first rank of each printed."""
+        return min(len(re.findall(r"rank0\]:.* Training starts at step", text)) for text in self._outputs())
+
+    def wait_for_training(self, start: int, seconds: float = 120.0) -> None:
+        """Until training has started for the `start`-th time, the first being 1."""
+        self.wait_until(lambda: self.starts() >= start, seconds, f"start {start} of training")
+
+    def wait_for_a_save(self, seconds: float = 60.0) -> bool:
+        """Until a checkpoint that was not there appears; whether it was still being written then."""
+        before = _entries(self.checkpoints)
+        new = self.wait_until(lambda: _entries(self.checkpoints) - before, seconds, "a save", every=0.001)
+        return not all((self.checkpoints / name / ".metadata").exists() for name in new)
+
+    def wait(self, seconds: float) -> list[int]:
+        """The launchers' exit codes. Raises RuntimeError if one does not end."""
+        deadline = time.monotonic() + seconds
+        try:
+            return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.launchers]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"a launcher did not end within {seconds:g} s:\n{self.output()[-5000:]}") from None
+
+
+def _start(node: int, command: Sequence[str], environment: Mapping[str, str], log: Any) -> "subprocess.Popen[Any]":
+    return subprocess.Popen(
+        command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def _entries(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _ranks_of(pid: int) -> dict[int, int]:
+    """Ranks and ids of the processes that a launcher has started; `ip netns exec` replaces itself by the launcher."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(v[5:]): int(child) for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def seconds_until_gone(pids: Sequence[int], limit: float) -> float:
+    """How long until none of the processes runs. Raises RuntimeError after `limit` seconds."""
+    begin = time.monotonic()
+    while any(running(pid) for pid in pids):
+        if time.monotonic() - begin > limit:
+            raise RuntimeError(f"ranks still run {limit:g} s after the fault: {[p for p in pids if running(p)]}")
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def differences(checkpoint: Path, other: Path, scratch: Path) -> list[str]:
+    """Names of the tensors that two checkpoints do not have in common to the last bit; optimizer state included."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    found = []
+    for name, path in (("a", checkpoint), ("b", other)):
+        dcp_to_torch_save(path, scratch / name)
+        found.append(dict(_tensors(torch.load(scratch / name, weights_only=False), "")))
+        (scratch / name).unlink()
+    first, second = found
+    return sorted(
+        {name for name in first if name in second and not torch.equal(first[name], second[name])}
+        | (set(first) ^ set(second))
+    )
+
+
+def _tensors(value: Any, name: str) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value.contiguous().view(-1).view(torch.uint8)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _tensors(entry, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, entry in enumerate(value):
+            yield from _tensors(entry, f"{name}.{i}")

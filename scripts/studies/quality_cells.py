@@ -1,0 +1,241 @@
+"""The quality study's declared grid, and the cells that it expands to."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CURVE_POINTS = 60  # of a stored training curve
+LOGS_PER_POINT = 4  # a logged loss is one step's; a stored point is the mean of so many
+MOST_SEQUENCES = 32  # of a micro-batch
+# Where output goes and what is logged does not change a result.
+_WITHOUT_EFFECT = ("job.", "metrics.")
+_STUDY_KEYS = {
+    "recipe",
+    "parameters",
+    "lr_warmup",
+    "density_warmup",
+    "validations",
+    "validation_tokens",
+    "methods",
+    "sets",
+}
+_SET_KEYS = {"name", "tokens_per_parameter", "steps", "batch", "replicas", "methods", "learning_rates", "seeds"}
+Options = dict[str, Any]
+
+
+def digest(content: Any) -> str:
+    """8 hexadecimal digits of what JSON makes of `content`."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def as_argument(key: str, value: Any) -> str:
+    """An option as the trainer's command line takes it."""
+    if isinstance(value, bool):
+        section, _, name = key.rpartition(".")
+        return f"--{key}" if value else f"--{section}.no-{name.replace('_', '-')}"
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return f"--{key}={value}"
+
+
+def flatten(table: dict[str, Any], prefix: str = "") -> Options:
+    flat: Options = {}
+    for key, value in table.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+@functools.cache
+def defaults() -> Options:
+    """Those of [sync.scape] that a simulation takes."""
+    others = ("dense_names", "parameters", "values_dtype", "weights_dtype", "offload", "flush_at_end")
+    # Late: the trainer has to be imported before TorchTitan is.
+    from torchtitan_scape.config.job_config import Scape
+
+    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(Scape) if f.name not in others}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run: one method, learning rate and seed of a set.
+
+    overrides: what the trainer is told beyond the recipe. options: recipe and overrides together, without what has no
+    effect on the result; their digest is the cell's identity. setting: digest of what all methods of a set share,
+    variant: of what the method sets.
+    """
+
+    method: str
+    label: str
+    set_name: str
+    steps: int
+    batch: int
+    replicas: int
+    learning_rate: float
+    seed: int
+    tuning_seed: int
+    overrides: Options
+    options: Options
+    setting: str
+    variant: str
+
+    @property
+    def key(self) -> str:
+        return digest(self.options)
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch
+
+    @property
+    def name(self) -> str:
+        run = f"{self.steps}x{self.batch}-r{self.replicas}-lr{self.learning_rate:g}-s{self.seed}"
+        return f"{self.method}-{run}-{self.key}"
+
+    @property
+    def title(self) -> str:
+        run = f"lr {self.learning_rate:g}, seed {self.seed}, {self.steps} x {self.batch} tokens"
+        return f"{self.set_name}: {self.method}, {run}, {self.replicas} replicas"
+
+    def head(self) -> dict[str, Any]:
+        names = ("method", "label", "steps", "batch", "replicas", "learning_rate", "seed", "tuning_seed")
+        return {"set": self.set_name} | {
+            name: getattr(self, name) for name in (*names, "setting", "variant", "options")
+        }
+
+
+@dataclass(frozen=True)
+class Set:
+    """A budget and what runs at it. `steps`, `batch` (tokens) and `replicas` are the same for all its cells."""
+
+    name: str
+    steps: int
+    batch: int
+    replicas: int
+    methods: tuple[str, ...]
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    options: Options = field(default_factory=dict)
+
+
+class Grid:
+    """The declared grid. Raises ValueError, naming the place, for what cannot be run."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            declared = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"the grid {path} cannot be read: {error}") from None
+        _check_keys(str(path), declared, _STUDY_KEYS, _STUDY_KEYS)
+        self.recipe = str(declared["recipe"])
+        found = Path(self.recipe) if Path(self.recipe).is_absolute() else ROOT / self.recipe
+        if not found.is_file():
+            raise ValueError(f"{path}: the recipe {self.recipe} does not exist; recipes are in train_configs/")
+        self.base = flatten(tomllib.loads(found.read_text()))
+        self.sequence = int(self.base["training.seq_len"])
+        self.parameters = int(declared["parameters"])
+        self.lr_warmup, self.density_warmup = float(declared["lr_warmup"]), float(declared["density_warmup"])
+        self.validations, self.validation_tokens = int(declared["validations"]), int(declared["validation_tokens"])
+        self.methods: dict[str, Options] = {name: flatten(table) for name, table in declared["methods"].items()}
+        self.sets = [self._set(table) for table in declared["sets"]]
+        names = [one.name for one in self.sets]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{path}: two sets have one name; the names are {', '.join(names)}")
+
+    def _set(self, table: dict[str, Any]) -> Set:
+        where = f"set {table.get('name', '?')!r}"
+        needed = _SET_KEYS - {"tokens_per_parameter", "steps"}
+        _check_keys(where, table, _SET_KEYS | {"options"}, needed)
+        if ("steps" in table) == ("tokens_per_parameter" in table):
+            raise ValueError(f"{where}: give either steps or tokens_per_parameter")
+        batch, replicas = int(table["batch"]), int(table["replicas"])
+        if batch < 1 or batch % (self.sequence * max(1, replicas)):
+            unit = f"a sequence ({self.sequence}) x {replicas} replicas"
+            raise ValueError(f"{where}: a batch of {batch} tokens is no multiple of {unit}")
+        for name in table["methods"]:
+            if name not in self.methods:
+                raise ValueError(f"{where}: there is no method {name!r}; known are {', '.join(self.methods)}")
+        for key in ("methods", "learning_rates", "seeds"):
+            if not table[key] or len(set(table[key])) != len(table[key]):
+                raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
+        tokens = table.get("tokens_per_parameter", 0) * self.parameters
+        steps = int(table.get("steps") or max(1, round(tokens / batch)))
+        rates, seeds = tuple(map(float, table["learning_rates"])), tuple(map(int, table["seeds"]))
+        options = flatten(table.get("options", {}))
+        return Set(table["name"], steps, batch, replicas, tuple(table["methods"]), rates, seeds, options)
+
+    def choose(self, names: Sequence[str]) -> list[Set]:
+        """The sets of those names, all without any. Raises ValueError for an unknown one."""
+        for name in names:
+            if name not in [one.name for one in self.sets]:
+                raise ValueError(f"there is no set {name!r}; known are {', '.join(one.name for one in self.sets)}")
+        return [one for one in self.sets if not names or one.name in names]
+
+    def cell(self, one: Set, method: str, learning_rate: float, seed: int) -> Cell:
+        own = {k: v for k, v in self.methods[method].items() if k not in ("label", "density_warmup")}
+        sequences = one.batch // self.sequence
+        each = sequences // max(1, one.replicas)
+        validated = max(1, self.validation_tokens // self.sequence // max(1, one.replicas))
+        shared: Options = {
+            "training.steps": one.steps,
+            "training.global_batch_size": sequences,
+            "training.local_batch_size": micro_batch(each),
+            "lr_scheduler.warmup_steps": max(1, round(self.lr_warmup * one.steps)),
+            "validation.freq": -(-one.steps // self.validations),
+            "validation.local_batch_size": micro_batch(validated),
+            "validation.steps": validated // micro_batch(validated),
+            "metrics.log_freq": max(1, one.steps // (CURVE_POINTS * LOGS_PER_POINT)),
+            **({"topology.simulate_replicas": one.replicas} if one.replicas else {}),  # 0: as the recipe says
+            **one.options,
+        }
+        dense = (self.base | shared | own).get("sync.method") == "dense"
+        if not dense:
+            share = self.methods[method].get("density_warmup", self.density_warmup)
+            own = {"sync.scape.density_warmup_steps": round(share * one.steps), **own}
+        overrides = shared | own | {"optimizer.lr": learning_rate, "debug.seed": seed}
+        ignored = (*_WITHOUT_EFFECT, *(("sync.scape.",) if dense else ()))
+        # Defaults are spelled out: a changed one makes another cell.
+        options = {k: v for k, v in (defaults() | self.base | overrides).items() if not k.startswith(ignored)}
+        varied = ("sync.", "optimizer.name", "optimizer.lr", "debug.seed", *_WITHOUT_EFFECT)
+        common = {k: v for k, v in (self.base | shared).items() if not k.startswith(varied)}
+        return Cell(
+            method,
+            str(self.methods[method].get("label", method)),
+            one.name,
+            one.steps,
+            one.batch,
+            one.replicas,
+            learning_rate,
+            seed,
+            one.seeds[0],
+            overrides,
+            dict(sorted(options.items())),
+            digest(common),
+            digest(own),
+        )
+
+
+def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:
+    for key in table:
+        if key not in known:
+            raise ValueError(f"{where}: there is no key {key!r}; known are {', '.join(sorted(known))}")
+    if lacking := sorted(needed - set(table)):
+        raise ValueError(f"{where} lacks {', '.join(lacking)}")
+
+
+def micro_batch(sequences: int) -> int:
+    """The largest number of sequences at a time that divides `sequences`."""
+    return max(n for n in range(1, MOST_SEQUENCES + 1) if sequences % n == 0)
+
+
+def best_learning_rate(losses: dict[float, float | None]) -> float | None:
+    """The learning rate of the lowest loss; None where no run ended. The lower one of two equal ones."""
+    finite = {rate: loss for rate, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return min(sorted(finite), key=lambda rate: finite[rate]) if finite else None

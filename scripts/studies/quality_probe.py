@@ -1,0 +1,194 @@
+"""A probe that follows a short run on a CPU: waits outside the mask, movement in visits, residuals, the best mask.
+
+quality_mechanism.py says what the figures mean.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.scape import reference
+from kernels.scape.blocks import entries_per_block
+
+SETTLED = 0.2  # the share of the steps that figures leave out
+WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
+SHORT = 10  # steps; an entry with a wait up to here has returned shortly after it left
+Row = dict[str, Any]
+
+
+class Waits:
+    """How long entries wait outside the mask, from the masks in use: `enter` at every step, in order."""
+
+    def __init__(self, n: int) -> None:
+        self.last = torch.zeros(n, dtype=torch.int32)  # last step inside; 0 before the first one
+
+    def enter(self, mask: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What enters and what leaves at `step`, bool (n,), and the steps spent outside by what enters, FP32."""
+        before = self.last == step - 1
+        fresh, left = mask & ~before, before & ~mask
+        waits = (step - 1 - self.last[fresh]).float()
+        self.last[mask] = step
+        return fresh, left, waits
+
+
+def block_top(values: Tensor, k: int, block_size: int) -> Tensor:
+    """bool (n,): the k largest |values| of every block."""
+    mask = reference.offsets_to_mask(reference.select_blocks(values, k, block_size), block_size)
+    return reference.unpack_bits(mask, values.numel())
+
+
+def overlap(mask: Tensor, best: Tensor) -> float:
+    """Share of `mask` that lies in `best`."""
+    return ((mask & best).sum() / mask.sum().clamp(min=1)).item()
+
+
+def correlation(x: Tensor, y: Tensor) -> float | None:
+    """None where there is nothing but rounding to correlate."""
+    if len(x) < 2 or min(x.std(), y.std()) < 1e-3:
+        return None
+    return torch.corrcoef(torch.stack([x, y]).double())[0, 1].item()
+
+
+def by_wait(waits: Tensor, moved: Tensor) -> list[list[float]]:
+    """[lowest, highest wait, visits, their mean displacement], in about three bins an octave."""
+    found = []
+    for low, high in itertools.pairwise(sorted({round(2 ** (i / 3)) for i in range(3 * 20)})):
+        inside = (waits >= low) & (waits < high)
+        if inside.any():
+            found.append([low, high - 1, int(inside.sum()), moved[inside].mean().item()])
+    return found
+
+
+class Probe:
+    """Follows a run on its sparsified tensors, by hooks before and after the optimizer's step and at the exchange."""
+
+    def __init__(self, optimizers: Any, steps: int) -> None:
+        from torchtitan_scape.sync.shards import local
+
+        optimizer = optimizers.optimizers[0]
+        self.scape: Any = getattr(optimizers, "scape", None)
+        self.group, self.settled, self.every = optimizer.param_groups[0], round(SETTLED * steps), max(1, steps // 100)
+        self.tensors = [local(p).detach().view(-1) for p in self.group["params"] if p.ndim >= 2]
+        self.sizes = [tensor.numel() for tensor in self.tensors]
+        self.n, self.step = sum(self.sizes), 0
+        self.moved = {window: torch.zeros(self.n) for window in WINDOWS}
+        self.net: dict[str, list[float]] = {}
+        self.waits, self.waited = Waits(self.n), torch.zeros(self.n)  # the wait before the present or the last visit
+        self.visited, self.entry = torch.zeros(2, self.n)  # displacement in it, and in its first step
+        self.entered, self.ended = [torch.empty(3, 0)], [torch.empty(2, 0)]
+        self.rows: list[Row] = []
+        self.selected: tuple[Row, Tensor] | None = None  # the last row, and what was best to select in its step
+        self.payload: dict[int, Tensor] = {}
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+        if self.scape is not None:
+            # `squares` is handed the averaged payload, and overwrites it.
+            self.squares, self.scape.passes.squares = self.scape.passes.squares, self.look
+
+    def before(self, *_: Any) -> None:
+        self.step += 1
+        self.theta = torch.cat(self.tensors)
+
+    def look(self, part: Any) -> Tensor:
+        passes = self.scape.passes
+        if self.step % self.every == 0 and passes.compact:
+            average, places = passes.payload[0], passes.positions()
+            for i in range(part.first, min(part.end, passes.sparsified)):
+                self.payload[i] = average[places[i] : places[i] + passes.counts[i]].clone()
+        return self.squares(part)
+
+    def after(self, *_: Any) -> None:
+        lr = self.group["lr"]
+        u = (self.theta - lr * self.group["weight_decay"] * self.theta - torch.cat(self.tensors)) / lr
+        for window, moved in self.moved.items():
+            moved += u
+            if self.step % window == 0:
+                if self.step - window >= self.settled:
+                    self.net.setdefault(str(window), []).append(moved.abs().mean().item())
+                moved.zero_()
+        if self.scape is not None:
+            self.visit(u)
+
+    def visit(self, u: Tensor) -> None:
+        masks, passes = self.scape.masks, self.scape.passes
+        bits = [passes.layout.bits(masks.in_use, i) for i in range(len(self.sizes))]
+        pairs = zip(bits, self.sizes, strict=True)
+        used = torch.cat([torch.ones(n).bool() if b is None else reference.unpack_bits(b, n) for b, n in pairs])
+        fresh, left, waits = self.waits.enter(used, self.step)
+        if self.selected is not None:
+            row, best = self.selected
+            row["overlap_selected"] = overlap(used, best)
+            self.selected = None
+        if self.step % self.every == 0 and passes.compact:
+            if self.step > self.settled:
+                self.pairs(u, fresh, left, waits)
+            self.note(u, used, fresh)
+        self.entry[fresh], self.waited[fresh], self.visited[fresh] = u[fresh], waits, 0.0
+        self.visited += torch.where(used, u, 0.0)
+
+    def pairs(self, u: Tensor, fresh: Tensor, left: Tensor, waits: Tensor) -> None:
+        """What the visits that begin and those that end have waited, with their factors and displacements."""
+        beta1, beta2 = self.group["betas"]
+        factors, signs = u[fresh].abs() / ((1 - beta1) / math.sqrt(1 - beta2)), (u * self.entry)[fresh].sign()
+        real = factors > 0.5  # an entry that never had a gradient does not move
+        self.entered.append(torch.stack([waits, factors, signs])[:, real])
+        self.ended.append(torch.stack([self.waited, self.visited.abs()])[:, left])
+
+    def note(self, u: Tensor, used: Tensor, fresh: Tensor) -> None:
+        """A row of figures of this step."""
+        passes = self.scape.passes
+        states = torch.cat(passes.states[: len(self.sizes)], dim=1)  # a row a replica
+        residual = torch.where(used, 0.0, states)
+        # The replicas' mean of mt: of what they keep off the mask, and the averaged payload on it.
+        moment = residual.mean(0)
+        moment[used] = torch.cat([self.payload[i] for i in range(len(self.sizes))])
+        best = self.best(moment)
+        row = {
+            "step": self.step,
+            "new_slots": overlap(used, fresh),
+            "new_norm": (u[fresh].square().sum() / u.square().sum()).item(),
+            "residual": residual.square().sum(1).mean().sqrt().item(),
+            "overlap_used": overlap(used, best),
+        }
+        self.rows.append(row)
+        # What has just entered is not to be selected.
+        self.selected = row, self.best(torch.where(fresh, 0.0, moment)) if passes.keeps < 1.0 else best
+
+    def best(self, moment: Tensor) -> Tensor:
+        """The mask of the largest |moment| in the regions in which the method selects."""
+        passes, layout = self.scape.passes, self.scape.passes.layout
+        found = []
+        for i, values in enumerate(moment.split(self.sizes)):
+            if passes.selection == "block":
+                k = entries_per_block(passes.density, layout.block_size)
+                found.append(block_top(values, k, layout.block_size))
+                continue
+            for start, end in sorted(layout.owned(i, replica) for replica in range(layout.replicas)):
+                if n := end - start:  # one block, of whole bytes
+                    found.append(block_top(values[start:end], entries_per_block(passes.density, n), -(-n // 8) * 8))
+        return torch.cat(found)
+
+    def figures(self) -> Row:
+        """What is stored."""
+        found: Row = {"entries": self.n, "net": {key: sum(each) / len(each) for key, each in self.net.items()}}
+        if self.scape is None:
+            return found
+        waits, factors, signs = torch.cat(self.entered, dim=1)
+        again = signs[(waits <= SHORT) & (signs != 0)]
+        sorted_waits = waits.sort().values.tolist()
+        means = {
+            "wait": waits.mean().item(),
+            "quantiles": [int(sorted_waits[int(share * len(waits))]) for share in (0.1, 0.5, 0.9)],
+            "factor": factors.mean().item(),
+            "correlation": correlation(waits.log(), factors.log()),
+            "never": (self.waits.last <= self.settled).float().mean().item(),
+            "short": (waits <= SHORT).float().mean().item(),
+            "same_sign": (again > 0).float().mean().item(),
+        }
+        settled = [row for row in self.rows if row["step"] > self.settled and "overlap_selected" in row]
+        means |= {key: sum(row[key] for row in settled) / len(settled) for key in settled[0]}
+        curves = {name: [[row["step"], row[name]] for row in self.rows] for name in ("residual", "overlap_used")}
+        return found | {"means": means, "visits": by_wait(*torch.cat(self.ended, dim=1)), "curves": curves}

@@ -1,0 +1,161 @@
+"""The Slurm launcher of strong_scaling.py: one job a size, which runs every method in turn on the same nodes."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from scripts.studies.scaling_sweep import NEVER, ROOT, Cell, Sweep, from_raw, recipe_value, write
+
+RANKS_PER_NODE = {"vista": 1, "frontier": 8}
+
+
+class Jobs:
+    """Job files and what they measured, in `sweep.folder`: jobs/, raw/, cells/."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.args = sweep, sweep.args
+        self.per_node = RANKS_PER_NODE[self.args.machine]
+        uneven = [size for size in sweep.sizes if size % self.per_node]
+        if uneven:
+            raise ValueError(f"--sizes has {uneven[0]}, but a node of {self.args.machine} has {self.per_node} ranks")
+        if any(plan.peer == "powersgd" and not plan.rank for plan in sweep.plans):
+            raise ValueError("powersgd needs its rank here, such as powersgd-4")
+        if shutil.which("sbatch") is None:
+            raise ValueError("there is no sbatch on PATH; run this on a login node, or take the launcher 'predicted'")
+
+    def raw(self, cell: Cell) -> Path:
+        return (self.sweep.folder / "raw" / f"{cell.name}.json").resolve()
+
+    def write_job(self, size: int, cells: list[Cell]) -> Path:
+        """The job of one size: the machine's own file, once for every method; one that fails does not stop the next."""
+        machine = ROOT / "scripts" / "slurm" / f"{self.args.machine}.sbatch"
+        headers = [line for line in machine.read_text().splitlines() if line.startswith("#SBATCH")]
+        folder = (self.sweep.folder / "jobs").resolve()
+        lines = ["#!/bin/bash", *headers, f"#SBATCH --job-name=scape-{size}", f"#SBATCH --output={folder}/%x-%j.out"]
+        lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", 'export TRAIN_SCRIPT="scripts/studies/scaling_rank.py"']
+        for cell in cells:
+            raw = self.raw(cell)
+            wanted = {"output": str(raw), "warm_up": self.args.warm_up}
+            if cell.plan.peer:
+                wanted |= {"peer": cell.plan.peer, "rank": cell.plan.rank}
+            values = {"CONFIG_FILE": str(cell.recipe.resolve()), "SCALING": json.dumps(wanted)}
+            values["LOG_DIR"] = f"{folder}/{cell.name}"
+            assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+            command = shlex.join(["timeout", f"{self.args.timeout:g}", "bash", str(machine), *self.options(cell)])
+            failed = shlex.quote(str(raw.with_suffix(".error")))
+            lines += ["", f"rm -f {failed}", f'{assigned} {command} || echo "exit code $?" >{failed}']
+        path = folder / f"size-{size}.sh"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (self.sweep.folder / "raw").mkdir(exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def options(self, cell: Cell) -> list[str]:
+        """The trainer's command line. The global batch stays; a rank's share goes in micro-batches of the recipe's."""
+        batch, micro = self.batch(cell), recipe_value(cell.recipe, "training", "local_batch_size")
+        each = batch // cell.size
+        if batch % cell.size:
+            raise ValueError(
+                f"the global batch {batch} of {cell.recipe} is no multiple of {cell.size} ranks; set --batch"
+            )
+        return [
+            f"--job.dump_folder={self.sweep.folder.resolve() / 'runs' / cell.name}",
+            f"--training.steps={self.args.warm_up + self.args.steps}",
+            f"--training.local_batch_size={next(n for n in range(min(micro, each), 0, -1) if each % n == 0)}",
+            f"--training.global_batch_size={batch}",
+            f"--metrics.log_freq={NEVER}",
+            "--validation.no-enable",
+            "--checkpoint.no-enable",
+            *cell.plan.options,
+            *self.args.rest,
+        ]
+
+    def batch(self, cell: Cell) -> int:
+        return self.args.batch or recipe_value(cell.recipe, "training", "global_batch_size")
+
+    # ------------------------------------------------------------------------------------- submit, collect
+
+    def submit(self, size: int, cells: list[Cell]) -> None:
+        """Submits the job of a size, unless it is queued or running already."""
+        number = self.number(size)
+        if number and self.alive(number):
+            print(f"[{size} ranks] job {number} is in the queue")
+            return
+        path = self.write_job(size, cells)
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--nodes={size // self.per_node}",
+            *shlex.split(self.args.sbatch),
+            str(path),
+        ]
+        told = subprocess.run(command, capture_output=True, text=True)
+        if told.returncode:
+            raise ValueError(f"sbatch refused the job of {size} ranks: {' '.join(told.stderr.split())}")
+        number = told.stdout.strip().split(";")[0]
+        write(self.sweep.folder / "jobs" / f"size-{size}.json", {"job": number})
+        print(f"[{size} ranks] submitted job {number} with {len(cells)} runs")
+
+    def number(self, size: int) -> str:
+        path = self.sweep.folder / "jobs" / f"size-{size}.json"
+        return json.loads(path.read_text())["job"] if path.exists() else ""
+
+    def alive(self, number: str) -> bool:
+        told = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
+        if told.returncode:  # a controller that does not answer says nothing about the job
+            return "Invalid job id" not in told.stderr
+        return bool(told.stdout.strip())
+
+    def collect(self, cell: Cell) -> bool:
+        """Takes a measurement that is there. Returns whether the cell is done."""
+        raw = self.raw(cell)
+        if not self.sweep.done(cell) and raw.exists():
+            content = from_raw(raw, self.batch(cell))
+            content |= {"nodes": cell.size // self.per_node, "ranks_per_node": self.per_node, "compute": "real"}
+            self.sweep.keep(cell, content)
+            print(f"    {cell.plan.label} on {cell.size} ranks, {cell.recipe.stem}: {content['step_seconds']:.3f} s")
+        return self.sweep.done(cell)
+
+    def why(self, cell: Cell) -> str:
+        """Why a job that has ended left nothing."""
+        told = self.raw(cell).with_suffix(".error")
+        logs = f"logs in {self.sweep.folder / 'jobs'}"
+        if told.exists():
+            return f"{told.read_text().strip()}; {logs}"
+        return f"job {self.number(cell.size)} ended before this run (time limit, cancelled, or a node failed); {logs}"
+
+
+def run(sweep: Sweep) -> int:
+    """Submits what is missing, waits, collects. Returns the number of failed cells."""
+    jobs, args = Jobs(sweep), sweep.args
+    sweep.notes = [
+        f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
+        "All methods of a size ran on the same nodes, one after the other; sizes are jobs of their own.",
+        "DDP's exchange overlaps its backward pass and is counted as compute; ours starts behind it.",
+    ]
+    sweep.store(args.machine)
+    for cell in sweep.cells():
+        jobs.options(cell)  # refuses here, not in a job that has waited for hours
+    for size in sweep.sizes:
+        missing = [cell for cell in sweep.cells() if cell.size == size and not jobs.collect(cell)]
+        if missing:
+            jobs.submit(size, missing)
+    begin = time.monotonic()
+    while not args.submit_only:
+        missing = [cell for cell in sweep.cells() if not jobs.collect(cell)]
+        waiting = sorted({cell.size for cell in missing if jobs.alive(jobs.number(cell.size))})
+        if not waiting:
+            break
+        done, minutes = len(sweep.cells()) - len(missing), (time.monotonic() - begin) / 60
+        print(f"[{done}/{len(sweep.cells())}] {minutes:.0f} min; jobs in the queue: {waiting}", flush=True)
+        time.sleep(args.poll)
+    if args.submit_only:
+        print("the same command without --submit-only waits and collects")
+        return 0
+    for cell in sweep.cells():
+        if not jobs.collect(cell):
+            sweep.fail(cell, jobs.why(cell))
+    return sweep.finish(args.machine)

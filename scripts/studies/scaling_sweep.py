@@ -1,0 +1,191 @@
+"""What a strong-scaling sweep measures (its methods and cells), and where that is kept. strong_scaling.py starts it."""
+
+import argparse
+import json
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.studies.scaling_report import write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+NEVER = 1_000_000  # steps between two logs or validations
+PEERS = {"ddp": "DDP, FP32 gradients", "ddp-bf16": "DDP, BF16 gradients"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method as this sweep runs it: options of the trainer, and what scaling_rank.py is told."""
+
+    name: str
+    label: str
+    options: tuple[str, ...]
+    peer: str = ""
+    rank: int = 0
+    density: float = 1.0
+    wire: str = "float32"
+    dense: str = ""  # "adamw" or "adams" for the dense ones of this repository
+
+    @classmethod
+    def parse(cls, name: str) -> "Plan":
+        """Raises ValueError with what is known."""
+        if name in ("adamw", "adams"):
+            optimizer = {"adamw": "AdamW", "adams": "AdamS"}[name]
+            return cls(name, optimizer, ("--sync.method=dense", f"--optimizer.name={optimizer}"), dense=name)
+        if name in PEERS:
+            return cls(name, PEERS[name], ("--sync.method=dense", "--optimizer.name=AdamS"), peer=name)
+        if match := re.fullmatch(r"powersgd(?:-(\d+))?", name):
+            rank = int(match[1] or 0)
+            label = f"PowerSGD, rank {rank}" if rank else "PowerSGD, equal bytes"
+            options = ("--sync.method=dense", "--optimizer.name=AdamS")
+            return cls(name, label, options, peer="powersgd", rank=rank)
+        match = re.fullmatch(r"scape-(0?\.\d+|1)(-bf16)?", name)
+        if match is None or not 0 < float(match[1]) <= 1:
+            raise ValueError(
+                f"there is no method {name!r}; known are adamw, adams, scape-0.1, scape-0.01-bf16 (any density), "
+                "ddp, ddp-bf16, powersgd, powersgd-4 (any rank)"
+            )
+        wire = "bfloat16" if match[2] else "float32"
+        options = ("--sync.method=scape", "--optimizer.name=AdamS", f"--sync.scape.density={match[1]}")
+        options += ("--sync.scape.density_warmup_steps=0", f"--sync.scape.wire_dtype={wire}")
+        label = f"SCAPE {match[1]}" + (", BF16 wire" if match[2] else "")
+        return cls(name, label, options, density=float(match[1]), wire=wire)
+
+
+class Cell(NamedTuple):
+    recipe: Path
+    plan: Plan
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.stem}-{self.plan.name}-{self.size}"
+
+    def head(self, launcher: str) -> dict[str, Any]:
+        return {
+            "launcher": launcher,
+            "recipe": self.recipe.stem,
+            "method": self.plan.name,
+            "label": self.plan.label,
+            "size": self.size,
+        }
+
+
+class Sweep:
+    """The cells of a sweep and where they are kept."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.folder = args, args.output
+        self.plans = [Plan.parse(name) for name in args.methods]
+        self.recipes = [Path(recipe) for recipe in args.recipes]
+        for recipe in self.recipes:
+            if not recipe.is_file():
+                raise ValueError(f"the recipe {recipe} does not exist; recipes are in train_configs/")
+        if len(set(args.sizes)) != len(args.sizes) or min(args.sizes) < 1:
+            raise ValueError(f"--sizes {args.sizes}: give different numbers of ranks, 1 or more")
+        self.sizes = sorted(args.sizes)
+        # Cells of another set-up must not stand beside these.
+        self.setup = {k: str(v) for k, v in vars(args).items() if k not in ("output", "methods", "sizes", "recipes")}
+        stored = self.folder / "sweep.json"
+        if stored.exists() and (before := json.loads(stored.read_text()).get("setup")) != self.setup:
+            changed = [k for k in self.setup if (before or {}).get(k) != self.setup[k]]
+            raise ValueError(
+                f"{self.folder} holds a sweep with another --{(changed or ['launcher'])[0].replace('_', '-')}; "
+                "give another --output, or remove it"
+            )
+        self.notes: list[str] = []
+
+    def cells(self) -> list[Cell]:
+        return [Cell(r, plan, size) for r in self.recipes for size in self.sizes for plan in self.plans]
+
+    def path(self, cell: Cell) -> Path:
+        return self.folder / "cells" / f"{cell.name}.json"
+
+    def done(self, cell: Cell) -> bool:
+        return self.path(cell).exists() and "error" not in json.loads(self.path(cell).read_text())
+
+    def keep(self, cell: Cell, content: dict[str, Any]) -> None:
+        write(self.path(cell), {**cell.head(self.args.launcher), **content})
+
+    def fail(self, cell: Cell, why: str) -> None:
+        print(f"    failed: {why}", flush=True)
+        self.keep(cell, {"error": why})
+
+    def missing(self) -> Iterator[Cell]:
+        """The cells to do, one after the other, with progress and the time that is left, by the mean so far."""
+        cells, taken = self.cells(), []
+        to_do = [cell for cell in cells if not self.done(cell)]
+        for i, cell in enumerate(to_do):
+            left = f"; about {sum(taken) / len(taken) * (len(to_do) - i) / 60:.0f} min left" if taken else ""
+            number = len(cells) - len(to_do) + i + 1
+            where = f"{cell.plan.label} on {cell.size} ranks, {cell.recipe.stem}"
+            print(f"[{number}/{len(cells)}] {where} ...{left}", flush=True)
+            begin = time.monotonic()
+            yield cell
+            taken.append(time.monotonic() - begin)
+
+    def finish(self, machine: str) -> int:
+        """Stores what was swept and writes the report. Returns how many cells failed."""
+        self.store(machine)
+        write_report(self.folder, " ".join(["python -m scripts.studies.strong_scaling", *sys.argv[1:]]), self.notes)
+        failed = [cell for cell in self.cells() if not self.done(cell)]
+        print(f"{len(self.cells()) - len(failed)} measured, {len(failed)} failed; see {self.folder / 'report.md'}")
+        return len(failed)
+
+    def store(self, machine: str) -> None:
+        content = {
+            "launcher": self.args.launcher,
+            "command": " ".join(["python -m scripts.studies.strong_scaling", *sys.argv[1:]]),
+            "machine": machine,
+            "notes": self.notes,
+            "sizes": self.sizes,
+            "methods": [plan.name for plan in self.plans],
+            "recipes": [recipe.stem for recipe in self.recipes],
+            "setup": self.setup,
+        }
+        write(self.folder / "sweep.json", content)
+
+
+def write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.rename(path)
+
+
+def from_raw(raw: Path, batch: int) -> dict[str, Any]:
+    """What scaling_rank.py measured, as a cell. `batch`: sequences a step, over all ranks."""
+    measured = json.loads(raw.read_text())
+    summary = measured.pop("summary")
+    interfaces = summary.get("interfaces")
+    nic = counted = None
+    if interfaces:
+        nic, counted = {}, {}
+        for level, nodes in interfaces["sent_per_step"].items():
+            nic[level] = sum(node["interface"] for node in nodes) / len(nodes)
+            counted[level] = sum(node["counted"] for node in nodes) / len(nodes)
+        if not measured["sent"]:
+            counted = None
+    return {
+        **measured,
+        "nic": nic,
+        "counted": counted,
+        "tokens_per_step": batch * summary["sequence"],
+        "validation_loss": summary["validation_loss"],
+        "steps_trained": summary["steps"],
+        "payload_parts": summary["payload_parts"],
+        "predicted": None,
+    }
+
+
+def recipe_value(recipe: Path, section: str, key: str) -> int:
+    """A number that a recipe sets. Raises ValueError where it does not."""
+    value = tomllib.loads(recipe.read_text()).get(section, {}).get(key)
+    if not isinstance(value, int):
+        raise ValueError(f"{recipe} has no number at [{section}] {key}; set it, or give --batch")
+    return value

@@ -1,0 +1,180 @@
+"""What it costs to keep weights in BF16: the sharded form's losses, and how far its weights are from their master.
+
+    python -m scripts.studies.weights_study            # trains what is not stored yet, then writes the table
+    python -m scripts.studies.weights_study report     # the table alone, from results/weights_study/runs.json
+
+Two replicas (processes, gloo) train the quality study's recipe with `parameters = "gather"`; forward and backward in
+BF16, as mixed precision has it, or in FP32, so that all that is rounded are weights. One form is not in the product:
+weights kept in BF16 and decayed there step by step, which is what the scale of `kernels.scape.gather_passes` avoids.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results" / "weights_study"
+if str(ROOT) not in sys.path:  # where the packages are not installed
+    sys.path.insert(0, str(ROOT))
+
+STEPS = 980
+# (Density, dtype of forward and backward), and seeds. At 0.01 runs that differ in rounding alone end 2 % apart.
+SETTINGS = {(0.01, "bfloat16"): 7, (0.1, "bfloat16"): 3, (0.01, "float32"): 2, (0.1, "float32"): 2}
+FORMS = {
+    "FP32 weights": [],
+    "FP32 weights, BF16 values": ["--sync.scape.values_dtype=bfloat16"],
+    "BF16 weights with a scale": ["--sync.scape.values_dtype=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
+    "BF16 weights decayed in place": ["--sync.scape.values_dtype=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
+}
+IN_PLACE = "BF16 weights decayed in place"
+
+
+def arguments(form: str, density: float, compute: str, seed: int) -> list[str]:
+    return [
+        "--job.config_file=train_configs/study.toml",
+        "--optimizer.lr=0.004",
+        f"--training.steps={STEPS}",
+        "--training.local_batch_size=16",
+        "--training.global_batch_size=32",
+        f"--lr_scheduler.warmup_steps={STEPS // 20}",
+        f"--sync.scape.density_warmup_steps={STEPS // 10}",
+        f"--validation.freq={STEPS}",
+        "--validation.steps=10",
+        "--topology.simulate_replicas=1",
+        "--sync.scape.parameters=gather",
+        f"--sync.scape.density={density}",
+        f"--training.mixed_precision_param={compute}",
+        f"--debug.seed={seed}",
+        *FORMS[form],
+    ]
+
+
+def rank(form: str, output: str, options: list[str]) -> None:
+    """One rank of one run; rank 0 writes what came out."""
+    import torch.distributed as dist
+
+    from kernels.scape.gather_passes import GatherPasses
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    def decay_in_place(passes: GatherPasses, applied: Any) -> None:
+        passes.scales = passes.scales[:0]  # then `write` decays what BF16 holds, and rounds it
+
+    patches = [patch.object(GatherPasses, "decay_scales", decay_in_place)] if form == IN_PLACE else []
+    for one in patches:
+        one.start()
+    trainer = ScapeTrainer(parse([*options, f"--job.dump_folder={output}"]))
+    trainer.train()
+    scape = trainer.optimizers.scape  # type: ignore[attr-defined]
+    figures: dict[str, Any] = {"validation_loss": trainer.validator.last_loss} | distance(scape)
+    if dist.get_rank() == 0:
+        (Path(output) / "figures.json").write_text(json.dumps(figures))
+    trainer.close()
+    dist.destroy_process_group()
+    os._exit(0)  # as the trainer does: gloo's threads abort a process now and then that takes its time to end
+
+
+def distance(scape: Any) -> dict[str, float]:
+    """Of what the model sees from the master of what this rank owns: all entries of matrices together.
+
+    error: relative, L2. excess: how much longer the weights are, along the master: what has not decayed.
+    """
+    import torch
+
+    from torchtitan_scape.sync.shards import local
+
+    passes = scape.passes
+    if not passes.masters:
+        return {}
+    weights = scape._cut([local(shard.parameter).detach() * 1.0 for shard in scape.ordered])
+    own = [i for i in passes.own if i < passes.sparsified]
+    seen = torch.cat([weights[i] for i in own]).double()
+    master = torch.cat([passes.kept("master")[i] for i in own]).double()
+    error = (seen - master).norm() / master.norm()
+    return {"error": error.item(), "excess": ((seen @ master) / (master @ master) - 1).item()}
+
+
+def train(form: str, density: float, compute: str, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+        command += ["--rdzv_endpoint=localhost:0", str(Path(__file__)), "rank", form, folder]
+        command += arguments(form, density, compute, seed)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(
+                f"{form}, density {density}, {compute}, seed {seed}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
+        found: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
+    return {"form": form, "density": density, "compute": compute, "seed": seed} | found
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    rows = [
+        "| density | forward | form | validation loss, by seed | against FP32 weights, mean ± deviation "
+        "| from the master, L2 | not decayed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    found = {(r["density"], r["compute"], r["form"], r["seed"]): r for r in runs}
+    for (density, compute), seeds in SETTINGS.items():
+        for form in FORMS:
+            chosen = [r for s in range(seeds) if (r := found.get((density, compute, form, s)))]
+            pairs = [(r, p) for r in chosen if (p := found.get((density, compute, "FP32 weights", r["seed"])))]
+            gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
+            spread = f" ± {statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""
+            gap = f"{statistics.mean(gaps):+.2f}{spread} %" if gaps else ""
+            losses = ", ".join(f"{r['validation_loss']:.4f}" for r in chosen)
+            error, excess = (max((r[key] for r in chosen if key in r), default=None) for key in ("error", "excess"))
+            if chosen:
+                rows.append(
+                    f"| {density:g} | {compute} | {form} | {losses} | {gap if form != 'FP32 weights' else ''} "
+                    f"| {'' if error is None else f'{error:.2e}'} | {'' if excess is None else f'{excess:+.2e}'} |"
+                )
+    return "\n".join(rows)
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    return f"""# Weights in BF16
+
+`python -m scripts.studies.weights_study`: Llama of 0.2 M parameters on Python's standard library, two replicas,
+{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `parameters = "gather"`.
+A step of weight decay is at most 4e-4 of a weight; BF16 rounds by up to 3.9e-3. "From the master": distance of what
+the model sees from the FP32 master, relative, over the matrices that a replica owns, the largest of the seeds. "Not
+decayed": how much too long the weights are along their master. The last form is not in the product.
+
+{table(runs)}
+"""
+
+
+def forms_of(seed: int) -> list[str]:
+    """The one that is not in the product with one seed; behind three seeds the two ends alone."""
+    if seed > 2:
+        return ["FP32 weights", "BF16 weights with a scale"]
+    return [form for form in FORMS if form != IN_PLACE or seed == 0]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["rank"]:
+        rank(sys.argv[2], sys.argv[3], sys.argv[4:])
+        return
+    store = RESULTS / "runs.json"
+    runs: list[dict[str, Any]] = json.loads(store.read_text()) if store.exists() else []
+    done = {(r["form"], r["density"], r["compute"], r["seed"]) for r in runs}
+    wanted = [(f, *setting, s) for setting, seeds in SETTINGS.items() for s in range(seeds) for f in forms_of(s)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for cell in wanted if sys.argv[1:] != ["report"] else ():
+        if cell not in done:
+            runs.append(train(*cell))
+            store.write_text(json.dumps(runs, indent=1) + "\n")
+            print(runs[-1], flush=True)
+    (RESULTS / "table.md").write_text(report(runs))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

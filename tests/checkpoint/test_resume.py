@@ -1,0 +1,249 @@
+"""Resuming by another layout, method or options: nothing that replicas have not delivered yet is lost."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from tests.test_training import LAYOUTS, METHODS, RECIPE, SMALL, train
+
+SAVING = [
+    *SMALL,
+    "--training.steps=20",
+    "--checkpoint.enable",
+    "--checkpoint.interval=6",
+    "--checkpoint.no-last-save-model-only",
+]
+MORE = {
+    "4x1": ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
+    "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
+    "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
+    # One group of two shards that plays three replicas.
+    "3 played": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
+}
+WHERE = LAYOUTS | MORE
+
+
+@pytest.fixture(scope="module")
+def pool3() -> Iterator[Pool]:
+    pool = Pool(3)
+    yield pool
+    pool.close()
+
+
+def pending(trainer: Any) -> dict[str, torch.Tensor]:
+    """b1 * first moment + mean of residuals, FP64, of whole parameters: from the buffers, as the steps use them."""
+    from torch.distributed.tensor import DTensor
+
+    from kernels.scape import reference
+    from kernels.scape.gather_passes import GatherPasses
+    from torchtitan_scape.sync.shards import local
+
+    optimizers = trainer.optimizers
+    found = {}
+    if not hasattr(optimizers, "scape"):
+        optimizer = optimizers.optimizers[0]
+        for shard in optimizers.shards():
+            moment = local(optimizer.state[shard.parameter]["exp_avg"])
+            found[shard.name] = 0.9 * moment.double()
+    else:
+        scape = optimizers.scape
+        passes, masks = scape.passes, scape.masks
+        layout = passes.ownership.tensors if isinstance(passes, GatherPasses) else passes.layout
+        place = 0
+        for i, shard in enumerate(scape.ordered):
+            bits = layout.bits(masks.previous, i) if i < len(layout.sizes) else None
+            held = torch.ones(shard.size, dtype=torch.bool)
+            if bits is not None:
+                held = reference.unpack_bits(bits, shard.size)
+            total = torch.zeros(shard.size, dtype=torch.float64)
+            if isinstance(passes, GatherPasses):
+                for number, (parameter, piece) in enumerate(scape.pieces):
+                    if parameter != i:
+                        continue
+                    stretch = slice(piece.start, piece.end)
+                    if i < len(layout.sizes):
+                        total[stretch] += passes.kept("state")[number].double()
+                    if passes.owns(number):
+                        common = passes.share_of(passes.common, number).double()
+                        total[stretch] += common * torch.where(held[stretch], 0.9, 1.0) * scape.collectives.replicas
+            else:
+                state = torch.atleast_2d(passes.kept("state")[i]).double()
+                total += (state * torch.where(held, 0.9, 1.0)).sum(0)
+            place += shard.size
+            if passes.errors.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
+                for number, (parameter, piece) in enumerate(scape.pieces):
+                    if parameter == i:
+                        start, end = (piece.start, piece.end) if piece else (0, shard.size)
+                        total[start:end][held[start:end]] += torch.atleast_2d(passes.errors_of(number)).double().sum(0)
+            if scape.collectives.groups.replicate is not None:
+                dist.all_reduce(total, group=scape.collectives.groups.replicate)
+            found[shard.name] = total / scape.collectives.replicas
+    whole = {}
+    for shard in optimizers.shards():
+        values, parameter = found[shard.name].view(local(shard.parameter).shape), shard.parameter
+        if isinstance(parameter, DTensor):
+            values = DTensor.from_local(
+                values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            ).full_tensor()
+        whole[shard.name] = values
+    return whole
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    named = {shard.name: shard.parameter.detach() for shard in trainer.optimizers.shards()}
+    return {k: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for k, p in named.items()}
+
+
+def first(folder: str, arguments: list[str], steps: int = 6) -> dict[str, Any]:
+    """Trains until `steps`, where it saves."""
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
+    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
+    trainer.train()
+    trainer.optimizers.settle()
+    found = {"pending": pending(trainer), "weights": weights(trainer), "loss": trainer.metrics_processor.last_loss}
+    trainer.close()
+    return found
+
+
+def second(folder: str, arguments: list[str], steps: int = 9) -> dict[str, Any]:
+    """Resumes, looks, and trains on until `steps`."""
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
+    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
+    load, lines = trainer.checkpointer.load, []
+    found: dict[str, Any] = {}
+
+    def load_and_look(step: int = -1) -> bool:
+        loaded = load(step)
+        found.update(pending=pending(trainer), weights=weights(trainer))
+        masks = getattr(getattr(trainer.optimizers, "scape", None), "masks", None)
+        found["dense"] = None if masks is None else masks.in_use.dense
+        return loaded
+
+    from unittest.mock import patch
+
+    from torchtitan.tools.logging import logger
+
+    with (
+        patch.object(trainer.checkpointer, "load", load_and_look),
+        patch.object(logger, "info", lambda text, *more: lines.append(str(text))),
+        patch("time.sleep"),
+    ):
+        trainer.train()
+    found["told"] = [line for line in lines if line.startswith("Resumed from")]
+    found["loss"], found["after"] = trainer.metrics_processor.last_loss, weights(trainer)
+    trainer.close()
+    return found
+
+
+def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest relative distance (L2) of two parameters' values."""
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).norm() / a[k].norm().clamp(min=1e-30)) for k in a)
+
+
+@pytest.mark.parametrize(
+    "before, after, method, into",
+    [
+        ("4x1", "1x2", "scape", "scape"),  # 4 -> 2
+        ("1x2", "4x1", "scape", "scape"),  # 2 -> 4
+        ("4x1", "3x1", "scape", "scape"),
+        ("4x1", "3 played", "scape", "scape"),
+        ("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
+        ("2x2", "1x2", "scape", "scape"),  # shards alone
+        ("tensor", "2x1", "scape", "scape-gather"),
+        ("nodes", "1x2", "scape-bf16", "scape-gather"),
+        ("1x2", "4x1", "scape-gather", "scape-bf16"),
+        ("1x2", "2x1", "scape-gather-bf16", "scape"),
+        ("2x1", "1x2", "scape", "scape-gather-bf16"),
+        ("4x1", "1x2", "scape", "adams"),
+        ("1x2", "1x2", "scape-gather", "adamw"),
+        ("1x2", "2x1", "adamw", "scape"),
+        ("2x1", "1x2", "adams", "scape-offload"),
+    ],
+)
+def test_another_layout_or_method_keeps_what_is_pending(
+    before: str, after: str, method: str, into: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The sum over replicas of moment and residual, divided by their number, stays; so do the parameters."""
+    saved = _pool(before, request)(first, str(tmp_path), [*METHODS[method], *WHERE[before]])
+    resumed = _pool(after, request)(
+        second,
+        str(tmp_path),
+        [*METHODS[into], *WHERE[after]],
+    )
+    assert largest(saved[0]["pending"], resumed[0]["pending"]) < 1e-6
+    narrow = "bf16" in into or into == "scape-offload"
+    assert largest(saved[0]["weights"], resumed[0]["weights"]) < (4e-3 if narrow or method.endswith("bf16") else 1e-9)
+    (line,) = resumed[0]["told"]
+    assert "next step is dense" in line or "flushed into the first moment" in line
+    if into.startswith("scape"):
+        assert all(r["dense"] for r in resumed)
+    for other in resumed[1:]:
+        assert largest(resumed[0]["after"], other["after"]) == 0.0
+    assert resumed[0]["loss"] < saved[0]["loss"] + 0.5
+
+
+@pytest.mark.parametrize(
+    "method, changed, dense",
+    [
+        ("scape", ["--sync.scape.density=0.05"], False),
+        ("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
+        ("scape", ["--sync.scape.block_size=128"], True),
+        ("scape-tensor", ["--sync.scape.wait_scaling", "--sync.scape.wait_by=row_column"], False),
+        ("scape", ["--sync.scape.dense_names=output.weight,layers.0.attention.wq.weight"], True),
+        ("scape-gather", ["--sync.scape.dense_names=output.weight", "--sync.scape.selection=tensor"], True),
+    ],
+)
+def test_options_may_change(method: str, changed: list[str], dense: bool, pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*METHODS[method], *LAYOUTS["1x2"]]
+    saved = pool2(first, str(tmp_path), arguments)
+    resumed = pool2(second, str(tmp_path), [*arguments, *changed])
+    for a, b in zip(saved, resumed, strict=True):
+        assert largest(a["weights"], b["weights"]) == 0.0
+        assert largest(a["pending"], b["pending"]) < (1e-6 if dense else 1e-12)
+        assert b["dense"] == dense
+    (line,) = resumed[0]["told"]
+    names = {option.split("=")[0].split(".")[-1].replace("beta1", "betas") for option in changed}
+    assert all(f"{name} " in line for name in names) and ("next step is dense" in line) == dense
+    assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
+
+
+@pytest.mark.parametrize("method", ["scape", "scape-bf16", "scape-gather"])
+@pytest.mark.parametrize("residual", ["mean", "drop"])
+def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*METHODS[method], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}"]
+    saved = pool2(first, str(tmp_path), arguments)
+    resumed = pool2(second, str(tmp_path), arguments)
+    distance = largest(saved[0]["pending"], resumed[0]["pending"])
+    assert distance < 1e-6 if residual == "mean" else distance > 0.1
+    assert resumed[0]["dense"] is False
+    assert residual in resumed[0]["told"][0] or "not saved" in resumed[0]["told"][0]
+    assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
+
+
+@pytest.mark.parametrize("method", ["scape", "scape-bf16", "scape-gather"])
+def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """It leaves no residual, and replicas stay equal; without it the norm is reported."""
+    arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]
+    for folder, more in (("flushed", ["--sync.scape.flush_at_end"]), ("left", [])):
+        results = pool2(train, str(tmp_path / folder), [*arguments, *more])
+        assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+        norm = json.loads((tmp_path / folder / "summary.json").read_text())["residual_norm"]
+        assert (norm == 0.0) == bool(more)
+
+
+def _pool(layout: str, request: pytest.FixtureRequest) -> Pool:
+    name = {"3x1": "pool3", "4x1": "pool4", "2x2": "pool4", "nodes": "pool4", "tensor": "pool4"}.get(layout, "pool2")
+    return request.getfixturevalue(name)

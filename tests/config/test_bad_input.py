@@ -1,0 +1,156 @@
+"""What a user can get wrong in config or launch: one line that names the value, before anything is built."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from torchtitan_scape.config.job_config import check_config
+from torchtitan_scape.train import layout_of, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "--job.config_file=train_configs/embedded.toml"
+
+
+def check(arguments: list[str]) -> None:
+    config = parse([RECIPE, *arguments])
+    check_config(config, "cpu")
+    layout_of(config)
+
+
+@pytest.mark.parametrize(
+    "toml, message",
+    [
+        ("[sync.scape]\ndensty = 0.1", "densty"),
+        ("[snyc]\nmethod = 'dense'", "snyc"),
+        ("[sync]\nmethod = 'radius'", r"method = 'radius'; it must be 'dense' \| 'scape'"),
+        ("[sync.scape]\ndensity = 0", r"density is 0; it must lie in \(0, 1\]"),
+        ("[sync.scape]\ndensity = 1.01", "density is 1.01"),
+        ("[sync.scape]\ndensity = '0.1'", "density = '0.1'; it must be a number"),
+        ("[sync.scape]\ndensity_warmup_steps = -5", "density_warmup_steps is -5"),
+        ("[sync.scape]\ndensity_warmup_steps = 1.5", "density_warmup_steps = 1.5; it must be an integer"),
+        ("[sync.scape]\nblock_size = 1000.0", "block_size = 1000.0"),
+        ("[sync.scape]\nwait_scaling = 'yes'", "wait_scaling = 'yes'; it must be bool"),
+        ("[sync.scape]\nkeep_moment = 2", r"keep_moment is 2; it must lie in \[0, 1\]"),
+        ("[sync.scape]\nwait_by = 'row'", r"wait_by = 'row'; it must be 'tensor' \| 'row_column'"),
+        ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
+        ("[sync.scape]\nwire_dtype = 'fp16'", r"wire_dtype = 'fp16'; it must be 'float32' \| 'bfloat16'"),
+        ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes is 2; it must be 4 or more"),
+        ("[topology]\nexchange = 'ring'", r"exchange = 'ring'; it must be 'hierarchical' \| 'flat'"),
+        ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
+        ("[sync]\nconsistency_interval = -1", "consistency_interval = -1"),
+        ('[sync]\non_inconsistency = "ignore"', "on_inconsistency = 'ignore'"),
+        ("[topology]\nmachine = 'summit'", "machine = 'summit'.*'frontier'"),
+        ("[topology]\nranks_per_node = -1", "ranks_per_node = -1"),
+        ("[topology]\nsimulate_replicas = 0", r"simulate_replicas = 0; it must be 1 \(real replicas\) or more"),
+    ],
+)
+def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(toml + "\n")
+    with pytest.raises(ValueError, match=message):
+        parse([f"--job.config_file={path}"])
+
+
+@pytest.mark.parametrize(
+    "world, arguments, message",
+    [
+        (2, ["--optimizer.name=AdamW"], "SCAPE is built on AdamS"),
+        (2, ["--optimizer.name=Lion"], "'Lion'; it must be 'AdamW' or 'AdamS'"),
+        (3, ["--parallelism.data_parallel_shard_degree=2"], "3 ranks cannot be divided into shard 2"),
+        (4, ["--parallelism.data_parallel_replicate_degree=2"], "makes 2 ranks, but 4 were started"),
+        (2, ["--parallelism.data_parallel_shard_degree=-1"], "both -1"),
+        (2, ["--parallelism.data_parallel_replicate_degree=0"], "replicate degree is 0"),
+        (2, ["--topology.ranks_per_node=4"], "4 ranks per node, but only 2 ranks"),
+        (4, ["--topology.ranks_per_node=3"], "4 ranks do not fill whole nodes of 3"),
+        (2, ["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree"),
+        (2, ["--parallelism.expert_parallel_degree=2"], "expert_parallel_degree"),
+        (2, ["--parallelism.context_parallel_degree=2"], "ring attention has no CPU form"),
+        (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
+        (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
+        (2, ["--training.max_norm=0"], "max_norm = 0"),
+        (2, ["--training.dtype=bfloat16"], "small updates round away"),
+        (2, ["--training.seq_len=0"], "seq_len = 0; it must be 1 or more"),
+        (2, ["--training.local_batch_size=0"], "local_batch_size = 0; it must be 1 or more"),
+        (2, ["--metrics.log_freq=0"], "log_freq = 0; it must be 1 or more"),
+        (2, ["--validation.freq=0"], "freq = 0; it must be 1 or more"),
+        (2, ["--training.global_batch_size=17"], "global_batch_size = 17 is no multiple"),
+        (2, ["--topology.simulate_replicas=4"], r"= 4 with 2 real replicas \(.*degree = -1 on 2 ranks.*NGPU=1"),
+        (
+            1,
+            ["--topology.simulate_replicas=4", "--training.global_batch_size=48"],
+            r"48 is no multiple of local_batch_size 8 x 1 data-parallel ranks x 4 simulated replicas = 32",
+        ),
+        (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
+        (2, ["--comm.mode=local_tensor"], "local_tensor"),
+    ],
+)
+def test_wrong_combinations_are_named(
+    world: int, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
+    with pytest.raises(ValueError, match=message):
+        check(arguments)
+
+
+def test_the_papers_rule_differs_from_the_recipe_in_the_rule_alone() -> None:
+    recipe, paper = (
+        tomllib.loads((ROOT / "train_configs" / f"{name}.toml").read_text())
+        for name in ("llama_500m", "llama_500m_paper_rule")
+    )
+    rule = {key: paper["sync"]["scape"].pop(key) for key in ("wait_scaling", "selection", "clip_mode")}
+    assert rule == {"wait_scaling": False, "selection": "tensor", "clip_mode": "literal"}
+    assert recipe.pop("job") != paper.pop("job")
+    assert recipe == paper
+    parse(["--job.config_file=train_configs/llama_500m_paper_rule.toml"])
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("[sync\nmethod = ")
+    with pytest.raises(ValueError, match=r"broken.toml is no TOML: .*line 1"):
+        parse([f"--job.config_file={tmp_path}/broken.toml"])
+    with pytest.raises(ValueError, match=r"none.toml cannot be read: No such file"):
+        parse(["--job.config_file", f"{tmp_path}/none.toml"])
+
+
+def test_launchers_say_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert layout_of(parse([RECIPE])).nodes == 2
+    monkeypatch.setenv("NGPU", "64")
+    dry = layout_of(parse([RECIPE, "--comm.mode=fake_backend", "--topology.machine=frontier"]))
+    assert (dry.world_size, dry.ranks_per_node, dry.replicate) == (64, 8, 64)
+
+
+def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+    message = f"the package 'kernels' that Python finds is {tmp_path / 'kernels'}"
+    result = start("-c", "import torchtitan_scape")
+    assert result.returncode != 0 and f"ImportError: {message}" in result.stderr
+    result = start("-m", "torchtitan_scape.train")
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert result.stderr.startswith(f"error: {message}")
+
+
+def test_without_a_launcher_the_script_is_named() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
+    command = [sys.executable, "-m", "torchtitan_scape.train", RECIPE]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 2 and "start the trainer with ./run_train.sh" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_optimizers_do_not_import_torchtitan() -> None:
+    code = "import sys; from torchtitan_scape import Scape, AdamS; sys.exit('torchtitan' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,248 @@
+"""The planner: what it recommends where the answer is known, and what wrong input is told."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from topology.links import Links
+from torchtitan_scape.planner.advice import (
+    COMPARED,
+    DENSE,
+    SPARSE,
+    Case,
+    advise,
+    best,
+    break_even_bandwidth,
+    by_nodes,
+    candidates,
+    leaner,
+    make_case,
+    overlapped,
+)
+from torchtitan_scape.planner.cost import Assumptions, Method, predict
+from torchtitan_scape.planner.plan import main, report
+
+FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
+
+
+def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> Case:
+    return make_case("vista", 64, "llama_1_8b", network_bandwidth=gigabytes, **changes)
+
+
+def test_slow_links_want_compression_and_fast_ones_do_not() -> None:
+    slow, fast = advise(on_slow_vista(3.5)), advise(on_slow_vista(5000.0))
+    assert slow.compress and slow.gain > 4 and slow.choice.method.kind == "scape"
+    assert not fast.compress and fast.choice.method.kind == "adams"
+
+
+def test_the_gain_crosses_three_percent_at_the_break_even_bandwidth() -> None:
+    case = on_slow_vista()
+    advice = advise(case)
+    bandwidth = break_even_bandwidth(case, advice)
+    assert 3.5e9 < bandwidth < 5e12
+    for factor, above in ((0.9, True), (1.1, False)):
+        links = case.links.with_bandwidth("network", factor * bandwidth)
+        steps = [
+            predict(
+                c.method, case.workload, c.layout, links, batch=case.batch, micro_batch=c.micro_batch,
+                assumptions=case.assumptions,
+            ).step
+            for c in (advice.dense, advice.sparse)
+        ]  # fmt: skip
+        assert (steps[0] / steps[1] > 1.03) is above
+
+
+def test_the_densest_near_the_fastest_is_taken() -> None:
+    case = on_slow_vista()
+    steps = {m: best(case, [m]).prediction.step for m in SPARSE}
+    taken = advise(case).sparse.method
+    assert steps[taken] <= 1.05 * min(steps.values())
+    denser = SPARSE[: SPARSE.index(taken)]
+    assert denser and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
+
+
+def test_one_replica_has_nothing_to_compress() -> None:
+    """A single rank: there is no exchange at all."""
+    case = make_case("vista", 1, "llama_500m")
+    advice = advise(case)
+    assert not advice.compress and advice.dense.prediction.exchange == 0
+    assert break_even_bandwidth(case, advice) == 0
+
+
+def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_left() -> None:
+    case = make_case("frontier", 48, "llama_1_8b")
+    every = candidates(case, DENSE)
+    assert {(c.method.kind, c.layout.shard) for c in every} == {
+        (k, s) for k in ("adams", "adamw") for s in (1, 2, 4, 8)
+    }
+    assert all(c.layout.replicate * c.layout.shard == 384 for c in every)
+    # Little memory: the 22 GB of parameters, gradients and state must be cut.
+    small = replace(case, assumptions=Assumptions(usable_memory=0.3))
+    assert all(c.memory > small.capacity for c in candidates(small, DENSE) if c.layout.shard == 1)
+    found = best(small, DENSE)
+    assert found.layout.shard > 1 and found.memory <= small.capacity
+    with pytest.raises(ValueError, match=r"llama_1_8b needs \d+ GB a rank at least"):
+        best(replace(case, assumptions=Assumptions(usable_memory=0.01)), DENSE)
+
+
+def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
+    case = make_case("dgx-a100", 8, "llama_1_8b")
+    sparse = advise(case).sparse
+    offload, gather, both = leaner(case, sparse)
+    assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
+    assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
+    # State there and back, twice; with "gather" once. The optimizer's passes take less.
+    n = 4 * case.workload.parameters / sparse.layout.shard
+    assert offload.prediction.optimizer == pytest.approx(4 * n / 31.5e9, rel=1e-3)
+    assert n * 2 / 31.5e9 <= both.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
+    text = "\n".join(report(case))
+    assert "With less memory" in text and f"{offload.method.name}: " in text and "GB on the host" in text
+
+
+def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
+    case = make_case("vista", 64, "llama_1_8b")  # 16 sequences a rank, and 3.1 GB each
+    assert best(case, DENSE).micro_batch == 8
+    for candidate in candidates(replace(case, assumptions=Assumptions(usable_memory=0.35)), DENSE[:1]):
+        assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.35 * 96e9
+
+
+def test_ideal_overlap_hides_at_most_two_thirds_of_the_last_micro_batch() -> None:
+    case = on_slow_vista()
+    dense = best(case, [Method("adams")])
+    p = dense.prediction
+    hidden = p.step - overlapped(dense, case.batch)
+    assert hidden == pytest.approx(2 / 3 * p.compute / (16 / dense.micro_batch))
+    fast = on_slow_vista(5000.0)
+    dense = best(fast, [Method("adams")])
+    assert dense.prediction.step - overlapped(dense, fast.batch) == pytest.approx(dense.prediction.exchange)
+
+
+def test_the_default_batch_is_rounded_to_the_ranks_and_a_given_one_is_not() -> None:
+    assert make_case("frontier", 48, "llama_1_8b").batch == 1152
+    assert make_case("frontier", 48, "llama_1_8b", batch=384).batch == 384
+    assert [batch % (n * 8) for n, batch, _ in by_nodes(make_case("frontier", 3, "llama_500m"))] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "laptop"], "no machine preset 'laptop'; known are vista, frontier"),
+        (["--model", "gpt_9"], "no model 'gpt_9'; known are llama_500m"),
+        (["--nodes", "0"], "0 nodes; there must be 1 or more"),
+        (["--nodes", "-3"], "-3 nodes"),
+        (["--nodes", "two"], "invalid int value: 'two'"),
+        (
+            ["--nodes", "48", "--machine", "frontier", "--global-batch", "1024"],
+            "1024 sequences .* 384 ranks; take 1152",
+        ),
+        (["--network-bandwidth", "-1"], "bandwidth -1"),
+        (["--mfu", "40"], "an MFU of 40.0; it must be in"),
+        (["--links", "/nowhere/links.json"], "/nowhere/links.json"),
+        (["--seq-len", "4000000"], "take a shorter --seq-len"),
+    ],
+)
+def test_wrong_input_ends_in_one_line_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert re.search(message, said.err)
+
+
+def test_the_answer_for_48_nodes_of_frontier() -> None:
+    """As a user starts it, and without torch: the planner runs where nothing is installed."""
+    code = "import sys; from torchtitan_scape.planner.plan import main; assert main(sys.argv[1:]) == 0; "
+    code += "assert 'torch' not in sys.modules"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, *FRONTIER], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "384 ranks (MI250X GCD, 64 GB), 1152 sequences of 2048 tokens",
+        "Compress: yes. SCAPE at density",
+        "data_parallel_replicate_degree = 48",
+        "data_parallel_shard_degree = 8",
+        "Memory a rank, estimated:",
+        "Where compression would lose:",
+    ):
+        assert part in done.stdout
+
+
+def test_json_agrees_with_the_sum_of_its_parts(capsys: pytest.CaptureFixture) -> None:
+    assert main([*FRONTIER, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["compress"] and answer["gain"] == pytest.approx(answer["dense"]["step"] / answer["sparse"]["step"])
+    assert len(answer["candidates"]) == 4 * (len(DENSE) + len(COMPARED) + len(SPARSE))
+    for c in answer["candidates"]:
+        assert c["step"] == pytest.approx(sum(c[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
+
+
+def test_keys_that_are_told_exist_in_the_configuration() -> None:
+    from torchtitan_scape.config.job_config import JobConfig
+    from torchtitan_scape.planner.plan import report
+
+    for case in (on_slow_vista(), on_slow_vista(5000.0)):
+        section, seen = "", 0
+        for line in report(case):
+            if line.startswith("["):
+                section = line.strip("[]")
+            elif " = " in line and section:
+                target = JobConfig()
+                for name in section.split("."):
+                    target = getattr(target, name)
+                assert hasattr(target, line.split(" = ")[0]), (section, line)
+                seen += 1
+            elif not line:
+                section = ""
+        assert seen >= 7
+
+
+def test_paper_mode_stores_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["--paper", "--output", str(tmp_path / "fit")]) == 0
+    said = capsys.readouterr().out
+    assert (tmp_path / "fit" / "table.md").read_text().strip() == said.strip()
+    assert said.count("| llama_500m |") + said.count("| llama_1_8b |") == 15 + 14 and "4096" in said
+    stored = Path(__file__).parents[2] / "results" / "paper_fit" / "table.md"
+    assert (
+        stored.read_text().strip() == said.strip()
+    )  # else: python -m torchtitan_scape.planner.plan --paper --output results/paper_fit
+
+
+def test_measured_links_take_the_place_of_presets(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    links = {
+        "schema": "topology.preflight/1",
+        "memory_bandwidth": 1e12,
+        "levels": {"network": {"latency": 1e-5, "bandwidth": 4e9, "residual": 0.1}},
+    }
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps(links))
+    read = Links.from_json(path)
+    assert read["network"].bandwidth == 4e9 and read["network"].latency == 1e-5
+    assert main(["--nodes", "64", "--links", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "network 4 GB/s 10 us" in said and "memory bandwidth in the optimizer measured" in said
+    assert "nominal" not in said
+    case = make_case("vista", 64, "llama_1_8b", links=read)
+    n = 1831201280
+    assert best(case, [Method("adams")]).prediction.optimizer == pytest.approx(36 * n / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema": "topology.preflight/0"}', r"schema 'topology.preflight/0', expected 'topology.preflight/1'"),
+        ("[]", "schema None"),
+        ("not json", "links cannot be read from"),
+        ('{"schema": "topology.preflight/1"}', "has no 'levels'"),
+    ],
+)
+def test_another_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Links.from_json(path)

@@ -1,0 +1,149 @@
+"""What a step moves and holds, against the kernels' block arithmetic and the models that TorchTitan builds."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.scape.blocks import BlockLayout
+from scripts.benchmarks.bench_kernels import minimal_bytes
+from torchtitan_scape.planner.volumes import (
+    Method,
+    host_bytes,
+    host_link_bytes,
+    mask_bytes,
+    memory_bytes,
+    message_bytes,
+    optimizer_bytes,
+    payload_bytes,
+    payload_entries,
+    powersgd_rank,
+)
+from torchtitan_scape.planner.workloads import WORKLOADS, get_workload, local_shapes
+
+SHAPES = ((4096, 1024), (1024, 512), (1000,))
+
+shapes_of = st.lists(
+    st.one_of(st.tuples(st.integers(1, 9000)), st.tuples(st.integers(1, 90), st.integers(1, 90))),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(shapes_of, st.sampled_from([0.5, 0.1, 0.03, 0.01, 0.001, 1.0]), st.integers(1, 9), st.sampled_from([64, 1024]))
+def test_payload_and_mask_are_those_of_the_kernels(shapes: list, density: float, replicas: int, block: int) -> None:
+    sparse = [math.prod(s) for s in shapes if len(s) > 1]
+    layout = BlockLayout(tuple(sparse), block, replicas)
+    entries = sum(layout.nnz(i, density, "block") for i in range(len(sparse)))
+    entries += sum(math.prod(s) for s in shapes if len(s) == 1)
+    assert payload_entries(shapes, density, block) == entries
+    assert payload_bytes(shapes, density, "bfloat16", block) == 2 * entries
+    assert mask_bytes(shapes, density, replicas, block) == layout.wire_bytes(density, "block")
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01])
+@pytest.mark.parametrize("model", ["llama_500m", "llama_1_8b"])
+def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: float) -> None:
+    shapes = list(get_workload(model).shapes())
+    least = minimal_bytes(shapes, density)
+    pack, rest = optimizer_bytes(Method("scape", density), shapes, 1)
+    n = sum(map(math.prod, shapes))
+    assert pack / n == pytest.approx(least["pack"] / n, abs=1e-4)
+    assert (pack + rest) / n == pytest.approx(sum(least.values()) / n, abs=1e-4)
+    assert (pack + rest) / n == pytest.approx({0.1: 27.54, 0.01: 25.03}[density], abs=0.005)  # README
+
+
+@pytest.mark.parametrize(
+    ("model", "flavor", "count"), [("llama_500m", "500M", 513590784), ("llama_1_8b", "1.8B", 1831201280)]
+)
+def test_llama_shapes_are_those_that_torchtitan_builds(model: str, flavor: str, count: int) -> None:
+    from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+
+    with torch.device("meta"):
+        built = Llama(LLAMA_ARGS[flavor])
+    workload = get_workload(model)
+    assert sorted(workload.shapes()) == sorted(tuple(p.shape) for p in built.parameters())
+    assert workload.parameters == count
+
+
+def test_gpt_is_gpt2_medium() -> None:
+    """354,823,168 parameters, as in the published checkpoint (tied output)."""
+    assert get_workload("gpt_345m").parameters == 354823168
+
+
+@given(st.sampled_from(sorted(WORKLOADS)), st.integers(1, 8))
+def test_local_shapes_are_the_first_chunk(model: str, shard: int) -> None:
+    for shape, local in zip(
+        get_workload(model).shapes(), local_shapes(get_workload(model).shapes(), shard), strict=True
+    ):
+        assert local == tuple(torch.empty(shape, device="meta").chunk(shard)[0].shape)
+
+
+def test_flops_are_six_a_parameter_and_token_and_the_causal_half_of_attention() -> None:
+    """The products of Llama-1.8B counted one by one: 2 FLOPs a multiply-add, three times for forward and backward."""
+    w = get_workload("llama_1_8b")
+    matrices = 24 * (2 * 2560 * 2560 + 2 * 640 * 2560 + 3 * 2560 * 6912) + 32000 * 2560
+    scores = 24 * 2 * 32 * 80 * 2048 / 2  # q k^T and p v; half of the keys on average
+    assert w.flops_per_token() == pytest.approx(3 * 2 * (matrices + scores), rel=1e-4)
+
+
+def test_powersgd_sends_its_factors() -> None:
+    """Rank 4: both matrices are factored, the vector goes whole."""
+    method = Method("powersgd", rank=4)
+    assert message_bytes(method, SHAPES) == [4 * 1000, 16 * (4096 + 1024), 16 * (1024 + 512)]
+    # rows * columns of the smaller one are less than twice its factors at rank 171 and more: it goes whole
+    assert message_bytes(Method("powersgd", rank=171), SHAPES)[0] == 4 * (1000 + 1024 * 512)
+    budget = payload_bytes(SHAPES, 0.01)
+    rank = powersgd_rank(SHAPES, budget)
+    sums = [sum(message_bytes(Method("powersgd", rank=r), SHAPES)) for r in (rank, rank + 1)]
+    assert sums[0] <= budget < sums[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "sgd"}, "no method 'sgd'"),
+        ({"kind": "scape", "density": 0.0}, "density is 0.0"),
+        ({"kind": "scape", "density": 0.1, "wire": "fp8"}, "'fp8'"),
+        ({"kind": "powersgd"}, "rank of powersgd is 0"),
+        ({"kind": "scape", "parameters": "shared"}, "parameters is 'shared'"),
+    ],
+)
+def test_methods_out_of_range_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Method(**arguments)
+
+
+def test_memory_counts_every_kind() -> None:
+    """Vista, no shards: 4 bytes a parameter each for parameters, gradients and state; two masks of an eighth."""
+    w = get_workload("llama_500m")
+    n = w.parameters
+    scape = memory_bytes(Method("scape", 0.01), w, 1, 64, 1)
+    assert [scape[k] for k in ("parameters", "gradients", "state")] == [4 * n] * 3
+    assert scape["masks"] == pytest.approx(n / 4 + n / 64 * 10 * 10 / 8 / 1024, rel=1e-3)
+    assert scape["payload"] == 8 * payload_entries(w.shapes(), 0.01)
+    gather = memory_bytes(Method("scape", 0.01, parameters="gather", values="bfloat16"), w, 1, 64, 1)
+    assert gather["state"] == pytest.approx(4 * n, rel=1e-3)
+    assert gather["owned moments"] == gather["owned master"] == pytest.approx(4 * n / 64, rel=1e-3)
+    assert gather["payload"] == scape["payload"] / 2 and gather["masks"] == scape["masks"]
+    assert memory_bytes(Method("adamw"), w, 4, 16, 1)["state"] == pytest.approx(2 * n, rel=1e-3)
+
+
+def test_what_is_offloaded_leaves_two_buffers() -> None:
+    """On one of 4 ranks; a share of an owner among 64 is less than its buffers would be, and stays."""
+    w = get_workload("llama_1_8b")
+    n, largest = 4 * w.parameters, 4 * 32000 * 2560
+    plain = memory_bytes(Method("scape", 0.01), w, 1, 4, 1)
+    local = Method("scape", 0.01, weights="bfloat16", offload=("state", "master"))
+    found, host = memory_bytes(local, w, 1, 4, 1), host_bytes(local, w.shapes(), 4)
+    assert host == {"state": n, "master": n} and found["offload buffers"] == 4 * largest
+    assert sum(plain.values()) - sum(found.values()) == n + n / 2 - 4 * largest
+    assert host_link_bytes(local, w.shapes(), 4) == (2 * n, 4 * n)
+    gather = Method("scape", 0.01, parameters="gather", weights="bfloat16", offload=("state", "master"))
+    assert set(host_bytes(gather, w.shapes(), 4)) == {"state", "owned master"}
+    assert set(host_bytes(gather, w.shapes(), 64)) == {"state"}
+    pack, rest = host_link_bytes(gather, w.shapes(), 4)
+    assert pack == pytest.approx(2 * n, rel=1e-3) and rest == pytest.approx(2 * n / 4, rel=1e-3)
+    assert memory_bytes(gather, w, 1, 64, 1)["owned master"] == pytest.approx(n / 64, rel=1e-3)

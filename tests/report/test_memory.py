@@ -1,0 +1,88 @@
+"""What a run says of its memory: predicted against the tensors that are there, and refused where it cannot fit."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.test_training import LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.report.memory import MemoryReport
+
+
+def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
+    from torchtitan_scape.sync.shards import stored
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
+    optimizers = trainer.optimizers
+    found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
+    if hasattr(optimizers, "scape"):
+        passes, masks = optimizers.scape.passes, optimizers.scape.masks
+        found["state"] = passes.state.nbytes
+        selection = masks.layout.wire_bytes(passes.density, passes.selection)  # made in a step
+        found["masks"] = masks.in_use.bits.nbytes + masks.previous.bits.nbytes + selection
+        found["payload"] = passes.payload.nbytes + passes.last.nbytes + 2 * passes.errors.nbytes
+        visits = passes.visits
+        tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
+        found["rates of visits"] = sum(t.nbytes for t in tables)
+        if hasattr(passes, "common"):
+            found |= {"owned moments": passes.common.nbytes, "owned master": passes.master.nbytes}
+        else:
+            found["master"] = passes.master.nbytes
+        found["offload buffers"] = sum(b.nbytes for window in passes.windows.values() for b in window.buffers)
+    assert trainer.memory is not None
+    kinds, host = trainer.memory.kinds, trainer.memory.host
+    assert len(host) == (len(passes.windows) if hasattr(optimizers, "scape") else 0) and not kinds.keys() & host.keys()
+    kinds = kinds | host
+    trainer.close()
+    return kinds, found
+
+
+@pytest.mark.parametrize(
+    "method, layout",
+    [
+        ("adams", "2x1"),
+        ("scape-bf16", "1x2"),
+        ("scape-gather", "1x2"),
+        ("scape-gather-bf16", "1x2"),
+        ("scape-offload", "1x2"),
+    ],
+)
+def test_predicted_bytes_are_those_of_the_tensors(method: str, layout: str, pool2: Pool, tmp_path: Path) -> None:
+    for kinds, found in pool2(held, str(tmp_path), [*METHODS[method], *LAYOUTS[layout]]):
+        for kind, value in found.items():
+            if value:  # blocks, rows and shards are padded
+                assert value == pytest.approx(kinds[kind], rel=0.02), kind
+            else:
+                assert not kinds.get(kind), kind
+
+
+def test_a_model_that_cannot_fit_is_refused() -> None:
+    report = MemoryReport({"parameters": 6e9, "state": 3e9, "activations": 5e9}, 10e9, "a test")
+    report.check()
+    with pytest.raises(ValueError, match=r"offload needs 7.00 GB of host memory a rank \(state 7.00 GB\), and 6.00 GB"):
+        replace(report, host={"state": 7e9}, host_capacity=6e9).check()
+    assert "14.00 GB of 10.00 GB (a test): may not fit" in report.lines()[0]
+    with pytest.raises(ValueError, match=r"needs 9.00 GB without activations.*raise parallelism"):
+        replace(report, capacity=8e9).check()
+
+
+def test_a_dry_run_asks_the_machines_preset() -> None:
+    from torchtitan_scape.specs import register
+    from torchtitan_scape.train import layout_of, parse
+
+    arguments = ["--job.config_file=train_configs/llama_1_8b.toml", "--comm.mode=fake_backend"]
+    with patch.dict(os.environ, {"NGPU": "64"}):
+        config = parse([*arguments, "--topology.machine=vista", "--sync.scape.density=0.01"])
+        register(config, with_data=False)
+        report = MemoryReport.of(config, layout_of(config), None)
+    n = 4 * 1_831_201_280
+    assert report.device == "GH200" and report.capacity == 96e9
+    # Over dense AdamS: two masks (and this rank's selection), and twice the payload.
+    over = report.tensors - 3 * n
+    assert over <= n / 16 + 2 * report.kinds["payload"] + report.kinds["rates of visits"]

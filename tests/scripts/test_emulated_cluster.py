@@ -1,0 +1,209 @@
+"""The emulated cluster: what runs on it, what it counts, and that nothing is left of it."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.test_launch import ROOT, SHORT
+
+SCRIPT = ROOT / "scripts" / "emulated_cluster.py"
+spec = importlib.util.spec_from_file_location("emulated_cluster", SCRIPT)
+assert spec is not None and spec.loader is not None
+emulated_cluster = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(emulated_cluster)
+Cluster, ClusterError = emulated_cluster.Cluster, emulated_cluster.ClusterError
+
+# Leaves a process in the node that has a session of its own, as torchrun's workers do.
+LINGER = ["sh", "-c", "setsid sleep 300 & echo started; sleep 300"]
+
+
+@pytest.fixture(scope="module")
+def works() -> None:
+    """Skips where no cluster can be made: tried, since root alone is not enough in some containers."""
+    try:
+        with Cluster(1, 100.0):
+            pass
+    except ClusterError as error:
+        pytest.skip(str(error))
+
+
+def script(*arguments: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), *arguments]
+
+
+def run_script(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = script(*arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+def namespaces_of(pid: int) -> list[str]:
+    return [name for name in emulated_cluster._namespaces() if name.startswith(f"scape-{pid}-")]
+
+
+def veths() -> set[str]:
+    return set(subprocess.check_output(["ip", "-o", "link", "show", "type", "veth"], text=True).splitlines())
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Those that run. One that has ended stays a zombie until its new parent looks."""
+    left = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            left.append(pid)
+    return left
+
+
+def started(command: Sequence[str], tmp_path: Path) -> "tuple[subprocess.Popen[str], list[int]]":
+    """The script with LINGER on two nodes, and the processes in its namespaces."""
+    arguments = ["--nodes=2", "--rate=0", f"--log-dir={tmp_path}", "--", *command]
+    process = subprocess.Popen(script(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    deadline = time.monotonic() + 20
+    while True:
+        pids = [pid for name in namespaces_of(process.pid) for pid in emulated_cluster._pids(name)]
+        if len(pids) >= 6:  # on each node the shell and two that sleep
+            return process, pids
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def test_counted_bytes_are_on_the_interfaces_of_two_nodes_with_two_ranks(works: None, tmp_path: Path) -> None:
+    """Property 7, by level and over the training steps alone: a validation in the middle is left out."""
+    result = run_script(
+        *("--nodes=2", "--ranks-per-node=2", "--rate=0", f"--log-dir={tmp_path}", "--", str(ROOT / "run_train.sh")),
+        *SHORT,
+        "--training.steps=5",
+        "--validation.freq=3",
+        "--validation.steps=1",
+        "--topology.machine=local",
+        "--sync.scape.density_warmup_steps=0",
+        f"--job.dump_folder={tmp_path}",
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "The whole run" in result.stdout and "summary.json" in result.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "4 ranks on 2 node(s) of 2" in summary["layout"]
+    figures = summary["interfaces"]
+    assert figures["steps"] == 4, "all but the first"
+    assert list(figures["sent_per_step"]) == ["node", "network"]
+    for level, nodes in figures["sent_per_step"].items():
+        assert [node["node"] for node in nodes] == [0, 1]
+        for node in nodes:
+            assert node["counted"] > 5e5, "large enough for 5 % to hold"
+            assert 0.999 <= node["ratio"] <= 1.05, (level, node)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_nothing_behind(works: None, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    before = veths()
+    process, pids = started(LINGER, tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code and "Traceback" not in errors, errors
+    assert namespaces_of(process.pid) == [] and veths() <= before
+    assert alive(pids) == []
+
+
+def test_the_next_run_removes_what_a_killed_one_left(works: None, tmp_path: Path) -> None:
+    process, pids = started(LINGER, tmp_path)
+    process.kill()
+    process.wait(timeout=30)
+    assert len(namespaces_of(process.pid)) == 3
+    with Cluster(1):
+        assert namespaces_of(process.pid) == []
+    assert namespaces_of(os.getpid()) == []
+    assert alive(pids) == []
+
+
+def test_a_node_that_fails_ends_the_others_and_gives_its_exit_code(works: None, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    command = ["sh", "-c", 'if [ "$NODE_RANK" = 1 ]; then exit 7; fi; sleep 300']
+    result = run_script("--nodes=3", f"--log-dir={tmp_path}", "--", *command)
+    assert result.returncode == 7 and time.monotonic() - begin < 60
+    assert f"error: node 1 ended with exit code 7, the others are ended; its output is in {tmp_path}" in result.stderr
+
+
+def test_a_command_that_takes_too_long_is_ended(works: None, tmp_path: Path) -> None:
+    result = run_script("--nodes=1", "--timeout=0.5", f"--log-dir={tmp_path}", "--", "sleep", "300")
+    assert result.returncode == 124 and "did not end within 0.5 s" in result.stderr
+
+
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], 5000))
+print("listening", flush=True)
+peers = [server.accept()[0] for _ in range(int(sys.argv[2]))]
+begin = time.monotonic()
+for peer in peers:
+    peer.sendall(b"g")
+for peer in peers:
+    while peer.recv(1 << 20):
+        pass
+print(time.monotonic() - begin, flush=True)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    peer.recv(1)
+    peer.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def test_a_nic_is_limited_in_both_directions(works: None) -> None:
+    """One sender meets its own limit; two to one node meet that node's. Nothing is said of how much slower it is."""
+    size, rate, buckets = 500_000, 20.0, 2 * 16 * 1024
+    with Cluster(3, 1000.0) as cluster:
+        cluster.set_rate(rate)
+        for senders in ([1], [1, 2]):
+            before = cluster.counters()
+            listen = [sys.executable, "-c", RECEIVE, cluster.addresses[0], str(len(senders))]
+            receiver = cluster.start(0, listen, stdout=subprocess.PIPE)
+            assert receiver.stdout.readline() == b"listening\n"
+            for node in senders:
+                cluster.start(node, [sys.executable, "-c", SEND, cluster.addresses[0], str(size)])
+            seconds = float(receiver.communicate(timeout=60)[0])
+            assert seconds >= (size * len(senders) - buckets * len(senders)) * 8 / (rate * 1e6)
+            moved = cluster.counters()
+            for node in senders:
+                assert size <= moved[node]["eth0"][0] - before[node]["eth0"][0] <= 1.1 * size
+            assert moved[0]["eth0"][1] - before[0]["eth0"][1] >= size * len(senders)
+        cluster.set_rate(None)
+        cluster.set_rate(None)
+
+
+def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_script("--", "true", PATH=str(tmp_path))
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: the emulated cluster needs iproute2: there is no 'ip' on PATH; install it"
+    ]
+    monkeypatch.setattr(emulated_cluster.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ClusterError, match="root"), Cluster(1):
+        pass
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ([], "no command is given"),
+        (["--nodes=0", "--", "true"], "0 nodes; give 1 to 99"),
+        (["--rate=-1", "--", "true"], "a rate of -1.0 Mbit/s"),
+        (["--ranks-per-node=0", "--", "true"], "--ranks-per-node is 0"),
+    ],
+)
+def test_wrong_input_is_named(arguments: list[str], told: str) -> None:
+    result = run_script(*arguments)
+    assert result.returncode == 2 and told in result.stderr and "Traceback" not in result.stderr

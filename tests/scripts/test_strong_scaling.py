@@ -1,0 +1,138 @@
+"""scripts/studies/strong_scaling.py: what it takes, how it goes on after a stop, and each of its launchers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.emulated_cluster import Cluster, ClusterError
+from scripts.studies.scaling_sweep import Plan
+from tests.runtime.test_launch import SHORT
+from tests.scripts.slurm.test_slurm import allocation, stand_ins
+
+ROOT = Path(__file__).resolve().parents[2]
+EMBEDDED = "train_configs/embedded.toml"
+
+
+def scale(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/studies/strong_scaling.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, **environment},
+    )
+
+
+def cells(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "cells").glob("*.json")}
+
+
+def test_methods_are_told_apart() -> None:
+    plan = Plan.parse("scape-0.01-bf16")
+    assert (plan.density, plan.wire) == (0.01, "bfloat16")
+    assert "--sync.scape.wire_dtype=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
+    assert Plan.parse("powersgd-4").rank == 4 and Plan.parse("ddp-bf16").peer == "ddp-bf16"
+    assert Plan.parse("adamw").dense == "adamw" and "--optimizer.name=AdamW" in Plan.parse("adamw").options
+    for wrong in ("adam", "scape", "scape-2", "scape-0", "powersgd-x"):
+        with pytest.raises(ValueError, match=f"there is no method '{wrong}'; known are adamw"):
+            Plan.parse(wrong)
+
+
+def test_a_sweep_goes_on_where_it_stopped_and_a_failure_stops_nothing(tmp_path: Path) -> None:
+    recipes = f"train_configs/llama_500m.toml,{EMBEDDED}"
+    sweep = ("predicted", "--sizes=4,8", "--methods=adams,scape-0.01", f"--recipes={recipes}", f"--output={tmp_path}")
+    first = scale(*sweep)
+    assert first.returncode == 1 and "4 measured, 4 failed" in first.stdout
+    made = cells(tmp_path)
+    assert "the cost model knows no model of" in made["embedded-adams-4"]["error"]
+    report = (tmp_path / "report.md").read_text()
+    assert "the cost model knows no model of" in report and "SCAPE 0.01" in report
+
+    kept = tmp_path / "cells" / "llama_500m-adams-4.json"
+    kept.write_text(json.dumps({**made["llama_500m-adams-4"], "step_seconds": 123.0}))
+    (tmp_path / "cells" / "llama_500m-scape-0.01-8.json").unlink()
+    scale(*sweep)
+    again = cells(tmp_path)
+    assert again["llama_500m-adams-4"]["step_seconds"] == 123.0, "what is there is kept"
+    assert again["llama_500m-scape-0.01-8"] == made["llama_500m-scape-0.01-8"]
+
+    other = scale(*sweep, "--network=3.5")
+    assert other.returncode == 2 and "holds a sweep with another --network" in other.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("predicted", "--methods=sgd"), "there is no method 'sgd'"),
+        (("predicted", "--recipes=none.toml"), "the recipe none.toml does not exist"),
+        (("emulated", "--methods=ddp"), "need --compute real"),
+        (("emulated", "--compute=fast"), "--compute is 'fast'; give seconds, or real"),
+        (("emulated", "--slowdown=7"), "--slowdown takes a factor above 1, --compute real and one size"),
+        (("emulated", "--sizes=3", "--ranks-per-node=2"), "--ranks-per-node 2 does not divide"),
+        (("slurm", "--machine=frontier", "--sizes=4"), "--sizes has 4, but a node of frontier has 8 ranks"),
+    ],
+)
+def test_wrong_sweeps_are_refused_in_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = scale(*arguments, f"--output={tmp_path}/out")
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_emulated_sweep_measures_and_predicts(tmp_path: Path) -> None:
+    try:
+        with Cluster(1):
+            pass
+    except ClusterError as error:
+        pytest.skip(str(error))
+    sweep = ("emulated", "--sizes=2", "--methods=scape-0.1", "--compute=0.1", "--rate=200", "--steps=3", "--warm-up=2")
+    result = scale(*sweep, f"--output={tmp_path}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (cell,) = cells(tmp_path).values()
+    assert len(cell["steps"]) == 3 and min(cell["steps"]) >= 0.1
+    assert cell["phases"]["compute"] == pytest.approx(0.1, rel=0.3)
+    assert cell["predicted"]["step_seconds"] > 0.1
+    assert cell["counted"]["network"] == pytest.approx(2 * cell["sent"]["network"] / 2, rel=0.01)
+    assert cell["counted"]["network"] <= cell["nic"]["network"] <= 1.05 * cell["counted"]["network"]
+    assert "SCAPE 0.1" in (tmp_path / "report.md").read_text()
+
+
+def test_a_slurm_sweep_submits_runs_and_collects(tmp_path: Path) -> None:
+    """sbatch runs the job at once. The first method fails, the second is measured; the next sweep resubmits the first
+    alone."""
+    programs, out = stand_ins(tmp_path), tmp_path / "out"
+    sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\nbash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
+    for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = {
+        **allocation(ROOT),
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "MODULES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    sweep = ("slurm", "--machine=vista", "--sizes=2", f"--recipes={EMBEDDED}", "--methods=powersgd-1,scape-0.1")
+    sweep += ("--batch=4", "--steps=2", "--warm-up=2", "--poll=0.1", "--sbatch=-A project", f"--output={out}")
+    short = [option for option in SHORT if "validation" not in option and "batch" not in option]
+    short = [option for option in short if not option.startswith("--training.steps")]
+    # DDP takes no shards: that method alone is refused, by every rank of its run.
+    shards = ("--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2")
+    result = scale(*sweep, "--", *short, *shards, **environment)
+    assert result.returncode == 1 and "1 measured, 1 failed" in result.stdout, result.stdout + result.stderr
+    assert "-A project" in (tmp_path / "submitted").read_text()
+    assert "--nodes=2" in (tmp_path / "submitted").read_text()
+    made = cells(out)
+    assert "exit code" in made["embedded-powersgd-1-2"]["error"]
+    cell = made["embedded-scape-0.1-2"]
+    assert len(cell["steps"]) == 2 and cell["tokens_per_step"] == 4 * 32
+    job = (out / "jobs" / "size-2.sh").read_text()
+    assert "#SBATCH --partition=gh" in job and job.count("vista.sbatch") == 2
+
+    scale(*sweep, "--", *short, *shards, **environment)
+    assert (out / "jobs" / "size-2.sh").read_text().count("vista.sbatch") == 1

@@ -1,0 +1,82 @@
+"""A handful of tensors with random gradients, trained by the product and by the literal form."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.scape.reference import mask_indices
+from tests.literal import Literal
+from tests.replicas import ThreadCollectives
+from torchtitan_scape import Scape
+from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+
+SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
+
+
+def draw(seed: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def gradient(step: int, replica: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return draw(1000 + 97 * step + replica, shapes)
+
+
+def train(
+    collectives: ThreadCollectives | None,
+    steps: int,
+    shapes: list[tuple[int, ...]] = SPARSE + DENSE,
+    probe: Any = None,
+    narrow: bool = False,
+    **options: Any,
+) -> list[list[Tensor]]:
+    """Parameters after every step; `probe(optimizer, step)` is called after each. narrow: weights in BF16."""
+    parameters = nn.ParameterList(draw(0, shapes))
+    if narrow:
+        hold_in_bfloat16(parameters, scaled=options.get("parameters") == "gather")
+    options = {"lr": 1e-2, "block_size": 16, **options}
+    optimizer = Scape([(f"p{i}", p) for i, p in enumerate(parameters)], replicas=collectives, **options)
+    replica = collectives.replica if collectives else 0
+    history = []
+    for step in range(steps):
+        for p, g in zip(parameters, gradient(step, replica, shapes), strict=True):
+            p.grad = g
+        optimizer.step()
+        history.append([p.detach() * 1.0 for p in parameters])
+        if probe:
+            probe(optimizer, step)
+    return history
+
+
+def positions(optimizer: Scape, tensor: int) -> Tensor:
+    """Where the mask in use is set in a sparsified tensor; as many as the layout says."""
+    layout, in_use = optimizer._layout, optimizer.masks.in_use
+    bits, nnz = layout.bits(in_use, tensor), layout.nnz(tensor, in_use.density, optimizer.passes.selection)
+    assert bits is not None
+    indices = mask_indices(bits, layout.sizes[tensor], nnz)
+    assert indices.numel() == nnz
+    return indices
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def literal(
+    replicas: int, steps: int, shapes: list[tuple[int, ...]] = SPARSE + DENSE, **options: Any
+) -> list[list[Tensor]]:
+    values, sparse = draw(0, shapes), sum(len(shape) > 1 for shape in shapes)
+    reference = Literal(values[:sparse], values[sparse:], replicas, **options)
+    history = []
+    for step in range(steps):
+        reference.step([gradient(step, r, shapes) for r in range(replicas)])
+        history.append([p.clone() for p in reference.shown])
+    return history
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose tensors are copies."""
+    return {
+        k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
+    }

@@ -1,0 +1,106 @@
+"""What a checkpoint says of the run that saved it, and how this run differs."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from topology.layout import Layout
+from torchtitan_scape.config.job_config import JobConfig
+
+RUN_METADATA = "run_metadata"
+# Of SCAPE: what decides where its state lies. With another value the state is taken by the rule for another layout.
+_LAYOUT = (
+    "replicas",
+    "shard",
+    "context",
+    "tensor",
+    "block_size",
+    "selection",
+    "dense_names",
+    "parameters",
+    "wire_dtype",
+    "values_dtype",
+    "weights_dtype",
+)
+
+
+class RunMetadata(Stateful):
+    """Layout, method and options of a run, and counters at the time of the save.
+
+    counters: called for every save, behind which the optimizer has settled.
+    """
+
+    def __init__(
+        self, layout: Layout, config: JobConfig, residual: str, counters: Callable[[], dict[str, Any]]
+    ) -> None:
+        scape, optimizer = config.sync.scape, config.optimizer
+        played = config.topology.simulate_replicas
+        self._counters = counters
+        self.values: dict[str, Any] = {
+            "ranks": layout.world_size,
+            "replicate": layout.replicate,
+            "shard": layout.shard,
+            "context": layout.context,
+            "tensor": layout.tensor,
+            "simulate_replicas": played,
+            "replicas": layout.replicate * played,
+            "model": f"{config.model.name} {config.model.flavor}",
+            "method": config.sync.method,
+            "optimizer": optimizer.name,
+            "lr": optimizer.lr,
+            "betas": [optimizer.beta1, optimizer.beta2],
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        }
+        if config.sync.method == "scape":
+            self.values |= {
+                "residual": residual,
+                "density": scape.density,
+                "density_warmup_steps": scape.density_warmup_steps,
+                "block_size": scape.block_size,
+                "selection": scape.selection,
+                "dense_names": sorted(scape.dense_names),
+                "wait_scaling": scape.wait_scaling,
+                # Without wait scaling these do nothing.
+                "wait_by": scape.wait_by if scape.wait_scaling else None,
+                "keep_moment": scape.keep_moment if scape.wait_scaling else None,
+                "max_wait": scape.max_wait if scape.wait_scaling else None,
+                "clip_mode": scape.clip_mode,
+                "wire_dtype": scape.wire_dtype,
+                "parameters": scape.parameters,
+                "values_dtype": scape.values_dtype,
+                "weights_dtype": scape.weights_dtype,
+                # Who selects in which run follows from these.
+                "exchange": config.topology.exchange,
+                "ranks_per_node": layout.ranks_per_node,
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"json": json.dumps(self.values | self._counters())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take back: whoever loads has read it before."""
+
+    def compare(self, saved: dict[str, Any], path: str) -> tuple[bool, dict[str, str]]:
+        """(whether the state can be taken as it lies, every difference as key: "saved -> here").
+
+        Raises ValueError for another model.
+        """
+        if saved["model"] != self.values["model"]:
+            raise ValueError(
+                f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
+                "another --job.dump_folder, or with the model of the checkpoint"
+            )
+        keys = [key for key in self.values | saved if key in self.values and key in saved and key != "residual"]
+        different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
+        if saved["method"] != self.values["method"]:
+            return False, different
+        if self.values["method"] != "scape":
+            return saved["optimizer"] == self.values["optimizer"], different
+        laid_out = different.keys() & set(_LAYOUT)
+        # Errors of rounding are kept for the entries of a payload, which are others at another density.
+        if "density" in different and "bfloat16" in (saved["wire_dtype"], self.values["wire_dtype"]):
+            laid_out.add("density")
+        return not laid_out, different

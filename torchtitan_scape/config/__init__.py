@@ -1,0 +1,1 @@
+"""The TOML sections that this project adds, how they are read, and what is refused."""

@@ -1,0 +1,345 @@
+"""The TOML sections that this project adds to TorchTitan's.
+
+No `from __future__ import annotations` here: TorchTitan tells sections apart by `is_dataclass(field.type)`.
+"""
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal, get_args
+
+from torchtitan.config import JobConfig as TitanJobConfig
+from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
+
+from topology.machines import MACHINES
+from torchtitan_scape.config.types import check_section
+from torchtitan_scape.sync.scape.options import check_scape_options
+
+
+@dataclass
+class Scape:
+    """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
+
+    density: float = 0.1
+    """Share of the entries that replicas exchange each step, in (0, 1]"""
+
+    density_warmup_steps: int = 0
+    """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
+
+    block_size: int = 1024
+    """Entries per block of the mask, a multiple of 8 up to 32768"""
+
+    selection: Literal["block", "tensor"] = "block"
+    """Top-k of every block, or of every tensor's part of a replica's run (the paper's form)"""
+
+    wait_scaling: bool = True
+    """Scale the step of newly entered entries by their mean waiting time (not in the paper)"""
+
+    max_wait: float = 1000
+    """Upper limit of that factor"""
+
+    wait_by: Literal["tensor", "row_column"] = "row_column"
+    """One mean waiting time for a tensor, or by how often the mask visits an entry's row and column"""
+
+    keep_moment: float = 0.5
+    """Share of its moment that a newly entered entry keeps after its scaled step, which has spent it; 1 keeps all"""
+
+    dense_names: list[str] = field(default_factory=list)
+    """Parameters exchanged whole although they have two dimensions or more"""
+
+    clip_mode: Literal["moment", "literal"] = "moment"
+    """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
+
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the payload between nodes; what rounding loses is kept (FP32, 4 bytes an entry sent) and sent later"""
+
+    parameters: Literal["local", "gather"] = "local"
+    """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
+
+    values_dtype: Literal["float32", "bfloat16"] = "float32"
+    """With "gather", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
+
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What every replica keeps of the weights. In BF16 their FP32 master is with each entry's owner alone ("gather"),
+    or with every replica ("local", which saves memory where the master is offloaded)"""
+
+    offload: list[str] = field(default_factory=list)
+    """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
+    others); two buffers of the largest tensor stay on the device for each"""
+
+    flush_at_end: bool = False
+    """Make the last step dense, so that no residual is left unsent; its norm is reported in any case"""
+
+    chunk_bytes: int = 0
+    """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
+
+    def __post_init__(self) -> None:
+        check_section(self, "sync.scape")
+        try:
+            check_scape_options(
+                density=self.density,
+                density_warmup_steps=self.density_warmup_steps,
+                block_size=self.block_size,
+                selection=self.selection,
+                max_wait=self.max_wait,
+                wait_by=self.wait_by,
+                keep_moment=self.keep_moment,
+                max_norm=None,
+                clip_mode=self.clip_mode,
+                reduction="sum",
+                wire_dtype=self.wire_dtype,
+                chunk_bytes=self.chunk_bytes or 4,
+                parameters=self.parameters,
+                values_dtype=self.values_dtype,
+                offload=self.offload,
+            )
+        except ValueError as error:
+            raise ValueError(f"[sync.scape] {error}") from None
+        if "master" in self.offload and self.weights_dtype == self.values_dtype == "float32":
+            raise ValueError(
+                "[sync.scape] offload has 'master', and with FP32 weights there is no master besides them; set "
+                "weights_dtype = 'bfloat16'"
+            )
+
+
+@dataclass
+class Sync:
+    """[sync]: who synchronises the replicas."""
+
+    method: Literal["dense", "scape"] = "scape"
+    """All gradients in FP32, or SCAPE's sparse first moment"""
+
+    max_skipped_steps: int = 10
+    """So many steps in a row with a non-finite gradient on any rank stop the run"""
+
+    consistency_interval: int = 100
+    """Every so many steps, and before every checkpoint, replicas compare what must be equal on them to the last bit
+    (parameters, masks, visit rates, a master that all have); 0 for never"""
+
+    on_inconsistency: Literal["stop", "repair"] = "stop"
+    """Where they differ: end the run with exit code 3, or overwrite what differs by what most replicas hold; without a
+    majority, as with two replicas, "repair" stops too"""
+
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
+
+    scape: Scape = field(default_factory=Scape)
+
+    def __post_init__(self) -> None:
+        check_section(self, "sync")
+        if self.max_skipped_steps < 1:
+            raise ValueError(f"[sync] max_skipped_steps = {self.max_skipped_steps}; it must be 1 or more")
+        if self.consistency_interval < 0:
+            raise ValueError(f"[sync] consistency_interval = {self.consistency_interval}; it must be 0 (never) or more")
+
+
+@dataclass
+class Topology:
+    """[topology]: where ranks sit."""
+
+    machine: Literal["auto", "vista", "frontier", "dgx-a100", "ethernet-10g", "local"] = "auto"
+    """Preset of links and ranks per node; "auto" looks at the device's name"""
+
+    ranks_per_node: int = 0
+    """0 takes what the launcher says (LOCAL_WORLD_SIZE or Slurm), else the preset's"""
+
+    exchange: Literal["hierarchical", "flat"] = "hierarchical"
+    """Replicas talk level by level (each byte crosses the network once per node), or in one ring over all of them"""
+
+    simulate_replicas: int = 1
+    """One process (or group of shards) plays so many replicas, one behind the other; 1 for real ones.
+
+    The run is that of as many ranks, a replica a node in one ring: every replica reads its own data and has its own
+    residual; log and summary predict its step time on `machine`. A step takes global_batch_size sequences, by default
+    local_batch_size x data-parallel ranks x replicas. Memory: SCAPE keeps a state and a gradient of every replica, 4
+    bytes a parameter each, 8 x replicas in all: the gradients because no state may be written before all of them are
+    known to be finite. Dense training keeps one of each, its gradients being added up.
+    """
+
+    def __post_init__(self) -> None:
+        check_section(self, "topology")
+        if self.ranks_per_node < 0:
+            raise ValueError(f"[topology] ranks_per_node = {self.ranks_per_node}; it must be 0 (automatic) or more")
+        if self.simulate_replicas < 1:
+            raise ValueError(
+                f"[topology] simulate_replicas = {self.simulate_replicas}; it must be 1 (real replicas) or more"
+            )
+        assert {"auto", *MACHINES} == set(get_args(type(self).__dataclass_fields__["machine"].type))
+
+
+@dataclass
+class Checkpoint(TitanCheckpoint):
+    """[checkpoint]: TorchTitan's, and what it needs for state that differs from replica to replica."""
+
+    residual: Literal["exact", "mean", "drop"] = "exact"
+    """What is saved of SCAPE's residuals: every replica's (4 bytes a parameter and replica; resuming is exact), their
+    mean (no bytes beside the first moment's 4; nothing is lost, but replicas select otherwise than they would have), or
+    nothing (as large as the mean, saves its exchange; what was not sent is lost)"""
+
+    fallback: bool = True
+    """Where the newest checkpoint is damaged, the newest whole one before it is taken, and said; false stops the run"""
+
+    def __post_init__(self) -> None:
+        check_section(self, "checkpoint")
+
+
+@dataclass
+class Data:
+    """[data]: how long the training data last."""
+
+    epochs: int = 0
+    """So many passes over the training data, then the run ends, on all ranks as soon as one has no full step left; 0
+    begins again for as long as training.steps asks"""
+
+    def __post_init__(self) -> None:
+        check_section(self, "data")
+        if self.epochs < 0:
+            raise ValueError(f"[data] epochs = {self.epochs}; it must be 0 (no end) or more")
+
+
+@dataclass
+class JobConfig(TitanJobConfig):
+    """TorchTitan's configuration with [sync], [topology] and [data], and more under [checkpoint]."""
+
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    sync: Sync = field(default_factory=Sync)
+    topology: Topology = field(default_factory=Topology)
+    data: Data = field(default_factory=Data)
+
+
+def check_config(config: JobConfig, device_type: str) -> None:
+    """Refuses what would be silently wrong, or is not built. Raises ValueError with the fix."""
+    optimizer, parallelism = config.optimizer, config.parallelism
+    if optimizer.name not in ("AdamW", "AdamS"):
+        raise ValueError(f"[optimizer] name = {optimizer.name!r}; it must be 'AdamW' or 'AdamS'")
+    if config.sync.method == "scape" and optimizer.name != "AdamS":
+        raise ValueError(
+            f"[sync] method = 'scape' with [optimizer] name = {optimizer.name!r}: SCAPE is built on AdamS; "
+            "set [optimizer] name = 'AdamS', or [sync] method = 'dense'"
+        )
+    refused = {
+        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
+        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
+        "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "fault_tolerance.enable": config.fault_tolerance.enable,
+    }
+    for key, on in refused.items():
+        if on:
+            raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
+    if device_type == "cpu" and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
+            "attention has no CPU form; set it to 1, or run on GPUs"
+        )
+    if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
+        raise ValueError(
+            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: nothing is staged from a device there; set "
+            "'async'"
+        )
+    if config.comm.mode == "local_tensor":
+        raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
+    if config.training.dtype != "float32":
+        raise ValueError(
+            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
+            "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
+            "besides, with [sync.scape] weights_dtype"
+        )
+    gathers = config.sync.method == "scape" and config.sync.scape.parameters == "gather"
+    if config.topology.simulate_replicas > 1 and gathers:
+        raise ValueError(
+            '[sync.scape] parameters = "gather" with simulated replicas: its losses are those of "local" up to FP32 '
+            'rounding; set parameters = "local"'
+        )
+    if config.topology.simulate_replicas > 1 and config.sync.method == "scape":
+        scape = config.sync.scape
+        if scape.offload or scape.weights_dtype != "float32":
+            raise ValueError(
+                f"[sync.scape] offload = {scape.offload} and weights_dtype = {scape.weights_dtype!r} with simulated "
+                "replicas, which keep all their state on the device: leave both at their defaults"
+            )
+    if config.training.max_norm <= 0:
+        raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
+    _check_ranges(config)
+
+
+_INT32 = 2**31 - 1
+_SECONDS = 10**8  # three years; more overflows the clocks of process groups
+# Key -> least and largest value, None being allowed where the key's type has it. Later code fails beyond, or runs on
+# and is wrong. Of sections that are off nothing is asked.
+_RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "": {
+        "training.local_batch_size": (1, _INT32),
+        "training.seq_len": (1, _INT32),
+        "training.global_batch_size": (-1, _INT32),
+        "training.steps": (0, _INT32),
+        "training.gc_freq": (1, _INT32),
+        "training.dataloader.num_workers": (0, _INT32),
+        "training.dataloader.prefetch_factor": (1, _INT32),
+        "metrics.log_freq": (1, _INT32),
+        "optimizer.lr": (0, 1e6),
+        "optimizer.beta1": (0, 1 - 1e-12),
+        "optimizer.beta2": (0, 1 - 1e-12),
+        "optimizer.eps": (0, 1),
+        "optimizer.weight_decay": (0, 1e6),
+        "lr_scheduler.warmup_steps": (0, _INT32),
+        "lr_scheduler.total_steps": (1, _INT32),
+        "lr_scheduler.decay_ratio": (0, 1),
+        "lr_scheduler.min_lr_factor": (0, 1),
+        "activation_checkpoint.memory_budget": (0, 1),
+        "comm.init_timeout_seconds": (1, _SECONDS),
+        "comm.train_timeout_seconds": (1, _SECONDS),
+        "comm.trace_buf_size": (0, _INT32),
+        "topology.simulate_replicas": (1, _INT32),
+        "sync.scape.chunk_bytes": (0, 2**63 - 1),
+    },
+    "validation.enable": {
+        "validation.local_batch_size": (1, _INT32),
+        "validation.seq_len": (1, _INT32),
+        "validation.freq": (1, _INT32),
+        "validation.steps": (1, _INT32),
+        "validation.dataloader.num_workers": (0, _INT32),
+        "validation.dataloader.prefetch_factor": (1, _INT32),
+    },
+    "checkpoint.enable": {
+        "checkpoint.interval": (1, _INT32),
+        "checkpoint.keep_latest_k": (0, _INT32),
+        "checkpoint.load_step": (-1, _INT32),
+    },
+    "profiling.enable_profiling": {
+        "profiling.profile_freq": (1, _INT32),
+        "profiling.profiler_active": (1, _INT32),
+        "profiling.profiler_warmup": (0, _INT32),
+    },
+}
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for switch, ranges in _RANGES.items():
+        if switch and not attrgetter(switch)(config):
+            continue
+        for key, (least, most) in ranges.items():
+            value = attrgetter(key)(config)
+            if value is not None and not least <= value <= most:
+                section, _, name = key.rpartition(".")
+                bound = f"{least:g} or more" if value < least else f"{most:g} or less"
+                raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
+    if config.training.global_batch_size == 0:
+        raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch a rank")
+    if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
+        raise ValueError("[checkpoint] keep_latest_k = 1; it must be 0 (all) or 2 or more: one may be half written")
+    profiling = config.profiling
+    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
+        raise ValueError(
+            f"[profiling] profile_freq = {profiling.profile_freq}; it must be profiler_active + profiler_warmup = "
+            f"{profiling.profiler_active + profiling.profiler_warmup} or more"
+        )
+    option = config.activation_checkpoint.selective_ac_option
+    if (
+        config.activation_checkpoint.mode == "selective"
+        and option != "op"
+        and not (option.isascii() and option.isdigit() and int(option) > 0)
+    ):
+        raise ValueError(
+            f"[activation_checkpoint] selective_ac_option = {option!r}; it must be 'op' or a number from '1'"
+        )

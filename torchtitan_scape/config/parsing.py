@@ -1,0 +1,128 @@
+"""A recipe and the command line become a config, or one line that names the key and what is wrong with its value.
+
+TorchTitan takes TOML values as they are: a string where a number belongs fails much later, or never. Its command line
+ends in a box of several lines and SystemExit. Here both end in a ValueError, as everything that a user can mistype.
+"""
+
+import contextlib
+import difflib
+import io
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+from unittest.mock import patch
+
+from torchtitan.config import ConfigManager
+
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.types import check_section, check_value
+
+_CONFIG_FILE = ("--job.config_file", "--job.config-file")
+
+
+def parse(arguments: list[str]) -> JobConfig:
+    """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
+    switches = set(_switches(JobConfig, ""))
+    for argument in arguments:
+        if any(category(character) in ("Cc", "Cs") for character in argument):
+            raise ValueError(f"command line: {argument!r} has a control character in it")
+        key, equals, _ = argument.removeprefix("--").replace("-", "_").partition("=")
+        if equals and key in switches:
+            section, _, name = key.rpartition(".")
+            raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
+    path = _recipe(arguments)
+    if path is not None:
+        check_table(JobConfig, _read_toml(path), "")
+    asks_help = bool({"-h", "--help"} & set(arguments))
+    told = io.StringIO()
+    try:
+        with contextlib.ExitStack() as stack:
+            if not asks_help:
+                stack.enter_context(contextlib.redirect_stderr(told))
+                # The message stands in a box, which would break it into lines.
+                stack.enter_context(patch.dict(os.environ, COLUMNS="100000"))
+            config = ConfigManager(JobConfig).parse_args(arguments)
+    except SystemExit as end:
+        if asks_help or not end.code:
+            raise
+        blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
+        raise ValueError(f"command line: {_out_of_the_box(told.getvalue())} {blank}".rstrip()) from None
+    except Exception as error:  # TorchTitan and a module of the user's raise what they like
+        told.truncate(0)
+        raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
+    finally:
+        if not asks_help and sys.exc_info()[0] is None:
+            sys.stderr.write(told.getvalue())  # warnings
+    if not isinstance(config, JobConfig):
+        raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
+    check_section(config, "")
+    return config
+
+
+def _switches(section: Any, name: str) -> Iterator[str]:
+    """The keys that are on or off."""
+    for field in fields(section):
+        path = f"{name}.{field.name}".lstrip(".")
+        if is_dataclass(field.type):
+            yield from _switches(field.type, path)
+        elif field.type is bool:
+            yield path
+
+
+def _recipe(arguments: list[str]) -> str | None:
+    """The recipe's path, found as TorchTitan finds it."""
+    for i, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        if key in _CONFIG_FILE and equals:
+            return value
+        if argument in _CONFIG_FILE:
+            if i + 1 == len(arguments):
+                raise ValueError(f"{argument} needs the path of a recipe")
+            return arguments[i + 1]
+    return None
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    name = " ".join(path.split())
+    try:
+        return tomllib.loads(Path(path).read_bytes().decode())
+    except OSError as error:
+        raise ValueError(f"the recipe {name} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # TOML, UTF-8, numbers of too many digits
+        raise ValueError(f"the recipe {name} is no TOML: {' '.join(str(error).split())}") from None
+
+
+def _out_of_the_box(text: str) -> str:
+    """What the command line's parser says, without its frame and the help behind it."""
+    lines = [line.strip("╭╮╰╯│ \n") for line in text.splitlines()]
+    # The title is in the frame, or above a rule where the terminal has no such characters.
+    plain = len(lines) > 1 and not lines[1].strip("-")
+    said = []
+    for line in lines[2:] if plain else lines[1:] if text.startswith("╭") else lines:
+        if not line.strip("─-"):
+            break
+        said.append(line)
+    return " ".join(" ".join(said).split()) or "it cannot be read"
+
+
+def check_table(section: Any, table: dict[str, Any], name: str) -> None:
+    """Compares a TOML table with the dataclass of its section, nested ones too. Raises ValueError."""
+    known = {field.name: field.type for field in fields(section)}
+    for key, value in table.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            what = f"[{name}] {key}" if name else f"the section [{key}]"
+            raise ValueError(f"{what} is unknown; {advice}")
+        expected, inner = known[key], f"{name}.{key}".lstrip(".")
+        if not is_dataclass(expected):
+            check_value(name, key, value, expected)
+        elif isinstance(value, dict):
+            check_table(expected, value, inner)
+        else:
+            raise ValueError(f"{inner} = {value!r}; it is a section, [{inner}]")

@@ -1,0 +1,2 @@
+"""Whether to compress, before a cluster is booked: workloads, cost, fit, advice; `plan` and "
+"`preflight` are commands."""

@@ -1,0 +1,235 @@
+"""Which method on which layout: every candidate predicted, and the rule that picks. Plain arithmetic: no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from topology.layout import Layout, plan_layout
+from topology.machines import Machine, get_machine
+from torchtitan_scape.planner.cost import Assumptions, Links, Method, Prediction, predict
+from torchtitan_scape.planner.workloads import Workload, get_workload
+
+DENSE = (Method("adams"), Method("adamw"))
+# From the densest to the sparsest: density is what costs loss, so it is given up last.
+SPARSE = tuple(Method("scape", density, wire) for density in (0.1, 0.03, 0.01) for wire in ("float32", "bfloat16"))
+COMPARED = (Method("bf16"),)  # not one of this trainer's methods
+# The same with less memory.
+LEAN: tuple[dict[str, Any], ...] = (
+    {"offload": ("state",)},
+    {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16"},
+    {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16", "offload": ("state",)},
+)
+SHARDS = (1, 2, 4, 8)
+LARGEST_MICRO_BATCH = 8
+WORTHWHILE = 1.03  # below that gain the model's own error decides
+CLOSE = 1.05  # a density so near to the fastest is preferred if it is higher
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked."""
+
+    workload: Workload
+    machine: Machine
+    nodes: int
+    ranks_per_node: int
+    links: Links
+    batch: int
+    assumptions: Assumptions
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a rank's memory that a job can fill."""
+        return self.machine.device.memory * 1e9 * self.assumptions.usable_memory
+
+    def on(self, nodes: int) -> "Case":
+        """The same on other nodes, the batch rounded to their ranks."""
+        return replace(self, nodes=nodes, batch=_whole_batch(self.batch, nodes * self.ranks_per_node))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method on a layout. micro_batch: sequences at a time on a rank."""
+
+    layout: Layout
+    micro_batch: int
+    prediction: Prediction
+
+    @property
+    def method(self) -> Method:
+        return self.prediction.method
+
+    @property
+    def memory(self) -> float:
+        return sum(self.prediction.memory.values())
+
+
+def make_case(
+    machine: str,
+    nodes: int,
+    model: str,
+    *,
+    ranks_per_node: int = 0,
+    links: Links | None = None,
+    network_bandwidth: float = 0.0,
+    batch: int = 0,
+    sequence: int = 0,
+    assumptions: Assumptions | None = None,
+) -> Case:
+    """Checks what a user may get wrong. network_bandwidth: GB/s; 0s take the defaults. Raises ValueError."""
+    found, workload = get_machine(machine), get_workload(model)
+    assumptions = assumptions or Assumptions()
+    if nodes < 1:
+        raise ValueError(f"{nodes} nodes; there must be 1 or more")
+    if ranks_per_node < 0 or batch < 0 or sequence < 0 or network_bandwidth < 0:
+        raise ValueError(
+            f"ranks per node {ranks_per_node}, batch {batch}, sequence {sequence}, bandwidth {network_bandwidth:g}; "
+            "none can be negative: leave out what shall have its default"
+        )
+    if not 0 < assumptions.mfu <= 1:
+        raise ValueError(f"an MFU of {assumptions.mfu}; it must be in (0, 1], such as 0.4")
+    if sequence:
+        workload = replace(workload, sequence=sequence)
+    ranks_per_node = ranks_per_node or found.ranks_per_node or 1
+    ranks = nodes * ranks_per_node
+    if batch and batch % ranks:
+        raise ValueError(
+            f"a global batch of {batch} sequences cannot be divided over {ranks} ranks; "
+            f"take {_whole_batch(batch, ranks)}"
+        )
+    links = links or Links.from_machine(found)
+    if network_bandwidth:
+        links = links.with_bandwidth("network", network_bandwidth * 1e9)
+    batch = batch or _whole_batch(workload.batch, ranks)
+    return Case(workload, found, nodes, ranks_per_node, links, batch, assumptions)
+
+
+def _whole_batch(batch: int, ranks: int) -> int:
+    return max(1, round(batch / ranks)) * ranks
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def candidates(case: Case, methods: Sequence[Method]) -> list[Candidate]:
+    """Every method on every shard degree inside a node, with the largest micro-batch that fits, 1 if none does."""
+    found = []
+    for shard in SHARDS:
+        if case.ranks_per_node % shard:
+            continue
+        layout = plan_layout(
+            case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
+        )
+        own = case.batch // case.ranks
+        sizes = [m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0]
+        for method in methods:
+            for micro_batch in sizes:
+                candidate = Candidate(layout, micro_batch, _predict(case, layout, method, micro_batch))
+                if candidate.memory <= case.capacity:
+                    break
+            found.append(candidate)
+    return found
+
+
+def _predict(case: Case, layout: Layout, method: Method, micro_batch: int) -> Prediction:
+    return predict(
+        method, case.workload, layout, case.links, batch=case.batch, micro_batch=micro_batch,
+        assumptions=case.assumptions,
+    )  # fmt: skip
+
+
+def best(case: Case, methods: Sequence[Method]) -> Candidate:
+    """The fastest that fits. Raises ValueError where none does."""
+    every = candidates(case, methods)
+    fitting = [c for c in every if c.memory <= case.capacity]
+    if not fitting:
+        least = min(every, key=lambda c: c.memory)
+        raise ValueError(
+            f"{case.workload.name} needs {least.memory / 1e9:.0f} GB a rank at least (estimated), and "
+            f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
+            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try"
+        )
+    return min(fitting, key=lambda c: c.prediction.step)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """dense: the fastest dense method that fits. sparse: SCAPE at the density to take if at all."""
+
+    dense: Candidate
+    sparse: Candidate
+
+    @property
+    def gain(self) -> float:
+        return self.dense.prediction.step / self.sparse.prediction.step
+
+    @property
+    def compress(self) -> bool:
+        return self.gain >= WORTHWHILE
+
+    @property
+    def choice(self) -> Candidate:
+        return self.sparse if self.compress else self.dense
+
+
+def leaner(case: Case, chosen: Candidate) -> list[Candidate]:
+    """A SCAPE candidate with less memory, on its layout."""
+    methods = [replace(chosen.method, **lean) for lean in LEAN]
+    return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in methods]
+
+
+def advise(case: Case) -> Advice:
+    """The densest SCAPE within 5 % of the fastest, FP32 before BF16, against AdamS; dense below a gain of 3 %."""
+    options = [best(case, [method]) for method in SPARSE]
+    fastest = min(c.prediction.step for c in options)
+    sparse = next(c for c in options if c.prediction.step <= CLOSE * fastest)
+    return Advice(best(case, DENSE), sparse)
+
+
+def overlapped(dense: Candidate, batch: int) -> float:
+    """Seconds of a dense step whose exchange hides behind the last micro-batch's backward as far as it can.
+
+    What DDP or HSDP reaches at best: only the last micro-batch's gradients are final, two thirds of its time backward.
+    """
+    p = dense.prediction
+    ranks = dense.layout.replicate * dense.layout.shard
+    backward = 2 / 3 * p.compute / (batch // (ranks * dense.micro_batch))
+    return p.step - min(p.exchange, backward)
+
+
+def break_even_bandwidth(case: Case, advice: Advice) -> float:
+    """Bytes/s of the replicas' outermost link at which the gain falls to 3 %, layouts as advised.
+
+    0 where no link is slow enough for a gain, infinity where none is fast enough to end it; searched between a
+    thousandth and a thousand times the present bandwidth.
+    """
+    tiers = advice.sparse.layout.hierarchy(advice.sparse.layout.replicate_group(0))
+    if not tiers:
+        return 0.0
+    level = tiers[-1].level
+    now = case.links[level].bandwidth
+
+    def gain(bandwidth: float) -> float:
+        changed = replace(case, links=case.links.with_bandwidth(level, bandwidth))
+        dense, sparse = (_predict(changed, c.layout, c.method, c.micro_batch) for c in (advice.dense, advice.sparse))
+        return dense.step / sparse.step
+
+    low, high = now / 1000, now * 1000
+    if gain(low) < WORTHWHILE:
+        return 0.0
+    if gain(high) >= WORTHWHILE:
+        return float("inf")
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if gain(middle) >= WORTHWHILE else (low, middle)
+    return low
+
+
+def by_nodes(case: Case) -> list[tuple[int, int, Advice]]:
+    """(nodes, batch, advice) from one node to four times those asked for."""
+    counts = sorted({1 << i for i in range(12) if 1 << i < case.nodes} | {case.nodes, 2 * case.nodes, 4 * case.nodes})
+    return [(n, case.on(n).batch, advise(case.on(n))) for n in counts]

@@ -1,0 +1,283 @@
+"""What a step costs. Plain arithmetic: no torch.
+
+`predict_step` is the model of a step and takes every rate from its caller (a benchmark feeds measured ones);
+`predict` derives the rates from a machine and a workload, under stated `Assumptions`. What collectives cost is in
+`topology.links`, what is sent in `planner.volumes`; the names a caller needs are here too. Units: seconds and bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from topology.layout import Layout
+from topology.links import (
+    Link,
+    Links,
+    Stage,
+    Tiers,
+    all_gather_seconds,
+    all_gather_stages,
+    all_reduce_seconds,
+    all_reduce_stages,
+    bytes_by_level,
+    owner_stages,
+    scalar_stages,
+    stage_seconds,
+)
+from torchtitan_scape.planner.volumes import (
+    BLOCK,
+    Method,
+    host_bytes,
+    host_link_bytes,
+    mask_bytes,
+    memory_bytes,
+    message_bytes,
+    optimizer_bytes,
+    payload_bytes,
+    payload_entries,
+    powersgd_rank,
+    simulated_memory_bytes,
+)
+from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
+
+__all__ = [
+    "Assumptions",
+    "Link",
+    "Links",
+    "Method",
+    "Prediction",
+    "Stage",
+    "Tiers",
+    "all_gather_seconds",
+    "all_gather_stages",
+    "all_reduce_seconds",
+    "all_reduce_stages",
+    "best_chunk_bytes",
+    "best_chunks",
+    "bytes_by_level",
+    "fsdp_seconds",
+    "host_bytes",
+    "host_link_bytes",
+    "mask_bytes",
+    "memory_bytes",
+    "message_bytes",
+    "optimizer_bytes",
+    "payload_bytes",
+    "payload_entries",
+    "powersgd_rank",
+    "predict",
+    "predict_step",
+    "simulated_memory_bytes",
+]
+
+MOST_CHUNKS = 8
+# A chunk pays its latency again; below this share of its transfer that is in the noise of a link.
+CHUNK_LATENCY_SHARE = 0.05
+
+
+# --------------------------------------------------------------------------------------------- chunks
+
+
+def pipeline_seconds(pack: float, transfer: float, latency: float, chunks: int) -> float:
+    """Packing and exchange of `chunks` equal chunks: each is exchanged while the next is packed.
+
+    pack + exchange / m where packing is the slower, pack / m + exchange + (m - 1) * latency where the link is.
+    """
+    packed, exchanged = pack / chunks, transfer / chunks + latency
+    return packed + exchanged + (chunks - 1) * max(packed, exchanged)
+
+
+def best_chunks(pack: float, transfer: float, latency: float) -> int:
+    """The chunk count of least time, 1 to 8: near sqrt(pack / latency) where the link is the slower.
+
+    Never so many that a chunk's latency exceeds a twentieth of its transfer.
+    """
+    allowed = [m for m in range(1, MOST_CHUNKS + 1) if m == 1 or latency <= CHUNK_LATENCY_SHARE * transfer / m]
+    return min(allowed, key=lambda m: pipeline_seconds(pack, transfer, latency, m))
+
+
+def best_chunk_bytes(
+    nbytes: int, pack_seconds: float, tiers: Tiers, links: Links, wire: str = "float32", flat: bool = False
+) -> int:
+    """Bytes (FP32, a multiple of 4) of a payload's chunk; `nbytes` is the payload's, FP32."""
+    latency, transfer = stage_seconds(all_reduce_stages(tiers, nbytes, wire, flat), links)
+    chunks = best_chunks(pack_seconds, transfer, latency)
+    return max(4, -(-nbytes // (4 * chunks)) * 4)
+
+
+# ------------------------------------------------------------------------------------------- the step
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of one rank, in seconds; `step` is the sum of the first five.
+
+    exchange: of the replicas, as far as it stands still for it. shard: FSDP's traffic, likewise.
+    optimizer: passes of the device. fixed: what the caller says that every step costs besides.
+    hidden: exchange behind compute. sent: bytes by level on the replicate axis. chunks: of the payload.
+    memory: bytes by kind, empty where nobody asked.
+    """
+
+    method: Method
+    compute: float
+    exchange: float
+    shard: float
+    optimizer: float
+    fixed: float
+    hidden: float
+    sent: dict[str, float]
+    chunks: int
+    memory: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.exchange + self.shard + self.optimizer + self.fixed
+
+
+def predict_step(
+    method: Method,
+    tiers: Tiers,
+    links: Links,
+    shapes: Sequence[Shape],
+    *,
+    compute_seconds: float,
+    pack_seconds: float,
+    rest_seconds: float,
+    shard_seconds: float = 0.0,
+    fixed_seconds: float = 0.0,
+    chunk_bytes: int = 0,
+    flat: bool = False,
+    block: int = BLOCK,
+) -> Prediction:
+    """A step from its rates.
+
+    Args:
+        tiers: levels that the replicas span, from the inside out, as (name, size).
+        shapes: this rank's shards.
+        compute_seconds: forward and backward of all micro-batches. The mask's exchange hides behind it; dense
+            gradients do not (they are exchanged after the backward pass).
+        pack_seconds: the pass that fills the payload, chunk by chunk while others are exchanged; 0 for dense methods.
+        rest_seconds: the optimizer's other passes.
+        shard_seconds: FSDP's exposed traffic.
+        fixed_seconds: added to every step, whatever the method.
+        chunk_bytes: of the payload or the gradients, FP32; 0 takes the best for SCAPE and one message for others.
+        flat: one ring over all replicas instead of the hierarchy.
+    """
+    replicas = math.prod(size for _, size in tiers)
+    wire = method.wire if method.kind == "scape" else "float32"
+    gathers = method.parameters == "gather"
+    messages = [
+        owner_stages(tiers, nbytes, wire, method.values, flat)
+        if gathers
+        else all_reduce_stages(tiers, nbytes, wire, flat)
+        for nbytes in message_bytes(method, shapes, block)
+    ]
+    stages = [stage for message in messages for stage in message]
+    latency, transfer = stage_seconds(stages, links)
+    if gathers:
+        chunks = 1
+    elif chunk_bytes:
+        chunks = max(1, -(-int(sum(message_bytes(method, shapes, block))) // chunk_bytes))
+    else:
+        chunks = best_chunks(pack_seconds, transfer, latency) if method.kind == "scape" else 1
+    exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0
+    # The finite flag: nobody packs before it is known. Owners exchange their parts of the norm besides.
+    exchange += (2 if gathers else 1) * sum(stage_seconds(scalar_stages(tiers), links))
+    hidden = 0.0
+    if method.kind == "scape":
+        masks = all_gather_stages(tiers, mask_bytes(shapes, method.density, replicas, block), flat)
+        seconds = sum(stage_seconds(masks, links))
+        hidden = min(seconds, compute_seconds)
+        exchange += seconds - hidden
+        stages += masks
+    optimizer = pack_seconds + rest_seconds
+    sent = bytes_by_level(stages)
+    return Prediction(method, compute_seconds, exchange, shard_seconds, optimizer, fixed_seconds, hidden, sent, chunks)
+
+
+# ------------------------------------------------------------------------- rates from machine and workload
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What nobody measured.
+
+    mfu: share of the device's peak that forward and backward reach.
+    memory_efficiency: share of the nominal memory bandwidth that the optimizer's passes reach.
+    usable_memory: share of the device's memory that a job can fill (fragmentation, NCCL's buffers, the context).
+    """
+
+    mfu: float = 0.4
+    memory_efficiency: float = 0.7
+    usable_memory: float = 0.9
+
+
+def fsdp_seconds(tiers: Tiers, workload: Workload, links: Links) -> float:
+    """FSDP's traffic in a micro-batch: two all-gathers of BF16 parameters, a reduce-scatter of FP32 gradients.
+
+    Rings over the whole shard axis, three for every layer, the embedding and the output.
+    """
+    # An all-reduce of n FP32 values sends 8 n bytes, and so do these three in its two turns of the ring.
+    latency, transfer = stage_seconds(all_reduce_stages(tiers, 4.0 * workload.parameters, flat=True), links)
+    return 1.5 * (workload.layers + 2) * latency + transfer
+
+
+def predict(
+    method: Method,
+    workload: Workload,
+    layout: Layout,
+    links: Links,
+    *,
+    batch: int,
+    micro_batch: int,
+    assumptions: Assumptions | None = None,
+    compute_seconds: float | None = None,
+    fixed_seconds: float = 0.0,
+    block: int = BLOCK,
+) -> Prediction:
+    """A step of `workload` on `layout` (replicate x shard), from bytes, FLOPs and `assumptions`.
+
+    batch: sequences a step, over all ranks. micro_batch: sequences at a time on a rank.
+    compute_seconds: forward and backward of a step, where it is known.
+
+    Of FSDP's traffic what exceeds compute is exposed. Raises ValueError for a batch that the ranks do not divide.
+    """
+    assumptions = assumptions or Assumptions()
+    ranks = layout.replicate * layout.shard
+    if batch < 1 or batch % (ranks * micro_batch):
+        raise ValueError(
+            f"a global batch of {batch} sequences is no multiple of {ranks} ranks x {micro_batch} sequences at a time; "
+            f"take {max(1, round(batch / ranks / micro_batch)) * ranks * micro_batch}"
+        )
+    device = layout.machine.device
+    if compute_seconds is None:
+        flops = workload.flops_per_token() * workload.sequence * batch
+        compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
+    shapes = local_shapes(workload.shapes(), layout.shard)
+    bandwidth = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
+    device_bytes, link_bytes = (
+        of(method, shapes, layout.replicate, block) for of in (optimizer_bytes, host_link_bytes)
+    )
+    # Copies to and from the host go behind the passes, as far as these take time.
+    pack, rest = (
+        max(nbytes / bandwidth, copied / (device.host_link * 1e9))
+        for nbytes, copied in zip(device_bytes, link_bytes, strict=True)
+    )
+    shard_tiers, tiers = (
+        [(tier.level, tier.size) for tier in layout.hierarchy(group)]
+        for group in (layout.model_group(0), layout.replicate_group(0))
+    )
+    traffic = batch // (ranks * micro_batch) * fsdp_seconds(shard_tiers, workload, links)
+    predicted = predict_step(
+        method,
+        tiers,
+        links,
+        shapes,
+        compute_seconds=compute_seconds,
+        pack_seconds=pack,
+        rest_seconds=rest,
+        shard_seconds=max(0.0, traffic - compute_seconds),
+        fixed_seconds=fixed_seconds,
+        block=block,
+    )
+    return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch, block))

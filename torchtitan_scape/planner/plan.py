@@ -1,0 +1,303 @@
+"""Whether to compress, how much, and how replicas and shards should lie: an answer before the first job.
+
+    python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --model llama_1_8b
+    python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model llama_1_8b --network-bandwidth 3.5
+    python -m torchtitan_scape.planner.plan --paper  # the paper's measured points against the model
+
+Presets are nominal. Networks that are shared, or badly placed, give a fraction of it (the SCAPE paper's runs a
+fourteenth), and the answer hangs on that: measure with `planner.preflight` and pass its JSON as --links.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchtitan_scape.planner.advice import (
+    COMPARED,
+    DENSE,
+    SPARSE,
+    Advice,
+    Candidate,
+    Case,
+    advise,
+    best,
+    break_even_bandwidth,
+    by_nodes,
+    candidates,
+    leaner,
+    make_case,
+    overlapped,
+)
+from torchtitan_scape.planner.cost import Assumptions, Links, Prediction, host_bytes
+from torchtitan_scape.planner.workloads import local_shapes
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def report(case: Case) -> Iterator[str]:
+    """The answer, in lines."""
+    advice = advise(case)
+    yield from _question(case)
+    yield ""
+    yield from _answer(case, advice)
+    yield ""
+    yield from _keys(case, advice.choice)
+    yield ""
+    yield from _table(case)
+    yield ""
+    yield from _leaner(case, advice)
+    yield ""
+    yield from _losses(case, advice)
+
+
+def _question(case: Case) -> Iterator[str]:
+    w, a, device = case.workload, case.assumptions, case.machine.device
+    yield (
+        f"{w.name}, {w.parameters / 1e9:.2f} G parameters, on {case.nodes} node(s) of {case.machine.name}: "
+        f"{case.ranks} ranks ({device.name}, {device.memory:g} GB), {case.batch} sequences of {w.sequence} tokens "
+        "a step"
+    )
+    if case.batch != w.batch:
+        yield f"(its usual batch is {w.batch}; --global-batch takes another multiple of {case.ranks})"
+    spans = ", ".join(
+        f"{name} {link.bandwidth / 1e9:g} GB/s {link.latency * 1e6:.3g} us" for name, link in case.links.levels.items()
+    )
+    yield f"Links, per rank: {spans} ({case.links.source})"
+    memory = "measured" if case.links.memory_bandwidth else f"{100 * a.memory_efficiency:.0f} % of nominal"
+    yield (
+        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; memory bandwidth in the "
+        f"optimizer {memory}; every second layer recomputed; dense gradients not overlapped with the backward pass"
+    )
+
+
+def _answer(case: Case, advice: Advice) -> Iterator[str]:
+    p, dense = advice.sparse.prediction, advice.dense.prediction
+    percent = 100 * (advice.gain - 1)
+    if advice.compress:
+        why = (
+            "the densest that is within 5 % of the fastest" if p.method.density < 0.1 else "sparser gains less than 5 %"
+        )
+        yield (
+            f"Compress: yes. SCAPE at density {p.method.density:g}, {_wire(p)} on the wire ({why}): {_ms(p.step)} a "
+            f"step against {_ms(dense.step)} with dense {_title(dense)}, {advice.gain:.2f} x"
+        )
+    else:
+        yield (
+            f"Compress: no. SCAPE at density {p.method.density:g} would gain {percent:.1f} %, and below 3 % a "
+            f"prediction decides nothing: dense {_title(dense)} is the safer choice, {_ms(dense.step)} a step"
+        )
+    if case.nodes > 1 and case.links.nominal:
+        slow = replace(case, links=case.links.with_bandwidth("network", case.links["network"].bandwidth / 10))
+        other = advise(slow)
+        yield (
+            "These links are nominal. Should ranks reach a tenth between nodes (the SCAPE paper's reached a "
+            f"fourteenth), it is {other.choice.method.name} with shard {other.choice.layout.shard}, "
+            f"{other.gain:.2f} x: measure with torchtitan_scape.planner.preflight, pass --links"
+        )
+    chosen = advice.choice
+    q = chosen.prediction
+    parts = {
+        "compute": q.compute,
+        "exposed exchange": q.exchange,
+        "exposed shard traffic": q.shard,
+        "optimizer": q.optimizer,
+    }
+    yield "Of it: " + ", ".join(f"{name} {_ms(t)} ({100 * t / q.step:.0f} %)" for name, t in parts.items())
+    if q.hidden:
+        yield f"Hidden behind compute: the masks' exchange, {_ms(q.hidden)}"
+    sent = ", ".join(f"{level} {nbytes / 1e6:.1f} MB" for level, nbytes in q.sent.items()) or "nothing"
+    yield f"A rank sends for its replicas, a step: {sent} (dense: {sum(dense.sent.values()) / 1e6:.0f} MB)"
+    yield f"Lie: {chosen.layout.describe()}"
+    kinds = ", ".join(f"{kind} {nbytes / 1e9:.1f}" for kind, nbytes in q.memory.items())
+    yield (
+        f"Memory a rank, estimated: {chosen.memory / 1e9:.1f} GB of {case.capacity / 1e9:.1f} "
+        f"({100 * case.assumptions.usable_memory:.0f} % of the device): {kinds}"
+    )
+
+
+def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
+    method, layout = chosen.method, chosen.layout
+    yield "[training]"
+    yield f"global_batch_size = {case.batch}"
+    yield f"local_batch_size = {chosen.micro_batch}"
+    yield f"seq_len = {case.workload.sequence}"
+    yield "[parallelism]"
+    yield f"data_parallel_replicate_degree = {layout.replicate}"
+    yield f"data_parallel_shard_degree = {layout.shard}"
+    yield "[optimizer]"
+    yield f'name = "{"AdamW" if method.kind == "adamw" else "AdamS"}"'
+    yield "[sync]"
+    yield f'method = "{"scape" if method.kind == "scape" else "dense"}"'
+    if method.kind == "scape":
+        yield "[sync.scape]"
+        yield f"density = {method.density:g}"
+        yield f'wire_dtype = "{method.wire}"'
+
+
+def _table(case: Case) -> Iterator[str]:
+    yield "Every method on its fastest layout that fits (ms; bf16 is a comparison, this trainer has no such method):"
+    yield f"{'method':<16}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
+    for method in (*DENSE, *COMPARED, *SPARSE):
+        c = best(case, [method])
+        p = c.prediction
+        times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.optimizer)]
+        yield (
+            f"{method.name:<16}{c.layout.shard:>6}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}{times[3]:>8.1f}"
+            f"{times[4]:>11.1f}{c.memory / 1e9:>7.1f}"
+        )
+
+
+def _leaner(case: Case, advice: Advice) -> Iterator[str]:
+    shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
+    yield "With less memory, on the same layout (README, Memory; copies to the host as fast as data sheets have it):"
+    for c in (advice.sparse, *leaner(case, advice.sparse)):
+        host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
+        host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
+        yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
+
+
+def _losses(case: Case, advice: Advice) -> Iterator[str]:
+    yield "Where compression would lose:"
+    hidden, sparse = overlapped(advice.dense, case.batch), advice.sparse.prediction.step
+    yield (
+        f"- against dense gradients that overlap with the backward pass as far as they can (HSDP; not this trainer's "
+        f"dense): {_ms(hidden)}, {hidden / sparse:.2f} x of SCAPE's"
+    )
+    bandwidth = break_even_bandwidth(case, advice)
+    if bandwidth == 0:
+        yield "- at any bandwidth: replicas have nothing, or next to nothing, to exchange in this layout"
+    elif math.isinf(bandwidth):
+        yield "- at no bandwidth of the link between replicas: latency and the optimizer's passes decide"
+    else:
+        yield f"- on links of more than {bandwidth / 1e9:.3g} GB/s a rank between replicas the gain is below 3 %"
+    rows = by_nodes(case)
+    below = [str(n) for n, _, a in rows if not a.compress]
+    gains = ", ".join(f"{n}: {a.gain:.2f} x (batch {batch})" for n, batch, a in rows)
+    yield f"- nodes at which the gain is below 3 %: {', '.join(below) or 'none'} of these: {gains}"
+    yield "- in loss, where training is short (the README's results); this is a model of time alone"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _wire(p: Prediction) -> str:
+    return "FP32" if p.method.wire == "float32" else "BF16"
+
+
+def _title(p: Prediction) -> str:
+    return "AdamW" if p.method.kind == "adamw" else "AdamS"
+
+
+# ----------------------------------------------------------------------------------------------- JSON
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """Everything `report` says, and every candidate. Seconds and bytes."""
+    advice = advise(case)
+    bandwidth = break_even_bandwidth(case, advice)
+    return {
+        "schema": "topology.plan/1",
+        "model": case.workload.name,
+        "machine": case.machine.name,
+        "nodes": case.nodes,
+        "ranks": case.ranks,
+        "global_batch": case.batch,
+        "sequence": case.workload.sequence,
+        "links": {name: asdict(link) for name, link in case.links.levels.items()},
+        "links_source": case.links.source,
+        "assumptions": asdict(case.assumptions),
+        "compress": advice.compress,
+        "gain": advice.gain,
+        "choice": _as_dict(case, advice.choice),
+        "dense": _as_dict(case, advice.dense),
+        "sparse": _as_dict(case, advice.sparse),
+        "dense_overlapped_step": overlapped(advice.dense, case.batch),
+        # JSON knows no infinity: null where no link is fast enough
+        "break_even_bandwidth": None if math.isinf(bandwidth) else bandwidth,
+        "by_nodes": [{"nodes": n, "global_batch": b, "gain": a.gain} for n, b, a in by_nodes(case)],
+        "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPARED, *SPARSE))],
+    }
+
+
+def _as_dict(case: Case, candidate: Candidate) -> dict[str, Any]:
+    p, layout = candidate.prediction, candidate.layout
+    return {
+        "method": p.method.name,
+        "replicate": layout.replicate,
+        "shard": layout.shard,
+        "micro_batch": candidate.micro_batch,
+        "step": p.step,
+        "fits": candidate.memory <= case.capacity,
+        **{key: value for key, value in asdict(p).items() if key != "method"},
+    }
+
+
+# ------------------------------------------------------------------------------------------------ CLI
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m torchtitan_scape.planner.plan", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--machine", default="vista", help="a preset of topology/machines.py")
+    add("--nodes", type=int, default=1)
+    add("--model", default="llama_1_8b", help="a workload of torchtitan_scape/planner/workloads.py")
+    add("--ranks-per-node", type=int, default=0, help="the preset's by default")
+    add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
+    add("--network-bandwidth", type=float, default=0.0, help="GB/s that a rank really sends between nodes")
+    add("--global-batch", type=int, default=0, help="sequences a step; the paper's, rounded to the ranks, by default")
+    add("--seq-len", type=int, default=0)
+    add("--mfu", type=float, default=Assumptions().mfu, help="share of the peak that forward and backward reach")
+    add("--json", action="store_true")
+    add("--paper", action="store_true", help="the SCAPE paper's points against the model, and the extrapolation")
+    add("--output", type=Path, help="with --paper: a folder that gets table.md")
+    return parser
+
+
+def _paper(output: Path | None) -> str:
+    from torchtitan_scape.planner.fit import paper_report  # numpy is needed for this alone
+
+    text = paper_report()
+    if output:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "table.md").write_text(text)
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+        if options.paper:
+            text = _paper(options.output)
+        else:
+            case = make_case(
+                options.machine,
+                options.nodes,
+                options.model,
+                ranks_per_node=options.ranks_per_node,
+                links=Links.from_json(options.links) if options.links else None,
+                network_bandwidth=options.network_bandwidth,
+                batch=options.global_batch,
+                sequence=options.seq_len,
+                assumptions=Assumptions(mfu=options.mfu),
+            )
+            text = json.dumps(as_json(case), indent=1) if options.json else "\n".join(report(case))
+    except ValueError as error:
+        print(f"torchtitan_scape.planner.plan: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

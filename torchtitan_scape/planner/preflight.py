@@ -1,0 +1,229 @@
+"""Measures the links and the memory of the ranks that it runs on, for the cost model.
+
+    torchrun --nproc_per_node=2 -m torchtitan_scape.planner.preflight --output links.json
+    srun ... torchrun ... -m torchtitan_scape.planner.preflight --machine frontier --shard 8 --output links.json
+
+At every level that the replicas (and the shards) span, all rings all-reduce at the same time, as in training, over
+several sizes. time = messages * latency + bytes sent / bandwidth is fitted to the medians. Links that are shared, or
+a bad placement, show in the figures, as they would in a step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from topology.groups import build_tier_groups
+from topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
+from topology.links import SCHEMA
+from topology.machines import detect_machine, get_machine
+from torchtitan_scape.planner.fit import least_squares
+
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
+REPEATS = 7
+WARM_UP = 2
+LONG_SECONDS = 5.0  # a size that has taken so long is done after three repeats
+
+
+def measure(
+    layout: Layout, device: torch.device, sizes: Sequence[int] = SIZES, timeout: timedelta = timedelta(minutes=10)
+) -> dict[str, Any]:
+    """What `main` stores. A collective call of the whole world; equal on all ranks.
+
+    sizes: bytes of the FP32 tensors that are all-reduced. Raises ValueError for one rank, or another world size.
+    """
+    if layout.world_size != dist.get_world_size() or layout.world_size == 1:
+        raise ValueError(
+            f"the layout is for {layout.world_size} ranks and {dist.get_world_size()} are running; "
+            "links are measured between two ranks or more, of one layout"
+        )
+    levels, measurements = {}, []
+    for tier in _tiers(layout):
+        group = build_tier_groups([tier], timeout)[0]
+        points = [_all_reduce(tier, group, nbytes, device) for nbytes in sizes]
+        levels[tier.level] = fit_link(points)
+        measurements += points
+        if group is not None:
+            dist.destroy_process_group(group)
+    return {
+        "schema": SCHEMA,
+        "backend": dist.get_backend(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "machine": layout.machine.name,
+        "world_size": layout.world_size,
+        "ranks_per_node": layout.ranks_per_node,
+        "replicate": layout.replicate,
+        "shard": layout.shard,
+        "levels": levels,
+        "memory_bandwidth": _memory_bandwidth(device),
+        "measurements": measurements,
+    }
+
+
+def _tiers(layout: Layout) -> list[Tier]:
+    """One tier a level, with the rings of all groups: the replicas' first, then the shards' where they add a level."""
+    found: dict[str, Tier] = {}
+    for groups in (layout.replicate_groups(), layout.model_groups()):
+        hierarchies = [layout.hierarchy(group) for group in groups]
+        for i, first in enumerate(hierarchies[0]):
+            # Groups that differ in shape (odd nodes) are measured where they agree.
+            same = [tiers[i] for tiers in hierarchies if len(tiers) > i and tiers[i].level == first.level]
+            rings = tuple(ring for tier in same if tier.size == first.size for ring in tier.rings)
+            found.setdefault(first.level, Tier(first.level, rings))
+    return list(found.values())
+
+
+def fit_link(points: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """latency (seconds a message), bandwidth (bytes/s that a rank sends) and the largest relative residual."""
+    rounds, sent = ([float(p[key]) for p in points] for key in ("rounds", "sent"))
+    seconds = [p["seconds"] for p in points]
+    latency, inverse = least_squares([rounds, sent], seconds).tolist()
+    if not inverse:  # latency explains everything: no more is known than what the largest message reached
+        inverse = seconds[-1] / sent[-1]
+    predicted = [latency * r + inverse * s for r, s in zip(rounds, sent, strict=True)]
+    residual = max(abs(p / s - 1) for p, s in zip(predicted, seconds, strict=True))
+    return {"latency": latency, "bandwidth": 1 / inverse, "residual": residual}
+
+
+def _all_reduce(tier: Tier, group: ProcessGroup | None, nbytes: int, device: torch.device) -> dict[str, Any]:
+    tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
+    calls = 10 if nbytes <= 1 << 16 else 1  # short ones are timed together
+
+    def run() -> None:
+        if group is not None:
+            for _ in range(calls):
+                dist.all_reduce(tensor, group=group)
+
+    times = [t / calls for t in _times(run, device, calls)]
+    return {
+        "level": tier.level,
+        "size": tier.size,
+        "bytes": tensor.nbytes,
+        "rounds": 2 * (tier.size - 1),
+        "sent": 2 * (tier.size - 1) / tier.size * tensor.nbytes,
+        "seconds": statistics.median(times),
+        "repeats": times,
+    }
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes/s of a += b, reads and write counted, all ranks at once: the slowest rank's median."""
+    entries = (1 << 28 if device.type == "cuda" else 1 << 26) // 4  # beyond any cache
+    a, b = (torch.zeros(entries, dtype=torch.float32, device=device) for _ in range(2))
+    return 3 * a.nbytes / statistics.median(_times(lambda: a.add_(b), device, 1))
+
+
+def _times(run: Callable[[], Any], device: torch.device, calls: int) -> list[float]:
+    """Seconds of `run`, the slowest rank's each time: that is what a step waits for."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times: list[float] = []
+    for repeat in range(WARM_UP + REPEATS):
+        synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if repeat >= WARM_UP:
+            times.append(slowest.item())
+        if len(times) >= 3 and sum(times) > LONG_SECONDS:  # the same on every rank
+            break
+    return times
+
+
+def store(result: dict[str, Any], path: Path) -> None:
+    """Writes the JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['world_size']} ranks, {result['ranks_per_node']} a node, {result['backend']} on {result['device']}; "
+        f"memory {result['memory_bandwidth'] / 1e9:.3g} GB/s",
+        f"{'level':<10}{'ranks':>6}{'latency, us':>13}{'GB/s a rank':>13}{'worst residual, %':>19}",
+    ]
+    sizes = {point["level"]: point["size"] for point in result["measurements"]}
+    for name, link in result["levels"].items():
+        lines.append(
+            f"{name:<10}{sizes[name]:>6}{1e6 * link['latency']:>13.1f}{link['bandwidth'] / 1e9:>13.3g}"
+            f"{100 * link['residual']:>19.0f}"
+        )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchtitan_scape.planner.preflight", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("links.json"))
+    add("--machine", default="auto", help="whose levels to measure: a preset's name, or auto for the device's")
+    add("--ranks-per-node", type=int, default=0, help="by default what the launcher says")
+    add("--replicate", type=int, default=-1)
+    add("--shard", type=int, default=1)
+    add("--largest", type=float, default=SIZES[-1] / 2**20, help="MiB of the largest message")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Under torchrun, or in a process group that is there already."""
+    options = _parser().parse_args(arguments)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    own = not dist.is_initialized()
+    try:
+        if own:
+            if "WORLD_SIZE" not in os.environ:
+                raise ValueError(
+                    "WORLD_SIZE is not set; start: torchrun --nproc_per_node=N -m torchtitan_scape.planner.preflight"
+                )
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        name = options.machine
+        if name == "auto":
+            name = detect_machine(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        world = dist.get_world_size()
+        machine = get_machine(name)
+        per_node = options.ranks_per_node or ranks_per_node_from_environment(os.environ, world)
+        layout = plan_layout(
+            world,
+            ranks_per_node=per_node or machine.ranks_per_node or world,
+            machine=machine,
+            replicate=options.replicate,
+            shard=options.shard,
+        )
+        sizes = [size for size in SIZES if size <= options.largest * 2**20]
+        if len(sizes) < 2:
+            raise ValueError(f"--largest {options.largest:g} MiB leaves {len(sizes)} sizes; take 1 or more")
+        result = measure(layout, device, sizes)
+        if dist.get_rank() == 0:
+            store(result, options.output)
+            print(table(result))
+    except ValueError as error:
+        print(f"torchtitan_scape.planner.preflight: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if own and dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

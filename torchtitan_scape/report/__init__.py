@@ -1,0 +1,1 @@
+"""What a run says of itself: metrics, timing, stragglers, memory, forecast, summary."""

@@ -1,0 +1,162 @@
+"""What a run with simulated replicas says beside its loss: whether it fits here, and what a step would take there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import logger
+
+from topology.layout import Layout
+from topology.simulated import played_layout
+from torchtitan_scape import device
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.planner.cost import Assumptions, Links, Method, Prediction, predict, simulated_memory_bytes
+from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
+from torchtitan_scape.report.metrics import size_text
+
+
+def method_of(config: JobConfig) -> Method:
+    scape = config.sync.scape
+    if config.sync.method == "scape":
+        return Method(
+            "scape",
+            scape.density,
+            scape.wire_dtype,
+            parameters=scape.parameters,
+            values=scape.values_dtype,
+            weights=scape.weights_dtype,
+            offload=tuple(scape.offload),
+        )
+    return Method(config.optimizer.name.lower())
+
+
+def workload_of(config: JobConfig) -> Workload:
+    """The config's Llama as the cost model knows it. Its TrainSpec must be registered; nothing is allocated."""
+    spec = get_train_spec(config.model.name)
+    args = spec.model_args[config.model.flavor]
+    args.update_from_config(config)
+    with torch.device("meta"):
+        shapes: tuple[Shape, ...] = tuple(tuple(p.shape) for p in spec.model_cls(args).parameters())
+    # The feed-forward's last matrix alone leads to the model's width from another one.
+    ffn = next((s[1] for s in shapes[1:-1] if len(s) == 2 and s[0] == args.dim != s[1]), args.dim)
+    workload = Workload(
+        name=f"{config.model.name} {config.model.flavor}",
+        layers=args.n_layers,
+        width=args.dim,
+        heads=args.n_heads,
+        kv_heads=args.n_kv_heads or args.n_heads,
+        ffn=ffn,
+        vocab=args.vocab_size,
+        sequence=config.training.seq_len,
+        batch=config.training.global_batch_size,
+    )
+    assert sorted(workload.shapes()) == sorted(shapes)
+    return workload
+
+
+def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int) -> None:
+    """Logs what the simulated replicas need. Raises ValueError where it is more than there is, with the fix.
+
+    Activations, and what FSDP gathers, come on top: they are those of one replica.
+    """
+    played, method = config.topology.simulate_replicas, method_of(config)
+    shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
+
+    def needed(replicas: int) -> dict[str, float]:
+        return simulated_memory_bytes(method, shapes, replicas, config.sync.scape.block_size)
+
+    kinds, free = needed(played), device.free_memory(device_type, rank, layout.ranks_per_node)
+    total = sum(kinds.values())
+    text = (
+        f"{played} simulated replicas need {size_text(total)} a rank without activations "
+        f"({', '.join(f'{name} {size_text(value)}' for name, value in kinds.items())}); {size_text(free)} are free"
+    )
+    logger.info(text)
+    if total > free and config.comm.mode != "fake_backend":
+        fits = next((n for n in range(played - 1, 1, -1) if sum(needed(n).values()) <= free), None)
+        advice = "take a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")
+        raise ValueError(f"[topology] simulate_replicas = {played}: {text}; {advice}")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step of the real run on the config's machine, beside dense AdamS, from nominal links and assumed rates."""
+
+    layout: Layout
+    run: Prediction
+    dense: Prediction
+
+    @classmethod
+    def of(cls, config: JobConfig, layout: Layout) -> "Forecast":
+        """layout: of the process or group of shards that plays the replicas."""
+        played = played_layout(layout, config.topology.simulate_replicas)
+        workload, links = workload_of(config), Links.from_machine(layout.machine)
+        run, dense = (
+            predict(
+                method,
+                workload,
+                played,
+                links,
+                batch=workload.batch,
+                micro_batch=config.training.local_batch_size,
+                block=config.sync.scape.block_size,
+            )
+            for method in (method_of(config), Method("adams"))
+        )
+        return cls(played, run, dense)
+
+    @property
+    def speedup(self) -> float:
+        return self.dense.step / self.run.step
+
+    def line(self) -> str:
+        """For every log line."""
+        return (
+            f"predicted on {self.layout.machine.name} (nominal): {self.run.method.name} {_ms(self.run.step)} a step, "
+            f"dense AdamS {_ms(self.dense.step)}, {self.speedup:.2f} x"
+        )
+
+    def lines(self) -> list[str]:
+        """For the summary."""
+        layout = self.layout
+        rows = [("this run", self.run), ("dense AdamS", self.dense)]
+        return [
+            f"predicted on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) "
+            f"of {layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f} x against dense AdamS",
+            *(
+                f"  {name:<12} {_ms(p.step)} a step: compute {_ms(p.compute)}, exchange {_ms(p.exchange)}, optimizer "
+                f"{_ms(p.optimizer)}" + (f", FSDP {_ms(p.shard)}" if p.shard else "")
+                for name, p in rows
+            ),
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        """For summary.json; seconds and bytes a step, of one rank."""
+        layout, assumed = self.layout, Assumptions()
+        return {
+            "machine": layout.machine.name,
+            "layout": layout.describe(),
+            "assumes": f"nominal links and device ({layout.machine.device.name}), {assumed.mfu:g} of its peak, "
+            f"{assumed.memory_efficiency:g} of its memory bandwidth; nothing was measured there",
+            "speedup_over_dense": self.speedup,
+            "run": _figures(self.run),
+            "dense": _figures(self.dense),
+        }
+
+
+def _figures(p: Prediction) -> dict[str, Any]:
+    return {
+        "method": p.method.name,
+        "seconds_per_step": p.step,
+        "compute": p.compute,
+        "exchange": p.exchange,
+        "shard_axis": p.shard,
+        "optimizer": p.optimizer,
+        "hidden_exchange": p.hidden,
+        "bytes_sent_per_step_and_rank": p.sent,
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"

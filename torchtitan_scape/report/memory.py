@@ -1,0 +1,108 @@
+"""What a rank's memory holds: predicted before anything is allocated, and the measured peak beside it."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from topology.layout import Layout
+from torchtitan_scape import device
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.planner.cost import Method, host_bytes, host_link_bytes, memory_bytes
+from torchtitan_scape.planner.workloads import local_shapes
+from torchtitan_scape.report.forecast import method_of, workload_of
+from torchtitan_scape.report.metrics import size_text
+
+# Of the model's shape and the recomputation chosen: not known as bytes of tensors are.
+ESTIMATED = ("working copy", "activations")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a rank by kind, and what its device has.
+
+    host: what is offloaded, by kind; host_capacity: bytes of host memory for it.
+    against: a line that compares with SCAPE's plain form; empty for that one and for dense training.
+    """
+
+    kinds: dict[str, float]
+    capacity: float
+    device: str
+    host: dict[str, float] = field(default_factory=dict)
+    host_capacity: float = 0.0
+    against: str = ""
+
+    @classmethod
+    def of(cls, config: JobConfig, layout: Layout, device_module: Any) -> "MemoryReport":
+        """The config's TrainSpec must be registered. A dry run takes the device of the machine's preset."""
+        workload, method = workload_of(config), method_of(config)
+        shards, block = layout.shard * layout.context * layout.tensor, config.sync.scape.block_size
+
+        def kinds_of(method: Method) -> dict[str, float]:
+            return memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size, block)
+
+        kinds, shapes = kinds_of(method), local_shapes(workload.shapes(), shards)
+        host = host_bytes(method, shapes, layout.replicate, block)
+        preset, against = layout.machine.device, ""
+        plain = replace(method, parameters="local", values="float32", weights="float32", offload=())
+        if method != plain:
+            saved = sum(kinds_of(plain).values()) - sum(kinds.values())
+            than = "'local' with FP32 weights and nothing offloaded"
+            against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
+            if moved := sum(host_link_bytes(method, shapes, layout.replicate, block)):
+                seconds = moved / (preset.host_link * 1e9)
+                against += (
+                    f"; {size_text(moved)} to and from the host a step, {seconds:.3g} s at {preset.host_link:g} GB/s "
+                    f"({layout.machine.name}, nominal), behind passes as far as these take time"
+                )
+        if config.comm.mode == "fake_backend":
+            return cls(kinds, preset.memory * 1e9, preset.name, host, preset.host_memory * 1e9, against)
+        properties = device_module.get_device_properties(device_module.current_device())
+        sharers = layout.ranks_per_node if properties.name == "CPU" else 1
+        free = device.free_memory("cpu", 0, layout.ranks_per_node)
+        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, against)
+
+    @property
+    def tensors(self) -> float:
+        """Bytes that are held from the first step to the last."""
+        return sum(value for kind, value in self.kinds.items() if kind not in ESTIMATED)
+
+    def check(self) -> None:
+        """Raises ValueError where what is certain does not fit."""
+        # A CPU's memory is the host's.
+        if self.tensors + (sum(self.host.values()) if self.device == "CPU" else 0) > self.capacity:
+            raise ValueError(
+                f"a rank needs {size_text(self.tensors)} without activations ({self._of(False)}), and {self.device} "
+                f"has {size_text(self.capacity)} for it; raise parallelism.data_parallel_shard_degree, take a smaller "
+                "model, or with SCAPE offload its state"
+            )
+        if sum(self.host.values()) > self.host_capacity:
+            raise ValueError(
+                f"[sync.scape] offload needs {size_text(sum(self.host.values()))} of host memory a rank "
+                f"({_text(self.host)}), and {size_text(self.host_capacity)} are free for it; offload less, raise "
+                "parallelism.data_parallel_shard_degree, or put fewer ranks on a node"
+            )
+
+    def lines(self) -> list[str]:
+        total = sum(self.kinds.values())
+        fits = "fits" if total <= self.capacity else "may not fit"
+        lines = [
+            f"memory a rank, predicted: {size_text(total)} of {size_text(self.capacity)} ({self.device}): {fits}",
+            f"  held              {size_text(self.tensors)}: {self._of(False)}",
+            f"  estimated besides {size_text(total - self.tensors)}: {self._of(True)}",
+        ]
+        if self.host:
+            of = f"{size_text(sum(self.host.values()))} of {size_text(self.host_capacity)}"
+            lines.append(f"  in host memory    {of}: {_text(self.host)}")
+        return lines + ([f"  that is           {self.against}"] if self.against else [])
+
+    def _of(self, estimated: bool) -> str:
+        return _text({kind: value for kind, value in self.kinds.items() if (kind in ESTIMATED) == estimated})
+
+    def line(self, peak: float) -> str:
+        """Beside the measured peak, for the summary."""
+        measured = "the process's, libraries included" if self.device == "CPU" else "allocated"
+        predicted = f"{size_text(sum(self.kinds.values()))} predicted ({size_text(self.tensors)} of it held throughout)"
+        return f"memory            {size_text(peak)} at most ({measured}), {predicted}"
+
+
+def _text(kinds: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {size_text(value)}" for kind, value in kinds.items())

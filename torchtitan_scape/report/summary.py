@@ -1,0 +1,103 @@
+"""What a run says of itself at its end."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from torchtitan_scape.report.metrics import interface_lines, sent_text, size_text
+
+if TYPE_CHECKING:
+    from torchtitan_scape.train import ScapeTrainer
+
+
+def summarise(trainer: "ScapeTrainer") -> None:
+    """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
+    trainer.optimizers.settle()
+    traffic = trainer.optimizers.collectives.traffic
+    sent, dense = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
+    own = [trainer.ntokens_seen / trainer.played, float(trainer.dataloader.empty_documents())]
+    read = torch.tensor(own, dtype=torch.float64, device=trainer.optimizers.grad_norm.device)
+    # Ranks of one data-parallel index read the same tokens.
+    read = trainer.optimizers.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
+    tokens_seen, empty = read.tolist()
+    steps, total = trainer.steps_taken, trainer.step
+    interfaces = trainer.interfaces.summary()
+    tokens_per_second = tokens_seen / total * steps / trainer.train_seconds
+    validation = trainer.validator.last_loss if trainer.job_config.validation.enable else None
+    summary = {
+        "method": trainer.job_config.sync.method,
+        "optimizer": trainer.job_config.optimizer.name,
+        "steps": total,
+        "tokens": int(tokens_seen),
+        "data_ran_out": trainer.ran_out,
+        "empty_documents": int(empty),
+        "sequence": trainer.job_config.training.seq_len,
+        "training_loss": trainer.metrics_processor.last_loss,
+        "validation_loss": validation,
+        "tokens_per_second": tokens_per_second,
+        "seconds_per_step": trainer.train_seconds / steps,
+        "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
+        "bytes_sent_per_step_and_rank": sent,
+        "payload_parts": trainer.optimizers.payload_parts(),
+        "planned_bytes_per_step_and_rank": trainer.optimizers.planned_bytes(),
+        "dense_bytes_per_step_and_rank": dense,
+        "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
+        "messages_per_step": {
+            f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
+        },
+        "interfaces": interfaces,
+        "skipped_steps": trainer.optimizers.guard.skipped,
+        "layout": trainer.described,
+    }
+    unsent = trainer.optimizers.statistics().get("residual_norm")
+    if unsent is not None:
+        summary["residual_norm"] = unsent
+    peak = trainer.metrics_processor.take_peak()
+    summary["peak_memory_bytes"] = peak
+    if trainer.memory is not None:
+        summary["predicted_memory_bytes"] = trainer.memory.kinds
+    if trainer.forecast is not None:
+        summary |= {"simulated_replicas": trainer.played, "predicted": trainer.forecast.figures()}
+    if dist.get_rank() != 0:
+        return
+    folder = Path(trainer.job_config.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    for line in (
+        f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}"
+        + (f", {trainer.played} simulated replicas)" if trainer.played > 1 else ")")
+        + (f": the data ran out after {total} steps" if trainer.ran_out else ""),
+        f"  layout            {trainer.described}",
+        f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
+        f"  empty documents   {empty:,.0f} passed over",
+        f"  training loss     {_loss_text(trainer.metrics_processor.last_loss)} (last logged step)",
+        f"  validation loss   {_loss_text(validation)}",
+        f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
+        *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
+        *(f"  {line}" for line in (trainer.forecast.lines() if trainer.forecast else ())),
+        *([f"  {trainer.memory.line(peak)}"] if trainer.memory else ()),
+        *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
+        f"  skipped steps     {trainer.optimizers.guard.skipped}",
+        f"  written to        {folder / 'summary.json'}",
+    ):
+        logger.info(line)
+
+
+def report_dry_run(trainer: "ScapeTrainer") -> None:
+    """What a step of this run would send, known without taking one."""
+    sent, dense = trainer.optimizers.planned_bytes(), trainer.optimizers.dense_bytes()
+    logger.info("Dry run: everything was built, nothing was trained")
+    logger.info(
+        f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
+        f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
+    )
+    for line in trainer.forecast.lines() if trainer.forecast else ():
+        logger.info(line)
+
+
+def _loss_text(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:.4f}"

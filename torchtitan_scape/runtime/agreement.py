@@ -1,0 +1,156 @@
+"""What all ranks must have in common, compared once, before anything is built.
+
+A rank with another config, another version of the code or other files trains something else than the rest, or leaves
+them waiting in a collective, and neither says why. One gather of 16 bytes a rank finds that out; only where ranks
+differ do they exchange what they have.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import kernels
+import topology
+import torchtitan_scape
+from topology.stages import all_gather_into
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import standard_library
+
+PACKAGES = (torchtitan_scape, kernels, topology)
+DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
+# All values of the recipe are compared; where it lies may differ from node to node.
+MAY_DIFFER = ("job.config_file",)
+# A fingerprint is made of so many bytes at the beginning, the middle and the end of so many files.
+SAMPLE_BYTES, MAX_FILES = 1 << 16, 32
+MAX_NAMED = 5  # of a list of differing ranks
+
+
+def flattened(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, value as text) of every key of a config, those of nested sections as `section.key`."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from flattened(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", repr(value)
+
+
+def code_versions() -> dict[str, str]:
+    """Hashes of this project's sources by package, and the versions of what they stand on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    for package in PACKAGES:
+        root = Path(str(package.__file__)).parent
+        digest = hashlib.sha256()
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        found[f"the sources of {package.__name__}"] = digest.hexdigest()[:16]
+    return {f"code: {key}": value for key, value in found.items()}
+
+
+def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """Names, sizes and a fingerprint of the files of a local path; of a path that does not exist, that it does not.
+
+    Args:
+        name: what the files are, for messages.
+        path: a file, or a folder, which is searched with its sub-folders; None for nothing.
+        endings: of the files that count.
+    """
+    if not path:
+        return {}
+    root = Path(path)
+    try:
+        found = sorted(root.rglob("*")) if root.is_dir() else [root]
+        files = [file for file in found if file.name.endswith(endings) and not file.is_dir()]
+        sizes = {str(file.relative_to(root)): file.stat().st_size for file in files}
+        content = hashlib.sha256()
+        for file in files[:: -(-len(files) // MAX_FILES) or 1]:
+            with open(file, "rb") as data:
+                size = file.stat().st_size
+                for begin in (0, max(0, size // 2), max(0, size - SAMPLE_BYTES)):
+                    data.seek(begin)
+                    content.update(data.read(SAMPLE_BYTES))
+    except OSError as error:
+        return {f"{name}: files of {path}": f"not readable ({error.strerror})"}
+    listed = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
+    return {
+        f"{name}: files of {path}": f"{len(sizes)} of {sum(sizes.values())} bytes (names and sizes {listed})",
+        f"{name}: content of {path}": f"fingerprint {content.hexdigest()[:16]}",
+    }
+
+
+def facts(config: JobConfig) -> dict[str, str]:
+    """Everything that ranks must have in common, as text, by name."""
+    found = {key: value for key, value in flattened(config) if key not in MAY_DIFFER} | code_versions()
+    # With it, ranks wait for each other where others do not.
+    key = "SCAPE_COUNT_INTERFACES"
+    found[f"environment: {key}"] = os.environ.get(key, "none")
+    # Weights may lie beside the tokenizer.
+    found |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
+    found |= file_facts("training data", config.training.dataset_path)
+    if config.validation.enable:
+        found |= file_facts("validation data", config.validation.dataset_path)
+    if config.training.dataset.lower().startswith("standard_library"):
+        try:
+            found["training data: sources of the running Python"] = standard_library.corpus_digest()
+        except ValueError as error:  # which this rank says again where it reads them
+            found["training data: sources of the running Python"] = str(error)
+    return found
+
+
+def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
+    """Compares what all ranks have. A collective call over all ranks: 16 bytes a rank where they agree.
+
+    Args:
+        own: this rank's facts.
+        device: where the process group's tensors live.
+
+    Raises:
+        ValueError: on every rank; it names a rank that differs, what in, and both values.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()[:16]
+    sent = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    gathered = torch.empty(world * 2, dtype=torch.int64, device=device)
+    all_gather_into(gathered, sent)
+    pairs = [tuple(pair) for pair in gathered.view(world, 2).tolist()]
+    counts = Counter(pairs)
+    if len(counts) == 1:
+        return
+    # The most frequent, and of those the one with the first rank, is taken for what was meant.
+    common = max(counts, key=lambda pair: (counts[pair], -pairs.index(pair)))
+    meant = pairs.index(common)
+    other = next(i for i in range(world) if pairs[i] != common)
+    theirs: list[Any] = [own] if rank == meant else [None]
+    dist.broadcast_object_list(theirs, src=meant, device=device)
+    odd: list[Any] = [own] if rank == other else [None]
+    dist.broadcast_object_list(odd, src=other, device=device)
+    raise ValueError(difference(theirs[0], meant, odd[0], other, [i for i in range(world) if pairs[i] != common]))
+
+
+def difference(meant: dict[str, str], rank: int, odd: dict[str, str], other: int, ranks: list[int]) -> str:
+    """One line about what rank `other` has otherwise than `rank`. ranks: all that differ from `rank` in something."""
+    keys = [key for key in {**meant, **odd} if meant.get(key) != odd.get(key)]
+    # A path that differs takes its files along: the first key says it.
+    key = keys[0]
+    more = f" ({len(keys) - 1} more differ, {', '.join(keys[1:3])})" if len(keys) > 1 else ""
+    named = ", ".join(map(str, ranks[:MAX_NAMED]))
+    named += f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return (
+        f"rank {other} has {key} = {odd.get(key, 'none')}, rank {rank} has {meant.get(key, 'none')}{more}; every rank "
+        f"needs the same config, code, data and tokenizer (different: {'rank' if len(ranks) == 1 else 'ranks'} {named})"
+    )

@@ -1,0 +1,64 @@
+"""What parameters and replicas must have in common for SCAPE."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.scape.weights import ScaledTensor
+from torchtitan_scape.sync.shards import Shard, local
+
+
+def check_one_device(shards: list[Shard]) -> None:
+    """Raises ValueError for parameters on several devices."""
+    first = local(shards[0].parameter).device
+    for shard in shards:
+        if (device := local(shard.parameter).device) != first:
+            raise ValueError(
+                f"parameter {shard.name!r} is on {device}, {shards[0].name!r} on {first}; Scape keeps all its state on "
+                "one device: move the model there, or give each device an optimizer of its own"
+            )
+
+
+def check_one_form(shards: list[Shard]) -> bool:
+    """Whether parameters are kept in BF16. Raises ValueError where some are and some are not."""
+    narrow = [isinstance(local(s.parameter), ScaledTensor) for s in shards]
+    if any(narrow) and not all(narrow):
+        other = shards[narrow.index(False)].name
+        raise ValueError(f"{other!r} is not kept in BF16, and others are; give all of them to hold_in_bfloat16")
+    return all(narrow)
+
+
+def split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
+    """Sparsified shards (global ndim of 2 or more, not named dense) and the others.
+
+    Raises ValueError for a name that no parameter has.
+    """
+    unknown = set(dense_names) - {s.name for s in shards}
+    if unknown:
+        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
+    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
+    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
+    return sparse, dense
+
+
+def check_replicas_agree(
+    collectives: ReplicaCollectives, mine: dict[str, Any], param_groups: list[dict[str, Any]]
+) -> None:
+    """Compares options and rates over the replicas; a collective call. Raises ValueError that names a difference."""
+    group = collectives.groups.replicate
+    if group is None or collectives.is_fake:
+        return
+    for i, rates in enumerate(param_groups):
+        mine = mine | {f"{key} of group {i}": rates[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    theirs: list[Any] = [None] * collectives.replicas
+    dist.all_gather_object(theirs, mine, group=group)
+    for rank, other in zip(dist.get_process_group_ranks(group), theirs, strict=True):
+        different = [key for key, value in mine.items() if other.get(key) != value]
+        if different:
+            key = different[0]
+            raise ValueError(
+                f"rank {rank} has {key}={other.get(key)!r}, rank {dist.get_rank()} has "
+                f"{mine[key]!r}; every replica needs the same model and the same options"
+            )

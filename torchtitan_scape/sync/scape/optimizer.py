@@ -1,0 +1,483 @@
+"""SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from kernels import choose, finite_check, gather_passes, scape_passes
+from kernels.scape.blocks import BlockLayout, density_at
+from kernels.scape.gather_passes import GatherPasses
+from kernels.scape.ownership import Ownership, Piece
+from kernels.scape.passes import Part, Rates, ScapePasses
+from topology.chunks import CHUNK_ENTRIES
+from topology.collectives import ReplicaCollectives
+from topology.groups import ReplicaGroups
+from topology.lanes import Handle
+from torchtitan_scape.report.timing import PhaseTimer
+from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
+from torchtitan_scape.sync.scape.agreement import check_one_device, check_one_form, check_replicas_agree, split
+from torchtitan_scape.sync.scape.exchange import GatherExchange, LocalExchange
+from torchtitan_scape.sync.scape.masks import DelayedMasks
+from torchtitan_scape.sync.scape.options import check_hyperparameters, check_scape_options
+from torchtitan_scape.sync.scape.resume import checked, describe, restore, saved_state
+from torchtitan_scape.sync.scape.state import StateByParameter
+from torchtitan_scape.sync.scape.statistics import statistics
+from torchtitan_scape.sync.scape.weights import share_scale
+from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
+
+logger = logging.getLogger(__name__)
+
+
+class Scape(Optimizer):
+    """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
+
+    Use it without DDP: it is what synchronises the replicas. `step()` is a collective call. It consumes the
+    gradients: their storage is scratch space, so zero them (or set them to None) before the next backward pass.
+    The start is that of replica 0: its parameters are broadcast.
+
+    Args:
+        params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`,
+            `weight_decay`, `betas` or `eps`; plain tensors or DTensors. Keep them in FP32, or in what
+            `weights.hold_in_bfloat16` makes of them: of others no master copy is kept, so that updates smaller than
+            their rounding are lost.
+        density: share of the entries that is exchanged, in (0, 1].
+        density_warmup_steps: the density falls exponentially from 1 over so many steps; 0 for none.
+        block_size: entries per block of the mask, a multiple of 8 up to 32768.
+        selection: "block" (top-k of every block) or "tensor" (the paper's top-k of every tensor, here per
+            owned run).
+        wait_scaling: multiply the step of newly entered entries by their mean waiting time, at most
+            `max_wait` (not in the paper).
+        wait_by: "tensor" (one mean waiting time for a tensor) or "row_column" (by how often the mask visits an
+            entry's row and column; costs a number for each of them).
+        keep_moment: share of its moment that an entry keeps after its scaled step, in [0, 1]. The step has spent the
+            moment, and what is kept is spent again; yet it is all that replicas know of each other's gradients off
+            the mask, which helps them to select. Below 1, at the target density, such an entry is not selected for
+            the next mask while there is another.
+        dense_names: parameters that are exchanged whole although they have two dimensions or more.
+        max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
+        clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
+            form, whose first moment stays unclipped.
+        reduction: whether the replicas' gradients are to be averaged ("mean") or summed ("sum", for losses
+            already divided by the global token count).
+        replicas: the ranks that hold the same parameters: a ProcessGroup, `topology.groups.ReplicaGroups`,
+            `ReplicaCollectives`, or None for a single replica.
+        max_skipped_steps: so many steps in a row with a non-finite gradient anywhere raise
+            `NonFiniteGradientError`. Single ones are skipped by all ranks, with nothing changed.
+        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+        wire_dtype: of the payload between replicas at the target density (between nodes, where the exchange goes
+            level by level): "float32" or "bfloat16". What rounding loses is kept, FP32 per entry sent, and sent
+            later. While the mask is denser the payload goes in FP32.
+        chunk_bytes: the payload goes in parts of about so many bytes (FP32), each some tensors: one part is packed
+            while the one before it is exchanged, and without `max_norm` updated while the one behind it is. With
+            "gather" it goes in one part.
+        parameters: "local": every replica updates its own copy, from the payload's mean. "gather", the sharded form of
+            the paper's Algorithm 2: an entry's owner alone receives the mean, holds the moment, updates, and sends the
+            new value to all. As many bytes in FP32, with parameters that follow "local" to rounding; costs 4 bytes
+            for each of the n/N entries that a replica owns, and saves last step's moment on the mask.
+        values_dtype: with "gather", of the new values on the wire at the target density. In "bfloat16" their owner
+            keeps an FP32 master of its n/N entries, and all, the owner included, hold what arrived.
+        offload: any of "state" (moment and residual) and "master" (FP32 weights), to lie in host memory (see
+            `kernels.common.offload`). The result is the same to the last bit.
+
+    Parameters that `weights.hold_in_bfloat16` has made are kept in BF16, with an FP32 master here: with "gather" of the
+    n/N entries that this replica owns, in "local" of all.
+
+    With `replicas=topology.simulated.SimulatedCollectives(N)` this process plays all N replicas: call `collect()` after
+    the backward pass of each, then `step()` once. N states and N gradients exist at the same time, N x 8 bytes a
+    parameter: no state may be written before all gradients are known to be finite.
+
+    On a GPU the host never waits for the step it is in, only for the finite check of the one before. At a fixed
+    density, with FP32 gradients that keep their storage, a step of a single replica can be captured in a CUDA graph
+    after three steps. Replays keep the learning rates of the capture, leave `attempted_steps` as it is, and skip steps
+    on the device without counting or reporting them.
+
+    Raises ValueError for arguments out of range, integer parameters, and replicas that disagree on any of this.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        density: float = 0.1,
+        density_warmup_steps: int = 0,
+        block_size: int = 1024,
+        selection: str = "block",
+        wait_scaling: bool = True,
+        max_wait: float = 1000,
+        wait_by: str = "row_column",
+        keep_moment: float = 0.5,
+        dense_names: Sequence[str] = (),
+        max_norm: float | None = 1.0,
+        clip_mode: str = "moment",
+        reduction: str = "mean",
+        replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
+        max_skipped_steps: int = 10,
+        kernels: str = "auto",
+        wire_dtype: str = "float32",
+        chunk_bytes: int = 4 * CHUNK_ENTRIES,
+        parameters: str = "local",
+        values_dtype: str = "float32",
+        offload: Sequence[str] = (),
+    ) -> None:
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        check_scape_options(
+            density,
+            density_warmup_steps,
+            block_size,
+            selection,
+            max_wait,
+            wait_by,
+            keep_moment,
+            max_norm,
+            clip_mode,
+            reduction,
+            wire_dtype,
+            chunk_bytes,
+            parameters,
+            values_dtype,
+            offload,
+        )
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.density, self.density_warmup_steps = density, density_warmup_steps
+        self.max_wait = float(max_wait) if wait_scaling else None
+        self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
+        self._shards = collect_shards(self.param_groups)
+        check_one_device(self._shards)
+        self.narrow = check_one_form(self._shards)
+        if "master" in offload and not self.narrow and values_dtype == "float32":
+            raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
+        if not isinstance(replicas, ReplicaCollectives):
+            model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
+            replicas = ReplicaCollectives(replicas, model)
+        self.collectives = replicas
+        self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
+        self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
+
+        self._sparse, self._dense = split(self._shards, dense_names)
+        self.ordered = self._sparse + self._dense  # the order of the state and of the payload
+        self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank == 0 and selection == "block" and self._sparse and round(density * block_size) == 0:
+            logger.warning(
+                f"density {density:g} of a block of {block_size} entries is less than one: one is selected in each, "
+                f"which is a density of {self._layout.share(density):.3g}"
+            )
+        self.fingerprint = {
+            **describe(self.ordered, len(self._sparse)),
+            "block_size": block_size,
+            "replicas": replicas.replicas,
+            "selection": selection,
+            "density": density,
+            "density_warmup_steps": density_warmup_steps,
+            "max_wait": self.max_wait,
+            "wait_by": wait_by if wait_scaling else None,
+            "keep_moment": keep_moment if wait_scaling else 1.0,
+            "max_norm": max_norm,
+            "clip_mode": clip_mode,
+            "reduction": reduction,
+            "wire_dtype": wire_dtype,
+            "form": parameters,
+            "values_dtype": values_dtype,
+            "weights_dtype": "bfloat16" if self.narrow else "float32",
+        }
+        others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes}
+        check_replicas_agree(replicas, self.fingerprint | others, self.param_groups)
+        replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
+        if replicas.simulated and (offload or self.narrow):
+            raise ValueError("replicas are simulated, which keep all their state on the device, weights in FP32")
+
+        device = local(self._shards[0].parameter).device
+        backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
+        self.timer = PhaseTimer(device.type)
+        # What the passes call tensors: (number in `ordered`, the part of it or None).
+        self.pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
+        common: dict[str, Any] = dict(
+            selection=selection,
+            density=density,
+            device=device,
+            granularity=replicas.granularity(self._rounds),
+            carries=self._rounds,
+            columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
+            keeps=keep_moment if wait_scaling else 1.0,
+            offload=offload,
+        )
+        self._gathers = parameters == "gather"
+        self.passes: ScapePasses
+        self.exchange: LocalExchange
+        if self._gathers:
+            if selection == "tensor":
+                if kernels == "triton":
+                    raise ValueError(
+                        "kernels is 'triton', and selection 'tensor' with parameters 'gather' runs in PyTorch only; "
+                        "choose kernels 'auto', or selection 'block'"
+                    )
+                if backend == "triton":
+                    logger.warning("selection 'tensor' with parameters 'gather' runs in PyTorch, not in Triton")
+            passes = self._gather_passes("torch" if selection == "tensor" else backend, values_dtype, common)
+            self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
+        else:
+            self.passes = scape_passes(
+                backend,
+                self._layout,
+                [s.size for s in self._dense],
+                # In a dry run nobody else selects.
+                replica="all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
+                chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
+                holds_master=self.narrow,
+                **common,
+            )
+            self.exchange = LocalExchange(self.passes, replicas, self._rounds)
+        self.masks = DelayedMasks(self.passes, replicas, device)
+        self._show_state()
+
+        self._collected: list[Tensor] = []
+        names = [s.name for s in self.ordered]
+        self.guard = FiniteGuard(
+            names
+            if not replicas.simulated
+            else [f"{name} (simulated replica {i})" for i in range(replicas.replicas) for name in names],
+            finite_check(backend),
+            self.timer.timed("wait", replicas.all_true),
+            replicas.gather_objects,
+            rank,
+            max_skipped_steps,
+        )
+        self.attempted_steps = 0
+        self.applied_steps = torch.zeros((), dtype=torch.float64, device=device)
+        self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
+
+    def _gather_passes(self, backend: str, values_dtype: str, options: dict[str, Any]) -> GatherPasses:
+        """The passes of the sharded form. From here on the tensors are pieces that belong to one replica each."""
+        replicas = self.collectives
+        if replicas.simulated:
+            raise ValueError("parameters is 'gather', and replicas are simulated; 'local' gives the same losses")
+        ownership = Ownership.of(self._layout, [s.size for s in self._dense])
+        for shards, pieces in ((self._sparse, ownership.sparse), (self._dense, ownership.whole)):
+            for piece in pieces:
+                if not stored(shards[piece.tensor].parameter).is_contiguous():
+                    name = shards[piece.tensor].name
+                    raise ValueError(
+                        f"{name!r} is not contiguous; 'gather' cuts tensors into parts: make it contiguous"
+                    )
+        self._layout = ownership.layout
+        passes = gather_passes(
+            backend,
+            ownership,
+            replica=None if replicas.is_fake else replicas.replica,
+            owner=replicas.replica,
+            rounds_values=values_dtype == "bfloat16" and replicas.replicas > 1 and self.density < 1.0,
+            scaled=self.narrow,
+            **options,
+        )
+        count = len(self._sparse)
+        self.pieces = [(p.tensor, p) for p in ownership.sparse]
+        self.pieces += [(count + p.tensor, p) for p in ownership.whole]
+        for (shard, _), scale in zip(self.pieces, passes.scales, strict=self.narrow):
+            share_scale(self.ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
+        passes.load_scales(passes.scales)
+        return passes
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of Algorithm 1. Returns the closure's value, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        phase, passes, masks = self.timer.phase, self.passes, self.masks
+        with phase("check"):
+            gradients = self._gradients()
+        with phase("exchange"):
+            self.settle()
+        if self.attempted_steps == 0:
+            # Not before: weights may be loaded into the parameters until then.
+            passes.start_master(self._local_parameters())
+        self.attempted_steps += 1
+        next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
+
+        with phase("check"):
+            applied = self.guard.check(gradients)
+        with phase("pack"):
+            passes.bind(
+                self._local_parameters(),
+                self._cut(gradients),
+                [self._rates(self.shard_of(i)) for i in range(len(self.pieces))],
+                masks.in_use,
+                masks.previous,
+                next_density,
+            )
+        in_flight: list[tuple[Handle, Tensor | None]] = []
+        selected: Tensor | None = None
+        for part in passes.parts:
+            with phase("pack"):
+                passes.pack(part, applied)
+                if not passes.compact:  # the exchange averages mt where the selection reads it
+                    selected = passes.selected(applied)
+            with phase("exchange"):
+                in_flight.append(self.exchange.start(part))
+        if passes.compact:
+            with phase("pack"):
+                selected = passes.selected(applied)
+        self.applied_steps += applied
+        squares = torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
+        for part, (handle, errors) in zip(passes.parts, in_flight, strict=True):
+            with phase("exchange"):
+                handle.wait()
+            with phase("clip"):
+                if errors is not None:
+                    passes.keep_errors(part, errors, applied)
+                squares += passes.squares(part)
+            if self.max_norm is None:  # else the norm of all parts must be known
+                self._update(part, applied)
+        with phase("clip"):
+            self._clip(squares.float(), applied)
+        for part in passes.parts if self.max_norm is not None else ():
+            self._update(part, applied)
+        if isinstance(self.exchange, GatherExchange):
+            with phase("exchange"):
+                self.exchange.gather()
+            with phase("update"):
+                self.exchange.passes.write(applied, own_only=self.collectives.is_fake)
+        passes.release()
+        with phase("exchange"):
+            # Its buffer is that of the payload, which is free from here on.
+            masks.exchange(selected, next_density, applied)
+        return loss
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Takes the present gradients for those of the next simulated replica, and sets them to None.
+
+        Raises ValueError where no replicas are simulated.
+        """
+        if not self.collectives.simulated:
+            raise ValueError("collect() is for simulated replicas; a replica of its own calls step() alone")
+        self._collected += [flat_gradient(shard) for shard in self.ordered]
+        for shard in self.ordered:
+            shard.parameter.grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        """The flat gradients of the step; of all simulated replicas, one behind the other."""
+        if not self.collectives.simulated:
+            return [flat_gradient(shard) for shard in self.ordered]
+        gradients, self._collected = self._collected, []
+        played = len(gradients) // len(self.ordered)
+        if played != self.collectives.replicas:
+            raise ValueError(
+                f"{played} replicas' gradients were collected, and {self.collectives.replicas} replicas are simulated; "
+                "call collect() after the backward pass of each of them, then step()"
+            )
+        return gradients
+
+    def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the passes work on, from the tensors of all shards (of every simulated replica in turn)."""
+        pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces if p is not None]
+        return pieces if self._gathers else tensors
+
+    def _local_parameters(self) -> list[Tensor]:
+        return self._cut([stored(shard.parameter) for shard in self.ordered])
+
+    def shard_of(self, tensor: int) -> Shard:
+        """The parameter's shard that a tensor of the passes is, or is a piece of."""
+        return self.ordered[self.pieces[tensor][0]]
+
+    def _show_state(self) -> None:
+        """Names the state in `self.state`, as other optimizers do."""
+        for shard in self.ordered:
+            self.state[shard.parameter]["moment_residual"] = []
+        for i, state in enumerate(self.passes.kept("state")):
+            self.state[self.shard_of(i).parameter]["moment_residual"].append(state)
+
+    def _update(self, part: Part, applied: Tensor) -> None:
+        with self.timer.phase("update"):
+            self.passes.update(part, self.clip_factor, self.clip_moment, self.applied_steps, self.max_wait, applied)
+
+    def settle(self) -> None:
+        """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
+        if self.grad_norm.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self.passes.windows:
+                raise RuntimeError("a step with offload cannot be captured in a CUDA graph; leave offload empty for it")
+            self.masks.rotate_captured()
+            return
+        try:
+            was_applied = self.guard.settle()
+        except NonFiniteGradientError:
+            self.masks.drop()
+            raise
+        self.masks.rotate(was_applied)
+
+    @torch.no_grad()
+    def send_all(self) -> None:
+        """Makes the next step dense: its mask is all ones, and no residual is left behind it. A collective call."""
+        self.settle()
+        if self.attempted_steps == 0 or self.masks.in_use.dense:
+            return
+        self.passes.finish()
+        StateByParameter(self).release_errors()
+        self.masks.in_use.density = 1.0
+
+    def _clip(self, squares: Tensor, applied: Tensor) -> None:
+        norm = self.exchange.norm_squared(squares).sqrt()
+        self.grad_norm.copy_(torch.where(applied, norm, torch.nan))  # a NaN off the mask is not in the payload
+        if self.max_norm is not None:
+            self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+
+    # ------------------------------------------------------------------------------------------- layout
+
+    def _rates(self, shard: Shard) -> Rates:
+        group = self.param_groups[shard.group]
+        lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        if self._gathers and self.narrow and lr * weight_decay > 0.5:
+            raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
+        return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError: masks and state are laid out over all parameters at construction."""
+        if hasattr(self, "_shards"):
+            raise ValueError("Scape takes all its param groups at construction; build a new optimizer")
+        super().add_param_group(param_group)
+
+    # --------------------------------------------------------------------------------- state and reports
+
+    @torch.no_grad()
+    def statistics(self) -> dict[str, float]:
+        """Of the last step: density, nnz, overlap with the mask before, residual norm. A collective call.
+
+        nnz counts one replica's sparsified entries; `residual_norm` is the root mean square over replicas (with
+        "gather" without the part that they have in common). Reads the whole state: for log lines, not for every step.
+        """
+        return statistics(self)
+
+    def planned_bytes(self) -> float:
+        """Bytes of payload and masks that this rank sends in a step at the target density."""
+        own = self._layout.wire_bytes(self.density, self.passes.selection)
+        return self.exchange.planned_bytes() + self.collectives.gathered_bytes(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything an exact resume needs, this replica's residual included; waits for masks in flight.
+
+        Replicas differ: every rank has to save its own.
+        """
+        self.settle()
+        return super().state_dict() | {"state": {}, "scape": saved_state(self)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back `state_dict()` of the same replica, layout and options; else raises ValueError."""
+        saved = checked(self, state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.settle()
+        self._show_state()
+        restore(self, saved)
