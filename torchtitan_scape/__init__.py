@@ -1,11 +1,29 @@
 """Pretraining with sparse exchange between data-parallel replicas.
 
-`Scape` and `AdamS` are ordinary optimizers; importing them does not import TorchTitan.
+`Scape` and `AdamS` are ordinary optimizers; importing them does not import TorchTitan. They are imported when they are
+first asked for, so that the planner runs where torch is not installed.
 """
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_scape.optimizer.adams import AdamS
+    from torchtitan_scape.sync.guard import NonFiniteGradientError
+    from torchtitan_scape.sync.scape.optimizer import Scape
+
+__all__ = ["AdamS", "NonFiniteGradientError", "Scape"]
+
+_PLACES = {"AdamS": "optimizer.adams", "NonFiniteGradientError": "sync.guard", "Scape": "sync.scape.optimizer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
 def _check_own_packages() -> None:
@@ -24,9 +42,3 @@ def _check_own_packages() -> None:
 
 
 _check_own_packages()
-
-from torchtitan_scape.optimizer.adams import AdamS  # noqa: E402
-from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
-from torchtitan_scape.sync.scape.optimizer import Scape  # noqa: E402
-
-__all__ = ["AdamS", "NonFiniteGradientError", "Scape"]
