@@ -10,7 +10,7 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from topology.groups import Ring
 from topology.lanes import Handle
-from topology.stages import reduce_bytes, scatter_bytes
+from topology.ring_bytes import reduce_bytes, scatter_bytes
 
 
 class Meeting:

@@ -1,9 +1,8 @@
 """What replicas say to each other (and the scalars inside a replica), with its bytes counted.
 
-Counting: `handed` is the size of the tensor a collective was given; `sent` is what this rank puts on the
-wire to its successor in the ring, 2 * (N-1)/N of the handed bytes for an all-reduce and (N-1) times for
-an all-gather (every known ring and tree algorithm of that optimal volume sends as much). `sent` is filed
-under the level of the link to that successor, so the sum over ranks is what crosses each kind of link.
+Counting: `handed` is the size of the tensor a collective was given; `sent` is what this rank puts on the wire to its
+successor in the ring (`topology.ring_bytes`), filed under the level of the link to that successor, so that the sum over
+ranks is what crosses each kind of link.
 """
 
 from collections import defaultdict
@@ -20,18 +19,8 @@ from torch.distributed import ProcessGroup
 from topology.chunks import CHUNK_ENTRIES, Pieces, Source, all_reduce_chunked
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle, Lane
-from topology.stages import (
-    Group,
-    all_gather_into,
-    gather_,
-    gather_bytes,
-    place_of,
-    reduce_,
-    reduce_bytes,
-    reduce_scatter_into,
-    scatter_,
-    scatter_bytes,
-)
+from topology.ring_bytes import gather_bytes, reduce_bytes, scatter_bytes
+from topology.stages import Group, all_gather_into, gather_, place_of, reduce_, reduce_scatter_into, scatter_
 
 
 @dataclass

@@ -8,11 +8,12 @@ microseconds.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from topology.machines import Machine
+from topology.ring_bytes import Span, gather_bytes, reduce_bytes, scatter_bytes
 
 SCHEMA = "topology.preflight/1"
 WIRE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -117,33 +118,22 @@ def bytes_by_level(stages: Sequence[Stage]) -> dict[str, float]:
 
 
 def all_reduce_stages(tiers: Tiers, nbytes: float, wire: str = "float32", flat: bool = False) -> list[Stage]:
-    """All-reduce of `nbytes` of FP32: reduce-scatter from the inside out, all-reduce outside, gathers back inside.
+    """All-reduce of `nbytes` of FP32, as `topology.stages.reduce_`; with wire "bfloat16" it is rounded outside.
 
-    With wire "bfloat16" the reduce-scatters inside stay in FP32; outside BF16 goes as an all-to-all and an all-gather,
-    and inside it is gathered in BF16. `flat` is one ring over all, which the outermost link paces: its bytes are
-    filed there. Pieces are taken as even: padding is left out.
+    `flat` is one ring over all, which the outermost link paces: its bytes are filed there. Pieces are taken as even:
+    padding is left out.
     """
-    tiers = _joined(tiers) if flat else _worth(tiers)
-    narrow = width(wire) / 4
-    inside: list[Stage] = []
-    back: list[Stage] = []
-    for place, (level, size) in enumerate(tiers):
-        sent = (size - 1) / size * nbytes
-        if place == len(tiers) - 1:
-            return [*inside, Stage(level, 2 * (size - 1), 2 * sent * narrow), *reversed(back)]
-        inside.append(Stage(level, size - 1, sent))
-        back.append(Stage(level, size - 1, sent * narrow))
-        nbytes /= size
-    return []
+    rings, rounded = _rings(tiers, flat), width(wire) == 2
+    if not rings:
+        return []
+    *inside, outside = [ring.size - 1 for ring in rings]
+    return _stages(reduce_bytes(int(nbytes) // 4, rings, rounded), [*inside, 2 * outside, *reversed(inside)])
 
 
 def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[Stage]:
-    """All-gather of every rank's own `nbytes`: outermost level first, so that they cross it once a unit."""
-    stages = []
-    for level, size in reversed(_joined(tiers) if flat else _worth(tiers)):
-        stages.append(Stage(level, size - 1, (size - 1) * nbytes))
-        nbytes *= size
-    return stages
+    """All-gather of every rank's own `nbytes`, as `topology.stages.gather_`."""
+    rings = _rings(tiers, flat)
+    return _stages(gather_bytes(int(nbytes), rings), [ring.size - 1 for ring in reversed(rings)])
 
 
 def owner_stages(
@@ -153,13 +143,14 @@ def owner_stages(
 
     With wire "bfloat16" the outermost reduce-scatter goes in BF16. values: the dtype of what is gathered.
     """
-    tiers = _joined(tiers) if flat else _worth(tiers)
-    stages, own = [], nbytes
-    for place, (level, size) in enumerate(tiers):
-        narrow = width(wire) / 4 if place == len(tiers) - 1 else 1.0
-        stages.append(Stage(level, size - 1, (size - 1) / size * own * narrow))
-        own /= size
-    return stages + all_gather_stages(tiers, own * width(values) / 4)
+    rings, rounded = _rings(tiers, flat), width(wire) == 2
+    scattered = _stages(scatter_bytes(int(nbytes) // 4, rings, rounded), [ring.size - 1 for ring in rings])
+    own = nbytes / math.prod(ring.size for ring in rings)
+    return scattered + all_gather_stages(tiers, own * width(values) / 4, flat)
+
+
+def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[int]) -> list[Stage]:
+    return [Stage(level, times, sent) for (level, _, sent), times in zip(stages, rounds, strict=True)]
 
 
 def all_reduce_seconds(tiers: Tiers, nbytes: float, links: Links, wire: str = "float32", flat: bool = False) -> float:
@@ -172,16 +163,13 @@ def all_gather_seconds(tiers: Tiers, nbytes: float, links: Links, flat: bool = F
 
 def scalar_stages(tiers: Tiers) -> list[Stage]:
     """An all-reduce of a few bytes, as a tree in each level."""
-    return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _worth(tiers)]
+    return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _rings(tiers)]
 
 
-def _worth(tiers: Tiers) -> list[tuple[str, int]]:
-    return [(level, size) for level, size in tiers if size > 1]
-
-
-def _joined(tiers: Tiers) -> list[tuple[str, int]]:
-    tiers = _worth(tiers)
-    return [(tiers[-1][0], math.prod(size for _, size in tiers))] if tiers else []
+def _rings(tiers: Tiers, flat: bool = False) -> list[Span]:
+    """The levels at which anybody meets, or one ring over all at the outermost of them."""
+    rings = [Span(level, size) for level, size in tiers if size > 1]
+    return [Span(rings[-1].level, math.prod(ring.size for ring in rings))] if flat and rings else rings
 
 
 def width(wire: str) -> int:

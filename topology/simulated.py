@@ -16,7 +16,7 @@ from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
 from topology.layout import Layout
-from topology.stages import gather_bytes, reduce_bytes
+from topology.ring_bytes import gather_bytes, reduce_bytes
 
 
 class SimulatedCollectives(ReplicaCollectives):

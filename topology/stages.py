@@ -4,7 +4,7 @@ Each byte crosses the network once per node in each direction, every rank of a n
 its NICs work. The functions recurse over the rings, from the inside out; they run wherever a `Lane` runs them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -126,33 +126,3 @@ def place_of(rings: Sequence[Ring]) -> int:
     for ring in rings:
         place = place * ring.size + ring.place
     return place
-
-
-def reduce_bytes(n: int, rings: Sequence[Ring], rounded: bool) -> Iterator[tuple[str, int, float]]:
-    """(level, bytes handed to collectives, bytes sent) of this rank in every stage of `reduce_` on n entries."""
-    ring, outer = rings[0], rings[1:]
-    share = (ring.size - 1) / ring.size
-    if not outer:
-        handed = (2 if rounded else 4) * n
-        # Rounded: an all-to-all of n entries, then a gather of this rank's part.
-        yield ring.level, handed + (handed // ring.size if rounded else 0), 2 * share * handed
-        return
-    yield ring.level, 4 * n, share * 4 * n
-    yield from reduce_bytes(n // ring.size, outer, rounded)
-    own = (2 if rounded else 4) * n // ring.size
-    yield ring.level, own, (ring.size - 1) * own
-
-
-def scatter_bytes(n: int, rings: Sequence[Ring], rounded: bool) -> Iterator[tuple[str, int, float]]:
-    """The same of `scatter_`."""
-    for ring in rings:
-        handed = (2 if rounded and ring is rings[-1] else 4) * n
-        yield ring.level, handed, (ring.size - 1) / ring.size * handed
-        n //= ring.size
-
-
-def gather_bytes(own: int, rings: Sequence[Ring]) -> Iterator[tuple[str, int, float]]:
-    """The same of `gather_`, for `own` bytes."""
-    for ring in reversed(rings):
-        yield ring.level, own, (ring.size - 1) * own
-        own *= ring.size

@@ -20,7 +20,7 @@ from topology.links import (
     owner_stages,
 )
 from topology.machines import Level, Machine
-from topology.stages import gather_bytes, reduce_bytes, scatter_bytes
+from topology.ring_bytes import gather_bytes, reduce_bytes, scatter_bytes
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
