@@ -170,7 +170,7 @@ def test_gradient_accumulation_is_one_exchange(method: str, pool2: Pool, tmp_pat
     assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     messages = json.loads((tmp_path / "b" / "summary.json").read_text())["messages_per_step"]
     if method == "scape":
-        assert messages["node payload"] == 1 and messages["node mask"] == 1
+        assert messages["replicate node payload"] == 1 and messages["replicate node mask"] == 1
 
 
 def test_tensor_parallelism_gives_the_same_gradients(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:

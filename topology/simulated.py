@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topology.chunks import CHUNK_ENTRIES, Pieces, Source
-from topology.collectives import ReplicaCollectives
-from topology.groups import ReplicaGroups, Ring
+from topology.chunks import Pieces, Source
+from topology.dry_run import DryRunCollectives
+from topology.groups import ReplicaGroups
 from topology.lanes import Handle
 from topology.layout import Layout
 from topology.ring_bytes import gather_bytes, reduce_bytes
 
 
-class SimulatedCollectives(ReplicaCollectives):
+class SimulatedCollectives(DryRunCollectives):
     """`ReplicaCollectives` of `replicas` replicas in this process.
 
     A tensor with a row a replica is what the replicas bring; one without has been added up over them already, as
@@ -37,13 +37,12 @@ class SimulatedCollectives(ReplicaCollectives):
     def __init__(self, replicas: int, groups: ReplicaGroups | None = None) -> None:
         if replicas < 2:
             raise ValueError(f"{replicas} simulated replicas; there must be 2 or more, and one needs no simulation")
-        super().__init__(groups)
-        if self.replicas > 1:
+        if groups is not None and groups.replicate is not None:
             raise ValueError(
-                f"{replicas} simulated replicas beside {self.replicas} real ones; start one group of shards only"
+                f"{replicas} simulated replicas beside {groups.replicate.size()} real ones; start one group of shards "
+                "only"
             )
-        self.replicas = replicas
-        self.rings = (Ring("network", replicas, 0),)
+        super().__init__(groups, replicas)
 
     @property
     def is_fake(self) -> bool:
@@ -72,30 +71,20 @@ class SimulatedCollectives(ReplicaCollectives):
         total.div_(divisor)
         return Handle()
 
-    def all_reduce_chunked(self, source: Any, mean: bool = True, chunk_entries: int = CHUNK_ENTRIES) -> None:
+    def all_reduce_chunked(self, source: Any, mean: bool = True) -> None:
         """As `ReplicaCollectives`; or `source` holds the flat tensors, or the `Source`, of every replica.
 
         Then their mean (or sum) lands at the first.
         """
         if isinstance(source, Sequence) and source and not isinstance(source[0], Tensor):
             source = _Added(source)
-        super().all_reduce_chunked(source, mean, chunk_entries)
+        super().all_reduce_chunked(source, mean)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
         """`own` (replicas, b) into `output` (replicas * b,)."""
         self._count(kind, gather_bytes(own[0].nbytes, self.rings))
         output.copy_(own.view(-1))
         return Handle()
-
-    def all_true(self, flag: Tensor) -> Tensor:
-        """bool: whether `flag`, which speaks for all replicas of this rank, is true on every rank, entry by entry."""
-        value, sent = super().all_true(flag), 4 * flag.numel()
-        self.traffic.add("network", "flag", sent, 2.0 * (self.replicas - 1) / self.replicas * sent)
-        return value
-
-    def sum_over_all(self, values: Tensor) -> Tensor:
-        """The sum over all ranks of a real run, for figures that are the same on every replica (or their mean)."""
-        return super().sum_over_all(values) * self.replicas
 
 
 class _Added:

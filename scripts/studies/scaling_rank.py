@@ -37,7 +37,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from scripts.studies.scaling_sweep import write  # noqa: E402
-from topology.collectives import ReplicaCollectives  # noqa: E402
+from topology.dry_run import DryRunCollectives  # noqa: E402
 from topology.groups import Ring  # noqa: E402
 from topology.lanes import Handle  # noqa: E402
 from topology.stages import all_gather_into  # noqa: E402
@@ -219,23 +219,15 @@ def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------- passes without an exchange
 
 
-class _Silent(ReplicaCollectives):
+class _Silent(DryRunCollectives):
     """Replicas, all ranks of the world, whose payloads stay where they are."""
 
     def __init__(self, replicas: int) -> None:
-        super().__init__(None)
+        super().__init__(replicas=replicas)
         if replicas != dist.get_world_size():
             raise ValueError(f"{replicas} replicas on {dist.get_world_size()} ranks; the sweep takes no shards here")
-        self.replicas, self.replica = replicas, dist.get_rank()
+        self.replica = dist.get_rank()
         self.rings = (Ring("network", replicas, self.replica),)
-
-    def all_reduce(self, tensor: Tensor, *args: Any, error: Tensor | None = None, **kwargs: Any) -> Handle:
-        if error is not None:
-            error.zero_()
-        return Handle()
-
-    def all_reduce_chunked(self, *args: Any, **kwargs: Any) -> None:
-        return None
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
         # The masks are real: others would not have as many entries as the layout says.
@@ -248,7 +240,7 @@ def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) ->
     for name, options in names.items():
         config = train.parse([*arguments, *options])
         replicas = train.layout_of(config).replicate
-        with patch("torchtitan_scape.optimizer.container.ReplicaCollectives", lambda _, n=replicas: _Silent(n)):
+        with patch("torchtitan_scape.optimizer.container.collectives_of", lambda _, n=replicas: _Silent(n)):
             trainer = ScalingTrainer(config)
         trainer.train()
         trainer.close()

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions
-from topology.collectives import ReplicaCollectives
 from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
+from topology.process_groups import collectives_of
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 from torchtitan_scape.sync.shards import local
@@ -205,7 +205,7 @@ def chunk_of_a_large_payload(hierarchical: bool) -> int:
     with torch.device("meta"):
         model = nn.Linear(32768, 32768)
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return _chunk_bytes([model], ScapeConfig(density=0.1), layout, ReplicaCollectives(groups))
+    return _chunk_bytes([model], ScapeConfig(density=0.1), layout, collectives_of(groups))
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

@@ -1,6 +1,6 @@
 """Run as a script in a network namespace of its own: what two replicas' steps put on its interface.
 
-Prints, for every rank, the bytes that our metrics count as sent and as handed to collectives, those that the
+Prints, for every rank, the bytes that our metrics count as sent and as given to collectives, those that the
 collectives were seen to get, and what crossed the interface meanwhile (of all ranks together).
 """
 
@@ -66,10 +66,11 @@ def replica(rank: int, world: int, store: str, density: float, parameters: str, 
 
     dist.all_reduce = counting(dist.all_reduce, 0)
     dist.all_to_all_single = counting(dist.all_to_all_single, 1)
-    collectives.all_gather_into = counting(collectives.all_gather_into, 1)
-    before, handed = (
+    for module in (collectives, process_groups):
+        module.all_gather_into = counting(module.all_gather_into, 1)
+    before, given = (
         optimizer.collectives.traffic.sent_by_level(),
-        sum(optimizer.collectives.traffic.handed.values()),
+        sum(optimizer.collectives.traffic.input_bytes.values()),
     )
     dist.barrier()
     start = interface_bytes()
@@ -80,8 +81,8 @@ def replica(rank: int, world: int, store: str, density: float, parameters: str, 
     dist.barrier()
     moved = interface_bytes() - start
     sent = sum(optimizer.collectives.traffic.sent_by_level().values()) - sum(before.values())
-    handed = sum(optimizer.collectives.traffic.handed.values()) - handed
-    queue.put({"sent": sent, "handed": handed, "intercepted": intercepted, "interface": moved})
+    given = sum(optimizer.collectives.traffic.input_bytes.values()) - given
+    queue.put({"sent": sent, "given": given, "intercepted": intercepted, "interface": moved})
     dist.barrier()
     dist.destroy_process_group()
 

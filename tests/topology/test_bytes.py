@@ -1,4 +1,4 @@
-"""Property 7: counted bytes are the bytes handed to collectives, and those on the interface."""
+"""Property 7: counted bytes are the bytes given to collectives, and those on the interface."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_counted_bytes_are_on_the_interface(world: int, density: float, paramete
     ranks = json.loads(result.stdout.splitlines()[-1])
     assert len(ranks) == world
     for rank in ranks:
-        assert rank["handed"] == rank["intercepted"] > 0
+        assert rank["given"] == rank["intercepted"] > 0
     counted = sum(rank["sent"] for rank in ranks)
     moved = max(rank["interface"] for rank in ranks)
     assert counted <= moved * 1.001 and moved <= 1.05 * counted, (counted, moved)

@@ -7,20 +7,21 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from topology.collectives import ReplicaCollectives
 from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
+from topology.process_groups import ProcessGroupCollectives
 
 SIZES = (7, 0, 1, 30, 4, 16)
 
 
 def reduce_in_chunks(chunk: int, mean: bool) -> tuple[list[torch.Tensor], int]:
-    collectives = ReplicaCollectives(dist.group.WORLD)
+    collectives = ProcessGroupCollectives(dist.group.WORLD)
     rank = dist.get_rank()
     tensors = [torch.arange(n, dtype=torch.float32) + 100 * i + rank for i, n in enumerate(SIZES)]
-    collectives.all_reduce_chunked(tensors, mean=mean, chunk_entries=chunk)
-    return tensors, collectives.traffic.calls["network", "payload"]
+    collectives.chunk_entries = chunk
+    collectives.all_reduce_chunked(tensors, mean=mean)
+    return tensors, collectives.traffic.calls["replicate", "network", "payload"]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 58, 1000])
@@ -40,7 +41,7 @@ def talk(
     layout = plan_layout(
         4, ranks_per_node=ranks_per_node, machine=get_machine("frontier"), replicate=replicate, shard=shard
     )
-    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
+    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
     rank = dist.get_rank()
     collectives.all_reduce(torch.zeros(100)).wait()
     gathered = torch.zeros(replicate, dtype=torch.uint8)
@@ -50,22 +51,23 @@ def talk(
     assert not bool(collectives.all_true(torch.tensor(rank != 3)))
     assert sorted(collectives.gather_objects(rank)) == [0, 1, 2, 3]
     traffic = collectives.traffic
-    return dict(traffic.sent), dict(traffic.handed), gathered.tolist(), float(total)
+    return dict(traffic.sent), dict(traffic.input_bytes), gathered.tolist(), float(total)
 
 
 def test_a_flat_ring_over_two_nodes_crosses_each_kind_of_link(pool4: Pool) -> None:
     """Two GCDs a node: ranks 0 and 2 send to their twin on the package, 1 and 3 over the network."""
-    for rank, (sent, handed, gathered, _) in enumerate(pool4(talk, 4, 1, 2, False)):
+    for rank, (sent, given, gathered, _) in enumerate(pool4(talk, 4, 1, 2, False)):
         level = "gcd_pair" if rank % 2 == 0 else "network"
-        assert sent[level, "payload"] == 2 * 3 / 4 * 400 and handed[level, "payload"] == 400
-        assert sent[level, "mask"] == 3 and handed[level, "mask"] == 1
-        assert {key[0] for key in sent} == {level}
+        payload, mask = ("replicate", level, "payload"), ("replicate", level, "mask")
+        assert sent[payload] == 2 * 3 / 4 * 400 and given[payload] == 400
+        assert sent[mask] == 3 and given[mask] == 1
+        assert {key[1] for key in sent} == {level}
         assert gathered == [0, 1, 2, 3]
 
 
 def test_shards_inside_nodes_leave_replicas_on_the_network(pool4: Pool) -> None:
     for rank, (sent, _, gathered, total) in enumerate(pool4(talk, 2, 2, 2)):
-        assert sent["network", "payload"] == 400 and sent["gcd_pair", "norm"] == 4
+        assert sent["replicate", "network", "payload"] == 400 and sent["shard", "gcd_pair", "norm"] == 4
         assert gathered == [rank % 2, rank % 2 + 2]
         # Added in rank order, over the two ranks of this replica.
         assert total == (3.0 if rank < 2 else 12.0)

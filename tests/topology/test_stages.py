@@ -11,10 +11,10 @@ import torch.distributed as dist
 import topology.collectives
 from tests.pool import Pool
 from topology import stages
-from topology.collectives import ReplicaCollectives
 from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
+from topology.process_groups import ProcessGroupCollectives
 
 # Four ranks in pairs, in nodes, and both.
 THREE = get_machine("frontier")
@@ -22,11 +22,11 @@ THREE = get_machine("frontier")
 SHAPES = {"flat": (4, False), "one": (1, True), "pairs": (4, True), "nodes": (2, True)}
 
 
-def collectives(shape: str) -> ReplicaCollectives:
+def collectives(shape: str) -> ProcessGroupCollectives:
     ranks_per_node, hierarchical = SHAPES[shape]
     world = dist.get_world_size()
     layout = plan_layout(world, ranks_per_node=ranks_per_node, machine=THREE, replicate=world, shard=1)
-    return ReplicaCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
+    return ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
 
 
 def values(rank: int, n: int) -> torch.Tensor:
@@ -69,9 +69,9 @@ def exchange(shape: str, rounded: bool) -> dict[str, Any]:
         "gathered": gathered.tolist(),
         "replica": ours.replica,
         "seen": sum(handed),
-        "handed": sum(ours.traffic.handed.values()),
-        "sent": {level: ours.traffic.sent[level, "payload"] for level in ("gcd_pair", "node", "network")},
-        "masks": {level: ours.traffic.sent[level, "mask"] for level in ("gcd_pair", "node", "network")},
+        "handed": sum(ours.traffic.input_bytes.values()),
+        "sent": {level: ours.traffic.sent["replicate", level, "payload"] for level in ("gcd_pair", "node", "network")},
+        "masks": {level: ours.traffic.sent["replicate", level, "mask"] for level in ("gcd_pair", "node", "network")},
     }
 
 
@@ -89,7 +89,10 @@ def scatter(shape: str, rounded: bool) -> dict[str, Any]:
     own = x.view(ours.replicas, -1)[ours.replica].clone()
     ours.all_gather(x, own, kind="values").wait()
     kinds = ("payload", "values")
-    sent = {level: [ours.traffic.sent[level, kind] for kind in kinds] for level in ("gcd_pair", "node", "network")}
+    sent = {
+        level: [ours.traffic.sent["replicate", level, kind] for kind in kinds]
+        for level in ("gcd_pair", "node", "network")
+    }
     planned = ours.scattered_bytes(n, rounded), ours.gathered_bytes(own.nbytes)
     return {"mean": x, "error": error, "sent": sent, "planned": planned}
 
@@ -184,7 +187,9 @@ def test_an_error_in_flight_is_raised_where_it_is_waited_for(pool4: Pool) -> Non
 
 def reduce_uneven(shape: str) -> list[torch.Tensor]:
     tensors = [values(dist.get_rank(), n) for n in (7, 0, 30, 1)]
-    collectives(shape).all_reduce_chunked(tensors, chunk_entries=16)
+    ours = collectives(shape)
+    ours.chunk_entries = 16
+    ours.all_reduce_chunked(tensors)
     return tensors
 
 

@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
 from topology.layout import Layout
+from topology.process_groups import collectives_of
 from topology.simulated import SimulatedCollectives, played_layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.job_config import Scape as ScapeConfig
@@ -227,7 +228,7 @@ def build_optimizers(
     sync, scape = job_config.sync, job_config.sync.scape
     layout, played = parallel_dims.groups.layout, job_config.topology.simulate_replicas
     assert layout is not None
-    collectives = ReplicaCollectives(parallel_dims.groups)
+    collectives = collectives_of(parallel_dims.groups)
     if played > 1:
         layout, collectives = played_layout(layout, played), SimulatedCollectives(played, parallel_dims.groups)
     common: dict[str, Any] = dict(

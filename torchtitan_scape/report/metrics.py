@@ -191,7 +191,8 @@ class InterfaceCount:
         moved = read_interfaces()
         assert moved is not None
         dist.barrier()  # a twin on this node that ran ahead would send before the counters are read
-        return dict(self._optimizers.collectives.traffic.sent), {level: sent for level, (sent, _) in moved.items()}
+        counted = self._optimizers.collectives.traffic.sent_by_level_and_kind()
+        return counted, {level: sent for level, (sent, _) in moved.items()}
 
 
 def a_step_follows(trainer: Trainer) -> bool:

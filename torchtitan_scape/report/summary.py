@@ -46,9 +46,7 @@ def summarise(trainer: "ScapeTrainer") -> None:
         "planned_bytes_per_step_and_rank": trainer.optimizers.planned_bytes(),
         "dense_bytes_per_step_and_rank": dense,
         "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
-        "messages_per_step": {
-            f"{level} {kind}": calls / steps for (level, kind), calls in sorted(traffic.calls.items())
-        },
+        "messages_per_step": {" ".join(entry): calls / steps for entry, calls in sorted(traffic.calls.items())},
         "interfaces": interfaces,
         "skipped_steps": trainer.optimizers.guard.skipped,
         "layout": trainer.described,

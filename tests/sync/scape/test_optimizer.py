@@ -55,15 +55,15 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
     def work(collectives: ThreadCollectives) -> tuple[dict[Any, int], dict[Any, int], Scape]:
         keep: list[Any] = []
         train(collectives, 1, density=0.1, probe=lambda o, s: keep.append(o))
-        optimizer, before = keep[0], dict(collectives.traffic.handed)
+        optimizer, before = keep[0], dict(collectives.traffic.input_bytes)
         calls = dict(collectives.traffic.calls)
         for p in (s.parameter for s in optimizer._shards):
             p.grad = torch.ones_like(p)
         optimizer.step()
         traffic = collectives.traffic
         return (
-            {kind: n - before[level, kind] for (level, kind), n in traffic.handed.items()},
-            {kind: n - calls[level, kind] for (level, kind), n in traffic.calls.items()},
+            {kind: n - before["replicate", level, kind] for (_, level, kind), n in traffic.input_bytes.items()},
+            {kind: n - calls["replicate", level, kind] for (_, level, kind), n in traffic.calls.items()},
             optimizer,
         )
 

@@ -146,7 +146,7 @@ def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], mo
 
             def count(optimizer: Scape, step: int) -> None:
                 kinds = collectives.traffic.sent.items()
-                after.append(sum(value for (_, kind), value in kinds if kind in ("payload", "values")))
+                after.append(sum(value for (_, _, kind), value in kinds if kind in ("payload", "values")))
                 if step == 3:
                     masks = collectives.gathered_bytes(optimizer._layout.wire_bytes(0.1, "block"))
                     assert optimizer.planned_bytes() - masks == pytest.approx((after[3] - after[1]) / 2)

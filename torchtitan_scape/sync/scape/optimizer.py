@@ -19,6 +19,7 @@ from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle
+from topology.process_groups import collectives_of
 from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.sync.scape.agreement import check_one_device, check_one_form, check_replicas_agree, split
@@ -157,7 +158,7 @@ class Scape(Optimizer):
             raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
-            replicas = ReplicaCollectives(replicas, model)
+            replicas = collectives_of(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
         self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0

@@ -1,0 +1,250 @@
+"""The endpoint of a replica among replicas of one process: simulation, and tests of many replicas.
+
+Every replica runs the code of a rank, in a thread of its own, but only one at a time: it runs until it meets the others
+in a collective, then hands over to the next. So the order is always the same, temporaries exist once, and nothing that
+replicas share needs a lock. What they bring is added in the order of the replicas; bytes are those that one rank of a
+real run sends, a replica a node, in one ring over the network.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from topology.collectives import ReplicaCollectives, objects_of
+from topology.groups import ReplicaGroups, Ring
+from topology.lanes import Handle
+from topology.traffic import REPLICATE
+
+T = TypeVar("T")
+
+
+class InProcessCollectives(ReplicaCollectives):
+    """One of `SimulatedReplicas.endpoints`. Collectives work inside `SimulatedReplicas.run` only."""
+
+    def __init__(self, meeting: "_Meeting", replica: int, groups: ReplicaGroups) -> None:
+        super().__init__(groups, Ring("network", meeting.replicas, replica))
+        self._meeting = meeting
+        self.writes = replica == 0
+
+    def _meet(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
+        return self._meeting.meet(self.replica, item, combine)
+
+    def _reduce(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
+        if error is None:
+            self._meet(tensor, lambda tensors: _reduce(tensors, divisor))
+        else:
+            self._meet((tensor, error), lambda pairs: _reduce_rounded(pairs, divisor))
+        return Handle()
+
+    def _reduce_scatter(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
+        self._meet((tensor, error), lambda pairs: _scatter(pairs, divisor))
+        return Handle()
+
+    def _gather(self, output: Tensor, own: Tensor) -> Handle:
+        """What arrives is in `output` once the handle has been waited for, as on a network."""
+        parts = self._meet(own.clone(), list)
+        return Handle(lambda: torch.cat(parts, out=output))
+
+    @property
+    def twins(self) -> tuple[list[int], int]:
+        return list(range(self.replicas)), self.replica
+
+    def gather_from_twins(self, values: Tensor) -> Tensor:
+        return self._meet(values.clone(), torch.stack)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        def give(tensors: list[Tensor]) -> None:
+            for other in tensors:
+                if other.data_ptr() != tensors[source].data_ptr():  # parameters that replicas share
+                    other.copy_(tensors[source])
+
+        self._meet(tensor, give)
+
+    def sum_over_replicas(self, values: Tensor) -> None:
+        self._meet(values, lambda tensors: _reduce(tensors, 1))
+
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        def add(tensors: list[Tensor]) -> Tensor:
+            total = torch.stack(tensors).sum(0)
+            if self.groups.model is not None:
+                dist.all_reduce(total, group=self.groups.model)
+            return total
+
+        return self._meet(values, add).clone()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return list(self._meet(item, lambda items: objects_of(self.groups.model, items)))
+
+    def gather_from_replicas(self, item: Any) -> list[Any]:
+        return list(self._meet(item, list))
+
+    def all_true(self, flag: Tensor) -> Tensor:
+        value = self._meet(flag, lambda flags: self._true_in_model(torch.stack(flags).all(0)))
+        self.traffic.add(
+            REPLICATE, "network", "flag", value.nbytes, 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
+        )
+        return value > 0
+
+    def sum_over_owners(self, value: Tensor) -> Tensor:
+        own = self.sum_over_model(value)
+        self.traffic.add(REPLICATE, "network", "norm", own.nbytes, (self.replicas - 1) * own.nbytes)
+        return self._meet(own, lambda values: torch.stack(values).double().sum().to(own.dtype))
+
+
+class SimulatedReplicas:
+    """`replicas` replicas that this process plays, or its group of shards.
+
+    Args:
+        replicas: how many.
+        groups: the real ones: `model` holds the shards of all the replicas alike; no `replicate`.
+
+    Attributes:
+        endpoints: of the replicas, in their order.
+
+    Raises ValueError for fewer than two replicas, and where there are real replicas besides.
+    """
+
+    def __init__(self, replicas: int, groups: ReplicaGroups | None = None) -> None:
+        if replicas < 2:
+            raise ValueError(f"{replicas} simulated replicas; there must be 2 or more, and one needs no simulation")
+        groups = groups or ReplicaGroups(None, None)
+        if groups.replicate is not None:
+            raise ValueError(
+                f"{replicas} simulated replicas beside {groups.replicate.size()} real ones; start one group of shards "
+                "only"
+            )
+        self._meeting = _Meeting(replicas)
+        self.endpoints = [InProcessCollectives(self._meeting, i, groups) for i in range(replicas)]
+
+    def run(self, work: Callable[[InProcessCollectives], T]) -> list[T]:
+        """Runs `work(endpoint)` as every replica, in step, and returns the results; raises the first error."""
+        results: dict[int, T] = {}
+
+        def play(endpoint: InProcessCollectives) -> None:
+            self._meeting.play(endpoint.replica, lambda: results.update({endpoint.replica: work(endpoint)}))
+
+        first, *others = self.endpoints
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threads = [threading.Thread(target=_on_device, args=(device, play, other), daemon=True) for other in others]
+        self._meeting.open()
+        for thread in threads:
+            thread.start()
+        play(first)  # here: what holds for the calling thread alone holds for the one that writes
+        for thread in threads:
+            thread.join()
+        self._meeting.close()
+        return [results[endpoint.replica] for endpoint in self.endpoints]
+
+
+def _on_device(device: int | None, work: Callable[[Any], None], endpoint: Any) -> None:
+    if device is not None:  # the current device is a thread's own
+        torch.cuda.set_device(device)
+    work(endpoint)
+
+
+class _Meeting:
+    """Hands the turn from replica to replica, and what they bring to the last of them."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self._items: list[Any] = [None] * replicas
+        self._turns: list[threading.Semaphore] = []
+        self._result: Any = None
+        self._ended: list[int] = []
+        self._error: BaseException | None = None
+
+    def open(self) -> None:
+        self._turns = [threading.Semaphore(0) for _ in range(self.replicas)]
+        self._turns[0].release()
+
+    def close(self) -> None:
+        """Raises what the first replica to fail has raised."""
+        error = self._error
+        self.__init__(self.replicas)  # type: ignore[misc]
+        if error is not None:
+            raise error
+
+    def play(self, replica: int, work: Callable[[], None]) -> None:
+        """A replica's part, from its first turn until it ends. A replica that fails ends it for all."""
+        try:
+            self._wait(replica)
+            work()
+        except _AnotherFailed:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._ended.append(replica)
+        self._hand_on(replica)
+
+    def meet(self, replica: int, item: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """The last replica to come computes `combine(items)`; all get its result."""
+        assert self._turns, "collectives of simulated replicas work inside SimulatedReplicas.run only"
+        if self._ended:
+            raise RuntimeError(f"replica {replica} is in a collective for which replicas {self._ended} did not come")
+        self._items[replica] = item
+        if replica == self.replicas - 1:
+            self._result = combine(list(self._items))
+        self._hand_on(replica)
+        self._wait(replica)
+        return self._result
+
+    def _wait(self, replica: int) -> None:
+        self._turns[replica].acquire()
+        if self._error is not None:
+            raise _AnotherFailed
+
+    def _hand_on(self, replica: int) -> None:
+        self._turns[(replica + 1) % self.replicas].release()
+
+
+class _AnotherFailed(BaseException):
+    """What ends the other replicas."""
+
+
+def _reduce(tensors: Sequence[Tensor], divisor: float) -> None:
+    """The sum in replica order, divided, in all of them."""
+    total, *others = tensors
+    for other in others:
+        total += other
+    if divisor != 1:
+        total.div_(divisor)
+    for other in others:
+        other.copy_(total)
+
+
+def _rounded_sum(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """FP32: the sum in replica order of what travels in BF16; the errors are what that lost."""
+    total = torch.zeros_like(pairs[0][0])
+    for own, error in pairs:
+        sent = own.to(torch.bfloat16)
+        torch.sub(own, sent, out=error)
+        total += sent
+    return total
+
+
+def _reduce_rounded(pairs: Sequence[tuple[Tensor, Tensor]], divisor: float) -> None:
+    """As `topology.stages` does it in one ring whose members are the pairs (values, errors)."""
+    total = _rounded_sum(pairs).div_(divisor)
+    rounded = total.to(torch.bfloat16)
+    returned = ((total - rounded) * divisor).view(len(pairs), -1)
+    for replica, (own, error) in enumerate(pairs):
+        error.view(len(pairs), -1)[replica] += returned[replica]
+        own.copy_(rounded)
+
+
+def _scatter(pairs: Sequence[tuple[Tensor, Tensor | None]], divisor: float) -> None:
+    """Every replica's part of the mean; the rest of what it brought is undefined."""
+    if pairs[0][1] is None:
+        total = pairs[0][0].clone()
+        for own, _ in pairs[1:]:
+            total += own
+    else:
+        total = _rounded_sum([(own, error) for own, error in pairs if error is not None])
+    parts = total.div_(divisor).view(len(pairs), -1)
+    for replica, (own, _) in enumerate(pairs):
+        own.fill_(torch.nan)
+        own.view(len(pairs), -1)[replica] = parts[replica]
