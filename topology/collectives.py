@@ -114,6 +114,12 @@ class ReplicaCollectives(ABC):
         """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
         return sum(sent for _, _, sent in gather_bytes(own, self.rings))
 
+    def planned_bytes(self, collective: str, size: int) -> float:
+        """Bytes that this rank sends in an "all_reduce" of `size` FP32 entries, or an "all_gather" of own bytes."""
+        if self.replicas == 1:
+            return 0.0
+        return {"all_reduce": self.reduced_bytes, "all_gather": self.gathered_bytes}[collective](size)
+
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives every replica the values of replica 0, in place; not counted, it happens once."""
         for tensor in tensors if self.replicas > 1 else ():

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import topology.collectives as collectives
+from topology import collectives, process_groups
 from torchtitan_scape import Scape
 
 STEPS, SHAPE = 10, (1024, 512)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import topology.collectives
+import topology.process_groups
 from tests.pool import Pool
 from topology import stages
 from topology.groups import build_groups
@@ -50,7 +50,7 @@ def exchange(shape: str, rounded: bool) -> dict[str, Any]:
         patch.object(dist, "all_reduce", spied(dist.all_reduce, 0)),
         patch.object(dist, "all_to_all_single", spied(dist.all_to_all_single, 1)),
         patch.object(stages, "all_gather_into", gather),
-        patch.object(topology.collectives, "all_gather_into", gather),
+        patch.object(topology.process_groups, "all_gather_into", gather),
     ]
     for spy in spies:
         spy.start()

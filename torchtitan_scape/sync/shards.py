@@ -1,7 +1,7 @@
 """Local views of parameters and gradients, plain tensors or DTensors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,6 +34,14 @@ class Shard:
     @property
     def size(self) -> int:
         return local(self.parameter).numel()
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return local(self.parameter).shape
+
+    @property
+    def device(self) -> torch.device:
+        return local(self.parameter).device
 
     @property
     def columns(self) -> int:
@@ -77,6 +85,19 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
     if not shards:
         raise ValueError("no parameters to optimise")
     return shards
+
+
+def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
+    """Shards that are compressed (global ndim of 2 or more, not named dense) and the others.
+
+    Raises ValueError for a name that no parameter has.
+    """
+    unknown = set(dense_names) - {s.name for s in shards}
+    if unknown:
+        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
+    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
+    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
+    return sparse, dense
 
 
 def flat_gradient(shard: Shard) -> Tensor:

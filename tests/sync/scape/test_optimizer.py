@@ -68,7 +68,7 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
         )
 
     for handed, calls, optimizer in run_replicas(2, work):
-        assert calls == {"payload": 1, "mask": 1}
+        assert calls == {"payload": 1, "mask": 1, "flag": 1}
         entries = sum(optimizer._layout.nnz(i, 0.1, "block") for i in range(4)) + 8
         assert handed["payload"] == 4 * entries
         # 16-entry blocks, k = 2: offsets would take 1 byte a block, the bitmap 2.
