@@ -118,7 +118,7 @@ class ReplicaCollectives(ABC):
         """Bytes that this rank sends in an "all_reduce" of `size` FP32 entries, or an "all_gather" of own bytes."""
         if self.replicas == 1:
             return 0.0
-        return {"all_reduce": self.reduced_bytes, "all_gather": self.gathered_bytes}[collective](size)
+        return self.reduced_bytes(size) if collective == "all_reduce" else self.gathered_bytes(size)
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives every replica the values of replica 0, in place; not counted, it happens once."""
