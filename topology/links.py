@@ -105,8 +105,8 @@ class Stage:
 
 def stage_seconds(stages: Sequence[Stage], links: Links) -> tuple[float, float]:
     """(latency, transfer) of stages that follow one another."""
-    latency = sum(stage.rounds * links[stage.level].latency for stage in stages)
-    return latency, sum(stage.sent / links[stage.level].bandwidth for stage in stages)
+    latency = sum((stage.rounds * links[stage.level].latency for stage in stages), 0.0)
+    return latency, sum((stage.sent / links[stage.level].bandwidth for stage in stages), 0.0)
 
 
 def bytes_by_level(stages: Sequence[Stage]) -> dict[str, float]:
@@ -123,11 +123,12 @@ def all_reduce_stages(tiers: Tiers, nbytes: float, wire: str = "float32", flat: 
     `flat` is one ring over all, which the outermost link paces: its bytes are filed there. Pieces are taken as even:
     padding is left out.
     """
-    rings, rounded = _rings(tiers, flat), width(wire) == 2
+    rings = _rings(tiers, flat)
     if not rings:
         return []
     *inside, outside = [ring.size - 1 for ring in rings]
-    return _stages(reduce_bytes(int(nbytes) // 4, rings, rounded), [*inside, 2 * outside, *reversed(inside)])
+    stages = reduce_bytes(int(nbytes) // 4, rings, rounded=width(wire) == 2)
+    return _stages(stages, [*inside, 2 * outside, *reversed(inside)])
 
 
 def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[Stage]:
@@ -136,17 +137,11 @@ def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[S
     return _stages(gather_bytes(int(nbytes), rings), [ring.size - 1 for ring in reversed(rings)])
 
 
-def owner_stages(
-    tiers: Tiers, nbytes: float, wire: str = "float32", values: str = "float32", flat: bool = False
-) -> list[Stage]:
-    """Reduce-scatter of `nbytes` of FP32 to the owners of its parts, and all-gather of what they make of them.
-
-    With wire "bfloat16" the outermost reduce-scatter goes in BF16. values: the dtype of what is gathered.
-    """
-    rings, rounded = _rings(tiers, flat), width(wire) == 2
-    scattered = _stages(scatter_bytes(int(nbytes) // 4, rings, rounded), [ring.size - 1 for ring in rings])
-    own = nbytes / math.prod(ring.size for ring in rings)
-    return scattered + all_gather_stages(tiers, own * width(values) / 4, flat)
+def reduce_scatter_stages(tiers: Tiers, nbytes: float, wire: str = "float32", flat: bool = False) -> list[Stage]:
+    """Reduce-scatter of `nbytes` of FP32 to the owners of its parts, as `topology.stages.scatter_`."""
+    rings = _rings(tiers, flat)
+    stages = scatter_bytes(int(nbytes) // 4, rings, rounded=width(wire) == 2)
+    return _stages(stages, [ring.size - 1 for ring in rings])
 
 
 def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[int]) -> list[Stage]:

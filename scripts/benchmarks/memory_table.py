@@ -45,7 +45,7 @@ def scape(**options: Any) -> Method:
     return Method("scape", DENSITY, **options)
 
 
-NARROW: dict[str, Any] = {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16"}
+NARROW: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights": "bfloat16"}
 FORMS = {
     "dense AdamW": Method("adamw"),
     "dense AdamS": Method("adams"),
@@ -53,9 +53,9 @@ FORMS = {
     "SCAPE local, offload state": scape(offload=("state",)),
     "SCAPE local, BF16 weights, offload master": scape(weights="bfloat16", offload=("master",)),
     "SCAPE local, BF16 weights, offload state, master": scape(weights="bfloat16", offload=("state", "master")),
-    "gather": scape(parameters="gather"),
-    "gather, offload state": scape(parameters="gather", offload=("state",)),
-    "gather, BF16 values": scape(parameters="gather", values="bfloat16"),
+    "gather": scape(update="sharded"),
+    "gather, offload state": scape(update="sharded", offload=("state",)),
+    "gather, BF16 values": scape(update="sharded", values="bfloat16"),
     "gather, master at its owner alone": scape(**NARROW),
     "gather, master at its owner alone, offload master": scape(**NARROW, offload=("master",)),
     "gather, master at its owner alone, offload state": scape(**NARROW, offload=("state",)),
@@ -87,14 +87,14 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     if method.kind == "adams":
         kept: Any = AdamS(model.named_parameters(), lr=1e-3)
         return total(storages(), before), 0.0
-    if method.narrow:
-        hold_in_bfloat16(model, scaled=method.parameters == "gather")
+    if method.bf16_weights:
+        hold_in_bfloat16(model, scaled=method.sharded)
     with patch("kernels.scape.passes.check_host_memory"):  # of what is only reserved
         kept = Scape(
             model.named_parameters(),
             lr=1e-3,
             density=method.density,
-            parameters=method.parameters,
+            parameters="gather" if method.sharded else "local",
             values_dtype=method.values,
             offload=method.offload,
             replicas=dist.group.WORLD,

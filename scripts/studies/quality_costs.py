@@ -10,8 +10,10 @@ from typing import Any
 
 from kernels.scape.blocks import density_at
 from topology.layout import plan_layout
+from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.cost import Assumptions, Links, Method, predict
+from torchtitan_scape.planner.cost import Assumptions, predict
+from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import get_workload
 
 WORKLOAD = "llama_1_8b"

@@ -8,7 +8,9 @@ from typing import Any
 
 from scripts.emulated_cluster import PORT, Cluster
 from scripts.studies.scaling_sweep import NEVER, ROOT, Cell, Plan, Sweep, from_raw, recipe_value, write
-from torchtitan_scape.planner.cost import Links, Method, payload_bytes, powersgd_rank, predict_step
+from topology.links import Links
+from torchtitan_scape.planner.cost import predict_step
+from torchtitan_scape.planner.volumes import Method, payload_bytes, powersgd_rank
 
 REAL = "real"
 

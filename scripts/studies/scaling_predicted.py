@@ -2,8 +2,10 @@
 
 from scripts.studies.scaling_sweep import Cell, Sweep
 from topology.layout import plan_layout
+from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.cost import Assumptions, Links, Method, predict
+from torchtitan_scape.planner.cost import Assumptions, predict
+from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import WORKLOADS, Workload, get_workload
 
 

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topology.layout import plan_layout
+from topology.links import Link, Links
 from topology.machines import MACHINES, get_machine
 from torchtitan_scape.planner.cost import (
-    Link,
-    Links,
-    Method,
     best_chunk_bytes,
     best_chunks,
     pipeline_seconds,
@@ -20,6 +18,7 @@ from torchtitan_scape.planner.cost import (
     predict_step,
 )
 from torchtitan_scape.planner.fit import fit_paper, headline, least_squares, on_gh200, paper_points
+from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import get_workload
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")

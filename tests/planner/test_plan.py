@@ -24,8 +24,9 @@ from torchtitan_scape.planner.advice import (
     make_case,
     overlapped,
 )
-from torchtitan_scape.planner.cost import Assumptions, Method, predict
+from torchtitan_scape.planner.cost import Assumptions, predict
 from torchtitan_scape.planner.plan import main, report
+from torchtitan_scape.planner.volumes import Method
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 

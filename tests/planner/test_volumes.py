@@ -15,7 +15,7 @@ from torchtitan_scape.planner.volumes import (
     host_link_bytes,
     mask_bytes,
     memory_bytes,
-    message_bytes,
+    messages,
     optimizer_bytes,
     payload_bytes,
     payload_entries,
@@ -91,14 +91,27 @@ def test_flops_are_six_a_parameter_and_token_and_the_causal_half_of_attention() 
 
 def test_powersgd_sends_its_factors() -> None:
     """Rank 4: both matrices are factored, the vector goes whole."""
+
+    def sizes(method: Method) -> list[float]:
+        return [message.nbytes for message in messages(method, SHAPES, 2)]
+
     method = Method("powersgd", rank=4)
-    assert message_bytes(method, SHAPES) == [4 * 1000, 16 * (4096 + 1024), 16 * (1024 + 512)]
+    assert sizes(method) == [4 * 1000, 16 * (4096 + 1024), 16 * (1024 + 512)]
     # rows * columns of the smaller one are less than twice its factors at rank 171 and more: it goes whole
-    assert message_bytes(Method("powersgd", rank=171), SHAPES)[0] == 4 * (1000 + 1024 * 512)
+    assert sizes(Method("powersgd", rank=171))[0] == 4 * (1000 + 1024 * 512)
     budget = payload_bytes(SHAPES, 0.01)
     rank = powersgd_rank(SHAPES, budget)
-    sums = [sum(message_bytes(Method("powersgd", rank=r), SHAPES)) for r in (rank, rank + 1)]
+    sums = [sum(sizes(Method("powersgd", rank=r))) for r in (rank, rank + 1)]
     assert sums[0] <= budget < sums[1]
+
+
+@pytest.mark.parametrize(("wire", "values", "width"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
+def test_owners_get_the_payload_and_send_their_part_of_the_values(wire: str, values: str, width: int) -> None:
+    entries = payload_entries(SHAPES, 0.01)
+    payload, new, masks = messages(Method("scape", 0.01, wire, update="sharded", values=values), SHAPES, 4)
+    assert (payload.collective, payload.nbytes, payload.wire) == ("scatter", 4 * entries, wire)
+    assert (new.collective, new.nbytes, new.wire) == ("gather", width * entries / 4, "float32")
+    assert masks.hidden and masks.nbytes == mask_bytes(SHAPES, 0.01, 4)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +121,7 @@ def test_powersgd_sends_its_factors() -> None:
         ({"kind": "scape", "density": 0.0}, "density is 0.0"),
         ({"kind": "scape", "density": 0.1, "wire": "fp8"}, "'fp8'"),
         ({"kind": "powersgd"}, "rank of powersgd is 0"),
-        ({"kind": "scape", "parameters": "shared"}, "parameters is 'shared'"),
+        ({"kind": "scape", "update": "shared"}, "update is 'shared'"),
     ],
 )
 def test_methods_out_of_range_are_refused(arguments: dict, message: str) -> None:
@@ -124,7 +137,7 @@ def test_memory_counts_every_kind() -> None:
     assert [scape[k] for k in ("parameters", "gradients", "state")] == [4 * n] * 3
     assert scape["masks"] == pytest.approx(n / 4 + n / 64 * 10 * 10 / 8 / 1024, rel=1e-3)
     assert scape["payload"] == 8 * payload_entries(w.shapes(), 0.01)
-    gather = memory_bytes(Method("scape", 0.01, parameters="gather", values="bfloat16"), w, 1, 64, 1)
+    gather = memory_bytes(Method("scape", 0.01, update="sharded", values="bfloat16"), w, 1, 64, 1)
     assert gather["state"] == pytest.approx(4 * n, rel=1e-3)
     assert gather["owned moments"] == gather["owned master"] == pytest.approx(4 * n / 64, rel=1e-3)
     assert gather["payload"] == scape["payload"] / 2 and gather["masks"] == scape["masks"]
@@ -141,7 +154,7 @@ def test_what_is_offloaded_leaves_two_buffers() -> None:
     assert host == {"state": n, "master": n} and found["offload buffers"] == 4 * largest
     assert sum(plain.values()) - sum(found.values()) == n + n / 2 - 4 * largest
     assert host_link_bytes(local, w.shapes(), 4) == (2 * n, 4 * n)
-    gather = Method("scape", 0.01, parameters="gather", weights="bfloat16", offload=("state", "master"))
+    gather = Method("scape", 0.01, update="sharded", weights="bfloat16", offload=("state", "master"))
     assert set(host_bytes(gather, w.shapes(), 4)) == {"state", "owned master"}
     assert set(host_bytes(gather, w.shapes(), 64)) == {"state"}
     pack, rest = host_link_bytes(gather, w.shapes(), 4)

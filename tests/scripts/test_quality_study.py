@@ -18,7 +18,7 @@ from scripts.studies.quality_report import at, reached, write_report
 from scripts.studies.quality_runs import Queue, Store, cumulative, thin, without_paths
 from scripts.studies.quality_study import main
 from scripts.studies.scaling_sweep import write
-from torchtitan_scape.planner.cost import Method
+from torchtitan_scape.planner.volumes import Method
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """

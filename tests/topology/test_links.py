@@ -17,7 +17,7 @@ from topology.links import (
     all_reduce_seconds,
     all_reduce_stages,
     bytes_by_level,
-    owner_stages,
+    reduce_scatter_stages,
 )
 from topology.machines import Level, Machine
 from topology.ring_bytes import gather_bytes, reduce_bytes, scatter_bytes
@@ -148,8 +148,8 @@ def test_stages_of_owners_are_the_bytes_that_the_collectives_count(layout: Layou
     own = n // layout.world_size * (2 if values else 4)
     for level, _, sent in [*scatter_bytes(n, rings, rounded), *gather_bytes(own, rings)]:
         counted[level] += sent
-    dtypes = ("bfloat16" if rounded else "float32", "bfloat16" if values else "float32")
-    stages = owner_stages(spans(layout), 4 * n, *dtypes)
+    stages = reduce_scatter_stages(spans(layout), 4 * n, "bfloat16" if rounded else "float32")
+    stages += all_gather_stages(spans(layout), own)
     assert bytes_by_level(stages) == pytest.approx(counted)
     if not rounded and not values:
         assert sum(s.sent for s in stages) == pytest.approx(

@@ -18,13 +18,15 @@ from torchtitan.distributed import ParallelDims
 from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
 from topology.layout import Layout
+from topology.links import Links
 from topology.process_groups import collectives_of
 from topology.simulated import SimulatedCollectives, played_layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.parallelize import ReplicaParallelDims
-from torchtitan_scape.planner.cost import Assumptions, Links, Method, best_chunk_bytes, optimizer_bytes, payload_bytes
+from torchtitan_scape.planner.cost import Assumptions, best_chunk_bytes
+from torchtitan_scape.planner.volumes import Method, optimizer_bytes, payload_bytes
 from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_dense, shared_by_scape
 from torchtitan_scape.sync.dense import DenseSync
@@ -293,9 +295,9 @@ def _chunk_bytes(
     shapes = [tuple(local(p).shape) for _, p in _named_parameters(model_parts)]
     # Of the whole group, so that all its ranks agree: the links of one rank's own rings may differ from the next one's.
     tiers = layout.hierarchy(layout.replicate_group(dist.get_rank()))
-    method = Method("scape", scape.density, scape.wire_dtype)
+    method = Method("scape", scape.density, scape.wire_dtype, block=scape.block_size)
     device = layout.machine.device
-    packed, _ = optimizer_bytes(method, shapes, layout.replicate, scape.block_size)
+    packed, _ = optimizer_bytes(method, shapes, layout.replicate)
     return best_chunk_bytes(
         payload_bytes(shapes, scape.density, block=scape.block_size),
         packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from topology.layout import Layout, plan_layout
+from topology.links import Links
 from topology.machines import Machine, get_machine
-from torchtitan_scape.planner.cost import Assumptions, Links, Method, Prediction, predict
+from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
+from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import Workload, get_workload
 
 DENSE = (Method("adams"), Method("adamw"))
@@ -16,8 +18,8 @@ COMPARED = (Method("bf16"),)  # not one of this trainer's methods
 # The same with less memory.
 LEAN: tuple[dict[str, Any], ...] = (
     {"offload": ("state",)},
-    {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16"},
-    {"parameters": "gather", "values": "bfloat16", "weights": "bfloat16", "offload": ("state",)},
+    {"update": "sharded", "values": "bfloat16", "weights": "bfloat16"},
+    {"update": "sharded", "values": "bfloat16", "weights": "bfloat16", "offload": ("state",)},
 )
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8

@@ -2,7 +2,7 @@
 
 `predict_step` is the model of a step and takes every rate from its caller (a benchmark feeds measured ones);
 `predict` derives the rates from a machine and a workload, under stated `Assumptions`. What collectives cost is in
-`topology.links`, what is sent in `planner.volumes`; the names a caller needs are here too. Units: seconds and bytes.
+`topology.links`, what is sent in `planner.volumes`. Units: seconds and bytes.
 """
 
 import math
@@ -10,65 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from topology.layout import Layout
-from topology.links import (
-    Link,
-    Links,
-    Stage,
-    Tiers,
-    all_gather_seconds,
-    all_gather_stages,
-    all_reduce_seconds,
-    all_reduce_stages,
-    bytes_by_level,
-    owner_stages,
-    scalar_stages,
-    stage_seconds,
-)
-from torchtitan_scape.planner.volumes import (
-    BLOCK,
-    Method,
-    host_bytes,
-    host_link_bytes,
-    mask_bytes,
-    memory_bytes,
-    message_bytes,
-    optimizer_bytes,
-    payload_bytes,
-    payload_entries,
-    powersgd_rank,
-    simulated_memory_bytes,
-)
+from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
+from torchtitan_scape.planner.volumes import Method, host_link_bytes, memory_bytes, messages, optimizer_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
-
-__all__ = [
-    "Assumptions",
-    "Link",
-    "Links",
-    "Method",
-    "Prediction",
-    "Stage",
-    "Tiers",
-    "all_gather_seconds",
-    "all_gather_stages",
-    "all_reduce_seconds",
-    "all_reduce_stages",
-    "best_chunk_bytes",
-    "best_chunks",
-    "bytes_by_level",
-    "fsdp_seconds",
-    "host_bytes",
-    "host_link_bytes",
-    "mask_bytes",
-    "memory_bytes",
-    "message_bytes",
-    "optimizer_bytes",
-    "payload_bytes",
-    "payload_entries",
-    "powersgd_rank",
-    "predict",
-    "predict_step",
-    "simulated_memory_bytes",
-]
 
 MOST_CHUNKS = 8
 # A chunk pays its latency again; below this share of its transfer that is in the noise of a link.
@@ -114,7 +58,7 @@ class Prediction:
 
     exchange: of the replicas, as far as it stands still for it. shard: FSDP's traffic, likewise.
     optimizer: passes of the device. fixed: what the caller says that every step costs besides.
-    hidden: exchange behind compute. sent: bytes by level on the replicate axis. chunks: of the payload.
+    hidden: exchange beside compute. sent: bytes by level on the replicate axis. chunks: of the payload.
     memory: bytes by kind, empty where nobody asked.
     """
 
@@ -147,7 +91,6 @@ def predict_step(
     fixed_seconds: float = 0.0,
     chunk_bytes: int = 0,
     flat: bool = False,
-    block: int = BLOCK,
 ) -> Prediction:
     """A step from its rates.
 
@@ -164,34 +107,26 @@ def predict_step(
         flat: one ring over all replicas instead of the hierarchy.
     """
     replicas = math.prod(size for _, size in tiers)
-    wire = method.wire if method.kind == "scape" else "float32"
-    gathers = method.parameters == "gather"
-    messages = [
-        owner_stages(tiers, nbytes, wire, method.values, flat)
-        if gathers
-        else all_reduce_stages(tiers, nbytes, wire, flat)
-        for nbytes in message_bytes(method, shapes, block)
-    ]
-    stages = [stage for message in messages for stage in message]
+    exposed = [m for m in messages(method, shapes, replicas) if not m.hidden]
+    beside = [m for m in messages(method, shapes, replicas) if m.hidden]
+    stages = [stage for message in exposed for stage in message.stages(tiers, flat)]
     latency, transfer = stage_seconds(stages, links)
-    if gathers:
+    # What is scattered to owners, or gathered, goes whole.
+    if any(message.collective != "reduce" for message in exposed):
         chunks = 1
     elif chunk_bytes:
-        chunks = max(1, -(-int(sum(message_bytes(method, shapes, block))) // chunk_bytes))
+        chunks = max(1, -(-int(sum(message.nbytes for message in exposed)) // chunk_bytes))
     else:
-        chunks = best_chunks(pack_seconds, transfer, latency) if method.kind == "scape" else 1
+        chunks = best_chunks(pack_seconds, transfer, latency)
     exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0
     # The finite flag: nobody packs before it is known. Owners exchange their parts of the norm besides.
-    exchange += (2 if gathers else 1) * sum(stage_seconds(scalar_stages(tiers), links))
-    hidden = 0.0
-    if method.kind == "scape":
-        masks = all_gather_stages(tiers, mask_bytes(shapes, method.density, replicas, block), flat)
-        seconds = sum(stage_seconds(masks, links))
-        hidden = min(seconds, compute_seconds)
-        exchange += seconds - hidden
-        stages += masks
+    exchange += (2 if method.sharded else 1) * sum(stage_seconds(scalar_stages(tiers), links))
+    later = [stage for message in beside for stage in message.stages(tiers, flat)]
+    seconds = sum(stage_seconds(later, links))
+    hidden = min(seconds, compute_seconds)
+    exchange += seconds - hidden
     optimizer = pack_seconds + rest_seconds
-    sent = bytes_by_level(stages)
+    sent = bytes_by_level(stages + later)
     return Prediction(method, compute_seconds, exchange, shard_seconds, optimizer, fixed_seconds, hidden, sent, chunks)
 
 
@@ -233,7 +168,6 @@ def predict(
     assumptions: Assumptions | None = None,
     compute_seconds: float | None = None,
     fixed_seconds: float = 0.0,
-    block: int = BLOCK,
 ) -> Prediction:
     """A step of `workload` on `layout` (replicate x shard), from bytes, FLOPs and `assumptions`.
 
@@ -255,10 +189,8 @@ def predict(
         compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
     shapes = local_shapes(workload.shapes(), layout.shard)
     bandwidth = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
-    device_bytes, link_bytes = (
-        of(method, shapes, layout.replicate, block) for of in (optimizer_bytes, host_link_bytes)
-    )
-    # Copies to and from the host go behind the passes, as far as these take time.
+    device_bytes, link_bytes = (of(method, shapes, layout.replicate) for of in (optimizer_bytes, host_link_bytes))
+    # Copies to and from the host hide beside the passes, as far as these take time.
     pack, rest = (
         max(nbytes / bandwidth, copied / (device.host_link * 1e9))
         for nbytes, copied in zip(device_bytes, link_bytes, strict=True)
@@ -278,6 +210,5 @@ def predict(
         rest_seconds=rest,
         shard_seconds=max(0.0, traffic - compute_seconds),
         fixed_seconds=fixed_seconds,
-        block=block,
     )
-    return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch, block))
+    return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch))

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from topology.links import Links
 from torchtitan_scape.planner.advice import (
     COMPARED,
     DENSE,
@@ -33,7 +34,8 @@ from torchtitan_scape.planner.advice import (
     make_case,
     overlapped,
 )
-from torchtitan_scape.planner.cost import Assumptions, Links, Prediction, host_bytes
+from torchtitan_scape.planner.cost import Assumptions, Prediction
+from torchtitan_scape.planner.volumes import host_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 
 # ---------------------------------------------------------------------------------------------- words

@@ -8,10 +8,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
+from topology.links import Links
 from topology.simulated import played_layout
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.planner.cost import Assumptions, Links, Method, Prediction, predict, simulated_memory_bytes
+from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
+from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 from torchtitan_scape.report.metrics import size_text
 
@@ -23,10 +25,11 @@ def method_of(config: JobConfig) -> Method:
             "scape",
             scape.density,
             scape.wire_dtype,
-            parameters=scape.parameters,
+            update="sharded" if scape.parameters == "gather" else "replicated",
             values=scape.values_dtype,
             weights=scape.weights_dtype,
             offload=tuple(scape.offload),
+            block=scape.block_size,
         )
     return Method(config.optimizer.name.lower())
 
@@ -64,7 +67,7 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
     shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
 
     def needed(replicas: int) -> dict[str, float]:
-        return simulated_memory_bytes(method, shapes, replicas, config.sync.scape.block_size)
+        return simulated_memory_bytes(method, shapes, replicas)
 
     kinds, free = needed(played), device.free_memory(device_type, rank, layout.ranks_per_node)
     total = sum(kinds.values())
@@ -100,7 +103,6 @@ class Forecast:
                 links,
                 batch=workload.batch,
                 micro_batch=config.training.local_batch_size,
-                block=config.sync.scape.block_size,
             )
             for method in (method_of(config), Method("adams"))
         )

@@ -6,7 +6,7 @@ from typing import Any
 from topology.layout import Layout
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.planner.cost import Method, host_bytes, host_link_bytes, memory_bytes
+from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 from torchtitan_scape.report.forecast import method_of, workload_of
 from torchtitan_scape.report.metrics import size_text
@@ -34,20 +34,20 @@ class MemoryReport:
     def of(cls, config: JobConfig, layout: Layout, device_module: Any) -> "MemoryReport":
         """The config's TrainSpec must be registered. A dry run takes the device of the machine's preset."""
         workload, method = workload_of(config), method_of(config)
-        shards, block = layout.shard * layout.context * layout.tensor, config.sync.scape.block_size
+        shards = layout.shard * layout.context * layout.tensor
 
         def kinds_of(method: Method) -> dict[str, float]:
-            return memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size, block)
+            return memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size)
 
         kinds, shapes = kinds_of(method), local_shapes(workload.shapes(), shards)
-        host = host_bytes(method, shapes, layout.replicate, block)
+        host = host_bytes(method, shapes, layout.replicate)
         preset, against = layout.machine.device, ""
-        plain = replace(method, parameters="local", values="float32", weights="float32", offload=())
+        plain = replace(method, update="replicated", values="float32", weights="float32", offload=())
         if method != plain:
             saved = sum(kinds_of(plain).values()) - sum(kinds.values())
             than = "'local' with FP32 weights and nothing offloaded"
             against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
-            if moved := sum(host_link_bytes(method, shapes, layout.replicate, block)):
+            if moved := sum(host_link_bytes(method, shapes, layout.replicate)):
                 seconds = moved / (preset.host_link * 1e9)
                 against += (
                     f"; {size_text(moved)} to and from the host a step, {seconds:.3g} s at {preset.host_link:g} GB/s "
