@@ -1,112 +1,20 @@
 """Passes over local tensors that an optimizer step is made of.
 
 `reference.py` states each of them in plain PyTorch; the Triton kernels beside it are held against it. Nothing here
-knows of process groups or of the trainer.
+knows of process groups or of the trainer. What needs torch is imported when it is first asked for: block arithmetic
+runs where torch is not installed.
 """
 
-import importlib.util
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from kernels.backends import TRITON_DTYPES, adams_step, choose, finite_check, gather_passes, scape_passes
 
-from kernels.common.offload import in_dry_run
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.gather_passes import GatherPasses
-from kernels.scape.passes import ScapePasses
-from kernels.scape.simulated import SimulatedPasses
-
-__all__ = ["BACKENDS", "TRITON_DTYPES", "adams_step", "choose", "finite_check", "gather_passes", "scape_passes"]
-
-BACKENDS = ("auto", "triton", "torch")
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["TRITON_DTYPES", "adams_step", "choose", "finite_check", "gather_passes", "scape_passes"]
 
 
-def choose(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
-    """ "triton" or "torch": what `backend` asks for, "auto" taking Triton on a GPU and PyTorch on a CPU.
-
-    PyTorch also runs what Triton does not: tensors of dtypes other than `TRITON_DTYPES`, and a dry run under fake
-    tensors. Raises ValueError where Triton is asked for and cannot run.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"kernels is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
-    if in_dry_run():
-        return "torch"
-    installed = importlib.util.find_spec("triton") is not None
-    # Triton reads the variable when it is first imported.
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    others = sorted(str(dtype) for dtype in set(dtypes) - set(TRITON_DTYPES))
-    if backend == "auto":
-        return "triton" if device.type == "cuda" and installed and not others else "torch"
-    if backend == "triton" and not installed:
-        raise ValueError("kernels is 'triton', which is not installed; install triton, or choose 'auto' or 'torch'")
-    if backend == "triton" and device.type != "cuda" and not interpreted:
-        raise ValueError(
-            f"kernels is 'triton', and the parameters are on {device.type!r}; Triton needs a GPU (or the slow "
-            "TRITON_INTERPRET=1): choose 'auto' or 'torch'"
-        )
-    if backend == "triton" and others:
-        raise ValueError(
-            f"kernels is 'triton', and there are parameters of {others[0]}; the kernels take "
-            f"{', '.join(map(str, TRITON_DTYPES))}: choose 'auto' or 'torch'"
-        )
-    return backend
-
-
-def scape_passes(
-    backend: str,
-    layout: BlockLayout,
-    whole_sizes: Sequence[int],
-    selection: str,
-    density: float,
-    replica: int | str | None,
-    device: torch.device,
-    **options: Any,
-) -> ScapePasses:
-    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`.
-
-    replica: "all" plays every replica of the layout: `SimulatedPasses`.
-    """
-    passes: type[ScapePasses]
-    if backend == "triton":
-        from kernels.scape.triton_passes import TritonScape as passes
-    else:
-        from kernels.scape.torch_passes import TorchScape as passes
-    if replica == "all":
-        return SimulatedPasses(passes, layout, tuple(whole_sizes), selection, density, device, **options)
-    assert not isinstance(replica, str)
-    return passes(layout, tuple(whole_sizes), selection, density, replica, device, **options)
-
-
-def gather_passes(backend: str, *arguments: Any, **options: Any) -> GatherPasses:
-    """The passes of the sharded form by "triton" or "torch"; arguments and options are those of `GatherPasses`."""
-    passes: type[GatherPasses]
-    if backend == "triton":
-        from kernels.scape.triton_gather_passes import TritonGather as passes
-    else:
-        from kernels.scape.torch_gather import TorchGather as passes
-    return passes(*arguments, **options)
-
-
-def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
-    """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
-    if backend == "triton":
-        from kernels.dense.triton_dense_passes import Finite
-
-        return Finite()
-    from kernels.scape.reference import finite
-
-    return finite
-
-
-def adams_step(backend: str) -> Any:
-    """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
-    if backend == "triton":
-        from kernels.dense.triton_dense_passes import TritonAdams
-
-        return TritonAdams()
-    from kernels.scape.torch_passes import TorchAdams
-
-    return TorchAdams()
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("kernels.backends"), name)

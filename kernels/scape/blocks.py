@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def density_at(step: int, density: float, warmup_steps: int) -> float:
@@ -39,7 +41,7 @@ class Mask:
     density: what it was selected at, so that its count is known; at 1.0 it is all ones and `bits` not read.
     """
 
-    bits: Tensor
+    bits: "Tensor"
     density: float = 1.0
 
     @property
@@ -113,7 +115,7 @@ class BlockLayout:
         tensors = range(len(self.sizes))
         return sum(self.nnz(i, density, "block") for i in tensors) / max(1, sum(self.sizes))
 
-    def bits(self, mask: Mask, tensor: int) -> Tensor | None:
+    def bits(self, mask: Mask, tensor: int) -> "Tensor | None":
         """The packed bits of one tensor's blocks; None for all ones."""
         if mask.dense:
             return None
