@@ -1,4 +1,4 @@
-"""Shared fixtures: pools of gloo processes, one of 2 and one of 4 ranks a session.
+"""Shared fixtures: pools of gloo processes.
 
 The suite runs on the CPU with gloo, on machines with GPUs too: they are hidden before torch is imported, unless
 SCAPE_GPU_TESTS=1 asks for tests/gpu.
@@ -29,17 +29,23 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")
-def pool2() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
+def pool1() -> Pool:
+    return Pool(1)
 
 
 @pytest.fixture(scope="session")
-def pool4() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
+def pool2() -> Pool:
+    return Pool(2)
+
+
+@pytest.fixture(scope="session")
+def pool3() -> Pool:
+    return Pool(3)
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Pool:
+    return Pool(4)
 
 
 # The kernels in Triton's interpreter take one core for minutes: in a process beside the other tests, asked last.

@@ -1,16 +1,19 @@
-"""Real processes with gloo, started once a session and shared by the tests: a start takes seconds."""
+"""Real processes with gloo: forks of tests/server.py, new ones for every call."""
 
+import contextlib
 import functools
-import gc
-import multiprocessing
 import os
+import pickle
+import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
-_CALLS = 30  # then new processes take over
+from tests.server import Process
 
 
 class RankError(AssertionError):
@@ -18,93 +21,81 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world` processes in one gloo group. A call that fails ends the pool; the next call starts a new one.
-
-    `outcomes` spares it where all ranks have failed, as they do when they refuse something: none is left waiting.
-    """
+    """`world` processes in one gloo group."""
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._ranks: list[tuple[Any, Any]] = []
-        self._calls = 0
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        store = f"{tempfile.mkdtemp()}/store"
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world, store), daemon=True)
-            process.start()
-            self._calls = 0
-            self._ranks.append((process, ours))
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
         """Runs `function(*args)` on every rank; the results in rank order. Raises the first rank's error."""
         outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
         for rank, (good, value) in enumerate(outcomes):
             if not good:
-                self.close()
                 raise RankError(f"rank {rank}: {value}")
         return [value for _, value in outcomes]
 
     def outcomes(
         self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list[tuple[bool, Any]]:
-        """As a call, but (True, result) or (False, traceback) of every rank."""
-        if not self._ranks:
-            self._start()
-        call = functools.partial(function, *args, **kwargs)
-        for _, connection in self._ranks:
-            connection.send(call)
-        outcomes, answers = [], 0
-        for process, connection in self._ranks:
-            if not connection.poll(timeout):
-                outcomes.append((False, f"no answer within {timeout} s (alive: {process.is_alive()})"))
-                break
+        """As a call, but (True, result) or (False, traceback) of every rank, up to one that does not answer."""
+        call = pickle.dumps(functools.partial(function, *args, **kwargs))
+        outcomes: list[tuple[bool, Any]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [_Rank(rank, self.world, f"{folder}/store") for rank in range(self.world)]
             try:
-                outcomes.append(connection.recv())
-                answers += 1
-            except EOFError:
-                outcomes.append((False, "the process died"))
-        self._calls += 1
-        # Every trainer leaves gloo groups, whose threads wake a hundred times a second, for as long as a process lives.
-        if self._calls >= _CALLS or answers < self.world or len({good for good, _ in outcomes}) > 1:
-            self.close()
+                for rank in ranks:
+                    rank.connection.send_bytes(call)
+                for rank in ranks:
+                    if not rank.connection.poll(timeout):
+                        outcomes.append((False, f"no answer within {timeout} s"))
+                        break
+                    try:
+                        outcomes.append(pickle.loads(rank.connection.recv_bytes()))
+                    except EOFError:
+                        outcomes.append((False, "the process died"))
+            finally:
+                # None ends before all have answered: they may be talking to each other.
+                for rank in ranks:
+                    rank.connection.close()
+                    rank.process.kill()
         return outcomes
 
-    def close(self) -> None:
-        for process, connection in self._ranks:
-            process.kill()
-            process.join()
-            connection.close()
-        self._ranks = []
+
+class _Rank:
+    def __init__(self, rank: int, world: int, store: str) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with theirs:
+            self.process = Process("tests.pool", [store], environment, files=[0, 1, 2, theirs.fileno()])
+        self.connection = Connection(ours.detach())
 
 
-def _serve(connection: Any, rank: int, world: int, store: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    import torch
+def _main(store: str) -> None:
     import torch.distributed as dist
 
-    from torchtitan_scape import device
-
-    torch.set_num_threads(1)
-    device.prepare()
+    connection = Connection(3)
+    call = pickle.loads(connection.recv_bytes())
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    while True:
-        call = connection.recv()
-        try:
-            connection.send((True, call()))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
-        # TorchTitan turns automatic collection off: trainers, which refer to themselves, would stay until the end.
-        del call
-        gc.collect()
+    try:
+        outcome = pickle.dumps((True, call()))
+    except BaseException:
+        outcome = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(outcome)
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()  # until all have answered
+    os._exit(0)  # threads of groups may be waiting for each other
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,7 +1,6 @@
 """Resuming by another layout, method or options: nothing that replicas have not delivered yet is lost."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ MORE = {
     "3 played": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
 }
 WHERE = LAYOUTS | MORE
-
-
-@pytest.fixture(scope="module")
-def pool3() -> Iterator[Pool]:
-    pool = Pool(3)
-    yield pool
-    pool.close()
 
 
 def pending(trainer: Any) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -102,8 +101,6 @@ def zeros(state: Any) -> Any:
 
 def save_and_load(path: str, how: str) -> tuple[bool, str | None, bool]:
     """Saved twice into the same folder, with another state."""
-    if how == "process":  # torch's process for saving is a child of this one, which daemons may not have
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for seed in (1, 2):
         state = rich(seed)
         writer = CheckedWriter(path, thread_count=2 if how == "threads" else 1)

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.sync.test_simulated import ALONE, pool1, simulate
+from tests.sync.test_simulated import ALONE, simulate
 from tests.test_training import LAYOUTS, METHODS, train
-
-__all__ = ["pool1"]
 
 
 def short_of(folder: Path, texts: list[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """Training with simulated replicas: the run of as many gloo ranks, to FP32 rounding, and exact resuming."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, train
 
 ALONE = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=1"]
-
-
-@pytest.fixture(scope="module")
-def pool1() -> Iterator[Pool]:
-    pool = Pool(1)
-    yield pool
-    pool.close()
 
 
 def simulate(replicas: int) -> str:

@@ -119,18 +119,15 @@ def test_owners_receive_their_part_of_the_mean(shape: str, rounded: bool, pool4:
 def test_three_levels() -> None:
     """Eight ranks: pairs, two to a node, two nodes."""
     pool = Pool(8)
-    try:
-        for rounded in (False, True):
-            results = pool(exchange, "pairs", rounded)
-            check_exchange(results, rounded)
-            n = 64 * 3
-            sent = {"gcd_pair": n * 2 + n * (1 if rounded else 2), "node": n + n * (0.5 if rounded else 1)}
-            for result in results:
-                assert result["sent"] == {**sent, "network": n / 2 if rounded else n}
-                assert result["masks"] == {"network": 5, "node": 10, "gcd_pair": 20}
-                assert result["handed"] == result["seen"]
-    finally:
-        pool.close()
+    for rounded in (False, True):
+        results = pool(exchange, "pairs", rounded)
+        check_exchange(results, rounded)
+        n = 64 * 3
+        sent = {"gcd_pair": n * 2 + n * (1 if rounded else 2), "node": n + n * (0.5 if rounded else 1)}
+        for result in results:
+            assert result["sent"] == {**sent, "network": n / 2 if rounded else n}
+            assert result["masks"] == {"network": 5, "node": 10, "gcd_pair": 20}
+            assert result["handed"] == result["seen"]
 
 
 def check_exchange(results: list[dict[str, Any]], rounded: bool) -> None:

@@ -165,7 +165,7 @@ def read_corpus(root: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -
 
 def corpus_digest() -> str:
     """First 12 hexadecimal digits of the SHA-256 over all documents in their order."""
-    return read_corpus().digest
+    return read_corpus(None, MAX_DOCUMENT_BYTES).digest  # as `load_train`: one key of the cache, one reading
 
 
 def load_train(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:

@@ -1,0 +1,226 @@
+"""A process that has imported the trainer and forks: ranks of the pools, and commands that tests start.
+
+A new interpreter takes 5 s of CPU to import what a fork has at once. A request is `python -m module arguments` with
+environment, folder and open files; the answer is the exit code. The server ends with pytest, however that ends; what
+it has forked ends with it, and with the connection that asked for it.
+
+As a script it is a Python for other scripts (`python()`): it has modules of this repository run by the server, and
+hands everything else to the interpreter.
+"""
+
+import array
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = "SCAPE_TEST_SERVER"  # environment variable: where the server listens
+OURS = ("torchtitan_scape.", "topology.", "scripts.", "tests.")
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """`python -m module arguments` in a fork of the server."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        folder: Path | None = None,
+        files: Sequence[int] = (0, 1, 2),
+        at: str | None = None,
+    ) -> None:
+        """environment: all of it. folder: the repository unless given. files: are 0, 1, 2, 3 ... there."""
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect(at or address())
+        whole = dict(os.environ) if environment is None else environment
+        request = json.dumps([module, list(arguments), whole, str(folder or ROOT)]).encode()
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+        self._connection.sendmsg([len(request).to_bytes(4, "big")], [rights])
+        self._connection.sendall(request)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; a signal's number is negative. Raises TimeoutError."""
+        self._connection.settimeout(timeout)
+        return int.from_bytes(_receive(self._connection, 4), "big", signed=True)
+
+    def kill(self) -> None:
+        """Ends it if it still runs."""
+        self._connection.close()
+
+
+def run(
+    module: str,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+    timeout: float = 120,
+) -> "subprocess.CompletedProcess[str]":
+    """As `subprocess.run([python, "-m", module, *arguments])` with its output as text."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
+        files = [file.fileno() for file in (nothing, out, err)]
+        process = Process(module, arguments, environment, folder, files)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([module, *arguments], code, out.read(), err.read())
+
+
+@functools.cache
+def address() -> str:
+    """Where this process's server listens; the first call starts it."""
+    folder = tempfile.mkdtemp()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"{folder}/server")
+    listener.listen(64)
+    number = listener.fileno()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.server", "serve", str(number)], cwd=ROOT, env=environment, pass_fds=[number]
+    )
+    listener.close()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return f"{folder}/server"
+
+
+@functools.cache
+def python() -> str:
+    """An executable that stands for a Python where a script or a launcher starts modules of this repository."""
+    path = Path(tempfile.mkdtemp(), "python")
+    path.write_text(f'#!/bin/sh\n{ADDRESS}={address()} exec {sys.executable} -IS {__file__} "$@"\n')
+    path.chmod(0o755)
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------ the other side
+
+
+def _receive(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise EOFError("the test server has ended")
+        data += part
+    return data
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(listener: socket.socket) -> NoReturn:
+    _die_with_parent()
+    importlib.import_module("tests.preload")
+    threads = [Path("/proc/self/task", task, "comm").read_text() for task in os.listdir("/proc/self/task")]
+    others = [name for name in threads[1:] if not name.startswith("jemalloc")]  # Arrow's, which outlives a fork
+    assert not others, f"threads that every fork would lose: {others}"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
+    selector = selectors.DefaultSelector()
+
+    def begin() -> None:
+        connection, _ = listener.accept()
+        length, files, *_ = socket.recv_fds(connection, 4, 16)
+        request = json.loads(_receive(connection, int.from_bytes(length, "big")))
+        if (pid := os.fork()) == 0:
+            selector.close()
+            _become(request, files)
+        for file in files:
+            os.close(file)
+        child = os.pidfd_open(pid)
+
+        def end() -> None:
+            """Either it has ended, or nobody wants it any more: a client says nothing after its request."""
+            selector.unregister(child)
+            selector.unregister(connection)
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError):
+                connection.sendall(code.to_bytes(4, "big", signed=True))
+            connection.close()
+            os.close(child)
+
+        selector.register(child, selectors.EVENT_READ, end)
+        selector.register(connection, selectors.EVENT_READ, end)
+
+    selector.register(listener, selectors.EVENT_READ, begin)
+    while True:
+        selector.select()[0][0].data()  # one at a time: it may take away what else has come
+
+
+def _become(request: list[Any], files: list[int]) -> NoReturn:
+    """This fork is the command that was asked for."""
+    code = 1
+    try:
+        _die_with_parent()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # First above all numbers that they shall have.
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 64) for file in files]
+        for number, file in enumerate(high):
+            os.dup2(file, number)
+        os.closerange(len(files), 256)
+        module, arguments, environment, folder = request
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.argv = [module, *arguments]
+        warnings.filterwarnings("ignore", message=f"'{module}' found in sys.modules")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    if arguments[0] == "serve":
+        try:
+            _serve(socket.socket(fileno=int(arguments[1])))
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    if arguments[0] == "-m" and arguments[1].startswith(OURS):
+        code = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ.pop(ADDRESS)).wait()
+        os._exit(code if code >= 0 else 128 - code)
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
