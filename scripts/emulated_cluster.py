@@ -28,11 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # where the packages are not installed
-    sys.path.insert(0, str(ROOT))
-
-from topology.interfaces import parse_counters  # noqa: E402
+from scripts.common import RunError, guarded, parser
+from topology.interfaces import parse_counters
 
 NIC = "eth0"
 PORT = 29500
@@ -49,7 +46,7 @@ _NAME = re.compile(r"scape-(\d+)-(\d+)-\d+-\w+")
 _serial = itertools.count()
 
 
-class ClusterError(RuntimeError):
+class ClusterError(RunError):
     """The cluster cannot be made here; the message says what is missing."""
 
 
@@ -107,7 +104,7 @@ class Cluster:
             signal.signal(number, lambda number, frame: arrived.append(number))
         try:
             self.end_processes()
-            for name in _namespaces():
+            for name in namespaces():
                 if name.startswith(self._prefix):
                     _run("ip", "netns", "delete", name)
         finally:
@@ -252,7 +249,7 @@ class Cluster:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        while left := [pid for name in _namespaces() if name.startswith(self._prefix) for pid in _pids(name)]:
+        while left := [pid for name in namespaces() if name.startswith(self._prefix) for pid in processes_in(name)]:
             if time.monotonic() > deadline or all(process.poll() is not None for process in self._processes):
                 _kill(left)
             time.sleep(0.05)
@@ -296,11 +293,13 @@ def _run(*command: str) -> str:
     return result.stdout
 
 
-def _namespaces() -> list[str]:
+def namespaces() -> list[str]:
+    """The host's, by name."""
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
-def _pids(namespace: str) -> list[int]:
+def processes_in(namespace: str) -> list[int]:
+    """Their ids."""
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
@@ -321,11 +320,11 @@ def _start_time(pid: int) -> int | None:
 
 def _remove_stale() -> None:
     """Removes the namespaces of runs that were killed, and ends what such a run left in them."""
-    for name in _namespaces():
+    for name in namespaces():
         match = _NAME.fullmatch(name)
         if match and _start_time(int(match[1])) != int(match[2]):
             with contextlib.suppress(ClusterError):  # another run may be removing it, too
-                _kill(_pids(name))
+                _kill(processes_in(name))
                 _run("ip", "netns", "delete", name)
 
 
@@ -339,34 +338,31 @@ def table(before: Sequence[Mapping[str, tuple[int, int]]], after: Sequence[Mappi
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2, help="1 to 99")
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited")
-    parser.add_argument("--timeout", type=float, help="seconds after which the run is ended")
-    parser.add_argument("--log-dir", default="outputs/emulated_cluster", help="for the output of the nodes but node 0")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that every node runs")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    try:
-        if not command:
-            raise ValueError("no command is given; put it behind --, such as -- ./run_train.sh --training.steps=20")
-        if args.ranks_per_node < 1:
-            raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
-        with Cluster(args.nodes, args.rate or None) as cluster:
-            before = cluster.counters()
-            code = cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
-            print(f"The whole run, start-up and validation included:\n{table(before, cluster.counters())}")
-            if code == 0 and "run_train.sh" in command[0]:
-                print('Of the training steps alone, per step: "interfaces" in the summary.json of the run')
-            return code
-    except (ClusterError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; the nodes are removed", file=sys.stderr)
-        return 128 + signal.SIGINT
+    if not command:
+        raise ValueError("no command is given; put it after --, such as -- ./run_train.sh --training.steps=20")
+    if args.ranks_per_node < 1:
+        raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
+    with Cluster(args.nodes, args.rate or None) as cluster:
+        before = cluster.counters()
+        code = cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
+        print(f"The whole run, start-up and validation included:\n{table(before, cluster.counters())}")
+        if code == 0 and "run_train.sh" in command[0]:
+            print('Of the training steps alone, per step: "interfaces" in the summary.json of the run')
+        return code
+
+
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("--nodes", type=int, default=2, help="1 to 99")
+    own.add_argument("--ranks-per-node", type=int, default=1)
+    own.add_argument("--rate", type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited")
+    own.add_argument("--timeout", type=float, help="seconds after which the run is ended")
+    own.add_argument("--log-dir", default="outputs/emulated_cluster", help="for the output of the nodes but node 0")
+    own.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that every node runs")
+    args = own.parse_args()
+    return guarded(lambda: run(args), stopped="error: interrupted; the nodes are removed")
 
 
 if __name__ == "__main__":

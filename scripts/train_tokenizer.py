@@ -10,14 +10,15 @@ same Python gives the same bytes; another version of Python has another standard
 tokenizer.
 """
 
-import argparse
 import json
 import platform
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from scripts.common import guarded, parser
 from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER
 from torchtitan_scape.data.standard_library import read_corpus
 
@@ -72,26 +73,29 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder (default: the package's)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
-    parser.add_argument("--bytes", action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text")
-    args = parser.parse_args()
-
+def run(output: Path | None, vocab_size: int, only_bytes: bool) -> None:
     corpus = read_corpus()
-    tokenizer = train((), SMALLEST) if args.bytes else train(corpus.train, args.vocab_size)
+    tokenizer = train((), SMALLEST) if only_bytes else train(corpus.train, vocab_size)
     trained_on = f"standard library of Python {platform.python_version()}, digest {corpus.digest}"
-    args.output = args.output or (BYTE_TOKENIZER if args.bytes else EMBEDDED_TOKENIZER)
-    save(tokenizer, args.output, "nothing: the 256 bytes" if args.bytes else trained_on)
+    folder = output or (BYTE_TOKENIZER if only_bytes else EMBEDDED_TOKENIZER)
+    save(tokenizer, folder, "nothing: the 256 bytes" if only_bytes else trained_on)
 
     n_bytes = sum(len(document.encode()) for document in corpus.validation)
     n_tokens = sum(len(tokenizer.encode(document).ids) for document in corpus.validation)
     print(
-        f"{args.output}: {tokenizer.get_vocab_size()} entries, {n_bytes / n_tokens:.3f} bytes per token on "
+        f"{folder}: {tokenizer.get_vocab_size()} entries, {n_bytes / n_tokens:.3f} bytes per token on "
         f"{n_bytes / 1e6:.2f} MB of validation text (corpus digest {corpus.digest})"
     )
 
 
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("--output", type=Path, help="folder (default: the package's)")
+    own.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
+    own.add_argument("--bytes", action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text")
+    args = own.parse_args()
+    return guarded(lambda: run(args.output, args.vocab_size, args.bytes))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

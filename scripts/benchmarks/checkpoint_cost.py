@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,15 +23,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-
-from scripts.studies.scaling_report import markdown, megabytes  # noqa: E402
+from scripts.common import RESULTS, command_of, guarded, markdown, megabytes, parser, torchrun, write
 
 METHODS = {
     "adamw": ("dense AdamW", ["--sync.method=dense", "--optimizer.name=AdamW"]),
@@ -75,7 +70,7 @@ def plain_write(folder: Path, nbytes: int) -> float:
 
 
 def saves(trainer: Any, repeats: int) -> Cell:
-    """Medians of `repeats` saves through the trainer's own checkpointer, behind one that does not count."""
+    """Medians of `repeats` saves through the trainer's own checkpointer, after one that does not count."""
     manager, times, plain, nbytes = trainer.checkpointer, [], [], 0
     for i in range(repeats + 1):
         step = 1000 * (i + 1)
@@ -127,14 +122,10 @@ def rank(wanted: Cell) -> None:
 
 def measure(folder: Path, replicas: int, args: argparse.Namespace, rest: list[str]) -> dict[str, Cell]:
     work = Path(tempfile.mkdtemp(prefix="checkpoint_cost_", dir=folder))
-    wanted = json.dumps({"folder": str(work), "methods": args.methods, "repeats": args.repeats, "rest": rest})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={replicas}", __file__]
-    environment = {**os.environ, "CHECKPOINT_COST": wanted, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    wanted = {"folder": str(work), "methods": args.methods, "repeats": args.repeats, "rest": rest}
+    environment = {"CHECKPOINT_COST": json.dumps(wanted), "CUDA_VISIBLE_DEVICES": ""}
     try:
-        with open(work / "log", "w+") as log:
-            if subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode:
-                log.seek(0)
-                raise SystemExit(f"{replicas} replicas in {folder} failed:\n{log.read()[-3000:]}")
+        torchrun(replicas, ["-m", "scripts.benchmarks.checkpoint_cost"], work / "log", **environment)
         return dict(json.loads((work / "cells.json").read_text()))
     finally:
         shutil.rmtree(work)
@@ -162,36 +153,36 @@ def tables(cells: dict[str, dict[str, Cell]]) -> str:
     return f"{markdown(rows)}\n\n{markdown(by_writer)}"
 
 
-def main() -> None:
-    if "CHECKPOINT_COST" in os.environ:
-        rank(json.loads(os.environ["CHECKPOINT_COST"]))
-        return
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folders", nargs="+", metavar="NAME=FOLDER", help="file systems to save to")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "results" / "checkpoint_cost", help="cells.json, table.md"
-    )
-    args, rest = parser.parse_known_args()
-    args.methods = ["adamw", *(name for name in args.methods if name != "adamw")]  # what the others are a ratio of
+def run(args: argparse.Namespace, rest: list[str]) -> None:
+    methods = ["adamw", *(name for name in args.methods if name != "adamw")]  # what the others are a ratio of
+    args.methods = methods
     cells: dict[str, dict[str, dict[str, Cell]]] = {}
     for name, _, folder in (item.partition("=") for item in args.folders):
         if not os.path.isdir(folder):
-            parser.error(f"{name}={folder} names no folder; give NAME=FOLDER")
+            raise ValueError(f"{name}={folder} names no folder; give NAME=FOLDER")
         for replicas in args.replicas:
             print(f"{name}: {replicas} replicas ...", flush=True)
             cells.setdefault(name, {})[str(replicas)] = measure(Path(folder), replicas, args, rest)
-    text, command = "", " ".join(["python -m scripts.benchmarks.checkpoint_cost", *sys.argv[1:]])
-    for name, one in cells.items():
-        text += f"\n## {name}\n\n{tables(one)}\n"
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "cells.json").write_text(json.dumps({"command": command, "cells": cells}, indent=1) + "\n")
-    (args.output / "table.md").write_text(f"# What a checkpoint costs\n\n`{command}`\n{text}")
+    command = command_of("scripts.benchmarks.checkpoint_cost")
+    text = "".join(f"\n## {name}\n\n{tables(one)}\n" for name, one in cells.items())
+    write(args.output / "cells.json", {"command": command, "cells": cells})
+    write(args.output / "table.md", f"# What a checkpoint costs\n\n`{command}`\n{text}")
     print(text)
 
 
+def main() -> int:
+    if "CHECKPOINT_COST" in os.environ:
+        rank(json.loads(os.environ["CHECKPOINT_COST"]))
+        return 0
+    own = parser(__doc__)
+    own.add_argument("folders", nargs="+", metavar="NAME=FOLDER", help="file systems to save to")
+    own.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    own.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    own.add_argument("--repeats", type=int, default=5)
+    own.add_argument("--output", type=Path, default=RESULTS / "checkpoint_cost", help="cells.json, table.md")
+    args, rest = own.parse_known_args()
+    return guarded(lambda: run(args, rest))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,27 @@
 """Times the consistency check against a training step, both in one run, on this machine.
 
-    torchrun --nproc_per_node=2 scripts/benchmarks/consistency_cost.py --job.config_file train_configs/embedded.toml
+    torchrun --nproc_per_node=2 -m scripts.benchmarks.consistency_cost --job.config_file train_configs/embedded.toml
 
 Any recipe and the trainer's options may be given. Warm-up, then steps in turn with checks. The bound is one plain read
 of the same memory (torch.sum over 64-bit words, chunks as the check reads them). Writes results/consistency/cost.json
 and table.md.
 """
 
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from scripts.common import RESULTS, markdown, write
 from torchtitan_scape import train
 from torchtitan_scape.report.metrics import size_text
 from torchtitan_scape.sync import consistency
 
-OUTPUT = Path(__file__).resolve().parents[2] / "results" / "consistency"
+OUTPUT = RESULTS / "consistency"
 WARM_UP, STEPS = 5, 25
 
 
@@ -38,7 +37,7 @@ def timed(work: Any) -> float:
 
 
 class CostTrainer(train.ScapeTrainer):
-    """The trainer, which behind each step checks as often as it is asked to, apart from the step."""
+    """The trainer, which after each step checks as often as it is asked to, apart from the step."""
 
     def __init__(self, job_config: Any) -> None:
         self.interval, job_config.sync.consistency_interval = job_config.sync.consistency_interval, 0
@@ -72,38 +71,38 @@ def main() -> None:
     with patch("time.sleep"):
         trainer.train()
     if dist.get_rank() == 0:
-        write(trainer)
+        report(trainer)
     trainer.close()
     dist.destroy_process_group()
 
 
-def write(trainer: CostTrainer) -> None:
+def report(trainer: CostTrainer) -> None:
     config, bytes_read = trainer.job_config, sum(tensor.nbytes for tensor in trainer.tensors())
     median = {name: statistics.median(values) for name, values in trainer.seconds.items()}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    share = median["check"] / max(1, trainer.interval) / median["step"]
     figures = {
         "recipe": f"{config.model.name} {config.model.flavor}, {config.sync.method}, {trainer.layout.describe()}",
-        "device": device,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in trainer.model_parts[0].parameters()),
         "bytes_read": bytes_read,
         "median_seconds": median,
         "interval": trainer.interval,
-        "share_of_a_step": median["check"] / max(1, trainer.interval) / median["step"],
+        "share_of_a_step": share,
         "seconds": trainer.seconds,
     }
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    (OUTPUT / "cost.json").write_text(json.dumps(figures, indent=2) + "\n")
-    lines = [
-        f"{figures['recipe']}; {device}, medians of {STEPS} steps and checks in one run.",
-        "",
-        "| read by a check | step, ms | check, ms | plain read of the same memory, ms | interval | of a step, % |",
-        "| --- | --- | --- | --- | --- | --- |",
-        f"| {size_text(bytes_read)} | {1e3 * median['step']:.1f} | {1e3 * median['check']:.2f} "
-        f"| {1e3 * median['read']:.2f} | {trainer.interval} | {100 * figures['share_of_a_step']:.4f} |",
-    ]
-    (OUTPUT / "table.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    row = {
+        "read by a check": size_text(bytes_read),
+        "step, ms": f"{1e3 * median['step']:.1f}",
+        "check, ms": f"{1e3 * median['check']:.2f}",
+        "plain read of the same memory, ms": f"{1e3 * median['read']:.2f}",
+        "interval": trainer.interval,
+        "of a step, %": f"{100 * share:.4f}",
+    }
+    what = f"{figures['recipe']}; {figures['device']}, medians of {STEPS} steps and checks in one run."
+    write(OUTPUT / "cost.json", figures)
+    write(OUTPUT / "table.md", f"{what}\n\n{markdown([row])}\n")
+    print(f"{what}\n\n{markdown([row])}")
 
 
 if __name__ == "__main__":

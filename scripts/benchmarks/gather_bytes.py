@@ -5,13 +5,12 @@
     python -m scripts.benchmarks.gather_bytes report     # table.md, from the stored runs alone
 
 A run trains a few steps of the embedded recipe on scripts/emulated_cluster.py, its links not limited. Bytes are those
-of the training steps behind the first, which is dense ("interfaces" in summary.json). runs.json holds them by node,
+of the training steps after the first, which is dense ("interfaces" in summary.json). runs.json holds them by node,
 table.md by replica. Mask bytes, as the ranks count them, are left out of both sides of a ratio; nothing else is.
 """
 
 import argparse
 import json
-import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from scripts.emulated_cluster import Cluster, ClusterError  # noqa: E402
-from scripts.studies.scaling_report import markdown, megabytes  # noqa: E402
+from scripts.common import (
+    EMBEDDED,
+    OUTPUTS,
+    RESULTS,
+    ROOT,
+    RunError,
+    command_of,
+    guarded,
+    markdown,
+    megabytes,
+    parser,
+    write,
+)
+from scripts.emulated_cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -77,20 +84,20 @@ OPTIONS = (
 
 
 def train(plan: Plan, form: Form, steps: int, folder: Path, timeout: float) -> dict[str, Any]:
-    """One run, its dump and logs in `folder`. Raises RuntimeError where it fails."""
+    """One run, its dump and logs in `folder`. Raises RunError where it fails."""
     options = [f"--training.steps={steps}", *OPTIONS, *form.options]
     if plan.shard > 1:
         options.append(f"--parallelism.data_parallel_shard_degree={plan.shard}")
     (folder / "summary.json").unlink(missing_ok=True)
     command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *options]
-    env = {"CONFIG_FILE": "train_configs/embedded.toml"}
+    env = {"CONFIG_FILE": EMBEDDED}
     with Cluster(plan.nodes) as cluster:
         code = cluster.run(command, plan.ranks_per_node, env, folder, timeout, show=False)
     if code:
-        raise RuntimeError(f"{folder.name} ended with exit code {code}; its logs are in {folder}")
+        raise RunError(f"{folder.name} ended with exit code {code}; its logs are in {folder}")
     summary = json.loads((folder / "summary.json").read_text())
     if summary["interfaces"] is None or summary["skipped_steps"]:
-        raise RuntimeError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")
+        raise RunError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")
     kept = ("layout", "payload_parts", "messages_per_step", "validation_loss", "interfaces")
     return {"options": options, "replicas": plan.replicas, **{key: summary[key] for key in kept}}
 
@@ -102,9 +109,7 @@ def run(args: argparse.Namespace) -> None:
         for name, form in FORMS.items():
             print(f"{plan.title}: {form.title} ...", flush=True)
             runs[cluster][name] = train(plan, form, args.steps, args.work.resolve() / f"{cluster}-{name}", args.timeout)
-    command = " ".join(["python -m scripts.benchmarks.gather_bytes", *args.given])
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "runs.json").write_text(json.dumps({"command": command, "runs": runs}, indent=1) + "\n")
+    write(args.output / "runs.json", {"command": command_of("scripts.benchmarks.gather_bytes"), "runs": runs})
     report(args)
 
 
@@ -253,31 +258,23 @@ def fenced(command: Sequence[str]) -> str:
 
 def report(args: argparse.Namespace) -> None:
     text = table(json.loads((args.output / "runs.json").read_text()))
-    (args.output / "table.md").write_text(text)
+    write(args.output / "table.md", text)
     print(text)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "report"):
+    own = parser(__doc__)
+    commands = own.add_subparsers(dest="command", required=True)
+    for name, work in (("run", run), ("report", report)):
         one = commands.add_parser(name)
-        one.add_argument("--output", type=Path, default=ROOT / "results" / "gather_bytes")
+        one.set_defaults(do=work)
+        one.add_argument("--output", type=Path, default=RESULTS / "gather_bytes")
         if name == "run":
             one.add_argument("--steps", type=int, default=12, help="of a run, 2 or more")
             one.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is ended")
-            one.add_argument("--work", type=Path, default=ROOT / "outputs" / "gather_bytes", help="logs of the runs")
-    args = parser.parse_args()
-    args.given = sys.argv[1:]
-    try:
-        {"run": run, "report": report}[args.command](args)
-    except (ClusterError, RuntimeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; the nodes are removed", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+            one.add_argument("--work", type=Path, default=OUTPUTS / "gather_bytes", help="logs of the runs")
+    args = own.parse_args()
+    return guarded(lambda: args.do(args), stopped="error: interrupted; the nodes are removed")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ pretends to have 64 replicas, on a CPU, where zeros take no memory before they a
 activations.
 """
 
-import argparse
 import gc
 import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:  # where the packages are not installed
-    sys.path.insert(0, str(ROOT))
-
-from torchtitan_scape import AdamS, Scape  # noqa: E402
-from torchtitan_scape.planner.volumes import (  # noqa: E402
+from scripts.common import RESULTS, markdown, parser, write
+from torchtitan_scape import AdamS, Scape
+from torchtitan_scape.planner.volumes import (
     Method,
     host_bytes,
     host_link_bytes,
@@ -33,10 +28,9 @@ from torchtitan_scape.planner.volumes import (  # noqa: E402
     memory_bytes,
     payload_bytes,
 )
-from torchtitan_scape.planner.workloads import Shape, Workload, get_workload  # noqa: E402
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16  # noqa: E402
+from torchtitan_scape.planner.workloads import Shape, Workload, get_workload
+from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 
-RESULTS = ROOT / "results" / "memory_states"
 REPLICAS, DENSITY = 64, 0.01
 NOT_HERE = ("gradients", "working copy", "activations")
 
@@ -119,55 +113,54 @@ def total(now: dict[int, int], before: dict[int, int]) -> float:
 
 
 def table(workload: Workload) -> str:
-    rows = [
-        "| | device, GB: predicted | measured | over dense AdamS, measured | host, GB: predicted | measured "
-        "| over the host link a step, GB: predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    shapes = workload.shapes()
+    shapes, rows = workload.shapes(), []
     found = {name: measured(method, shapes) for name, method in FORMS.items()}
     plain = found["dense AdamS"][0]
     for name, method in FORMS.items():
         (device, host), (here, there) = predicted(method, workload), found[name]
-        cells = [f"{device / 1e9:.3f}", f"{here / 1e9:.3f}", f"{(here - plain) / 1e9:+.3f}", "", "", ""]
-        if there:
-            moved = sum(host_link_bytes(method, shapes, REPLICAS))
-            cells[3:] = [f"{nbytes / 1e9:.3f}" for nbytes in (host, there, moved)]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
+        moved = sum(host_link_bytes(method, shapes, REPLICAS))
+        row = {"": name, "device, GB: predicted": f"{device / 1e9:.3f}", "measured": f"{here / 1e9:.3f}"}
+        row["over dense AdamS, measured"] = f"{(here - plain) / 1e9:+.3f}"
+        on_host = [f"{nbytes / 1e9:.3f}" if there else "" for nbytes in (host, there, moved)]
+        titles = ("host, GB: predicted", "measured ", "over the host link a step, GB: predicted")
+        rows.append(row | dict(zip(titles, on_host, strict=True)))
     n = workload.parameters
     payload = payload_bytes(shapes, DENSITY)
     over, allowed = found["SCAPE local"][0] - plain, n / 4 + 2 * payload
     rates = memory_bytes(FORMS["SCAPE local"], workload, 1, REPLICAS, 1)["rates of visits"]
     own = mask_bytes(shapes, DENSITY, REPLICAS)
-    rows += [
-        "",
-        f"SCAPE local over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are "
-        f"{allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.",
-        f"{rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none with",
-        f'`wait_by = "tensor"`). Within a step the selection of the own run comes on top, {own / 1e6:.1f} MB.',
-    ]
-    return "\n".join(rows)
+    return f"""{markdown(rows)}
+
+SCAPE local over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are \
+{allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.
+{rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none with
+`wait_by = "tensor"`). Within a step the selection of the own run comes on top, {own / 1e6:.1f} MB."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, and nothing is written")
-    smoke = parser.parse_args().smoke
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("--smoke", action="store_true", help="a tiny model, and nothing is written")
+    smoke = own.parse_args().smoke
     dist.init_process_group("fake", rank=0, world_size=REPLICAS, store=FakeStore())
     if smoke:
         print(table(Workload("tiny", 2, 64, 4, 2, 128, 4000, 64, 64)))
-        return
+        return 0
     tables = {name: table(get_workload(name)) for name in ("llama_500m", "llama_1_8b")}
     text = "\n\n".join(f"## {name}: {get_workload(name).parameters:,} parameters\n\n{t}" for name, t in tables.items())
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "table.md").write_text(
-        f"# Memory of parameters and optimizer state\n\n`python -m "
-        f"scripts.benchmarks.memory_table`: one of {REPLICAS} replicas, "
-        f"no shards, density {DENSITY:g}, payload in FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter)\n"
-        "and activations. Measured: bytes of all tensors on a CPU, nothing on a GPU.\n\n" + text + "\n"
+    write(
+        RESULTS / "memory_states" / "table.md",
+        f"""# Memory of parameters and optimizer state
+
+`python -m scripts.benchmarks.memory_table`: one of {REPLICAS} replicas, no shards, density {DENSITY:g}, payload in \
+FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter)
+and activations. Measured: bytes of all tensors on a CPU, nothing on a GPU.
+
+{text}
+""",
     )
     print(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

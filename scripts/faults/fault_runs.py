@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.common import ROOT, RunError
+
+STARTED = re.compile(r"rank0\]:.* Training starts at step (\d+)")
 # A run of seconds on two CPU processes, with checkpoints that can be resumed from at every second step.
 TINY = [
     "--metrics.log_freq=1",
@@ -76,7 +78,7 @@ class Launch:
         self.launchers = [self.start(node) for node in range(nodes)]
 
     def start(self, node: int) -> "subprocess.Popen[Any]":
-        """Starts a node's launcher, as at the beginning; its output goes behind what is there."""
+        """Starts a node's launcher, as at the beginning; its output goes after what is there."""
         with open(self._logs[node], "ab") as log:
             return self._start(node, self._command, self._environment, log)
 
@@ -113,11 +115,11 @@ class Launch:
         return texts
 
     def wait_until(self, condition: Callable[[], Any], seconds: float, what: str, every: float = 0.02) -> Any:
-        """The condition's value once it is true. Raises RuntimeError with the output if it never is."""
+        """The condition's value once it is true. Raises RunError with the output if it never is."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > deadline or all(p.poll() is not None for p in self.launchers):
-                raise RuntimeError(f"{what} did not happen within {seconds:g} s:\n{self.output()[-5000:]}")
+                raise RunError(f"{what} did not happen within {seconds:g} s:\n{self.output()[-5000:]}")
             time.sleep(every)
         return value
 
@@ -127,7 +129,11 @@ class Launch:
 
     def starts(self) -> int:
         """How often training has started on all nodes, by what the first rank of each printed."""
-        return min(len(re.findall(r"rank0\]:.* Training starts at step", text)) for text in self._outputs())
+        return min(len(STARTED.findall(text)) for text in self._outputs())
+
+    def resumed_at(self) -> list[int]:
+        """The steps at which training has started, node by node."""
+        return [int(step) for step in STARTED.findall(self.output())]
 
     def wait_for_training(self, start: int, seconds: float = 120.0) -> None:
         """Until training has started for the `start`-th time, the first being 1."""
@@ -140,12 +146,12 @@ class Launch:
         return not all((self.checkpoints / name / ".metadata").exists() for name in new)
 
     def wait(self, seconds: float) -> list[int]:
-        """The launchers' exit codes. Raises RuntimeError if one does not end."""
+        """The launchers' exit codes. Raises RunError if one does not end."""
         deadline = time.monotonic() + seconds
         try:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.launchers]
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"a launcher did not end within {seconds:g} s:\n{self.output()[-5000:]}") from None
+            raise RunError(f"a launcher did not end within {seconds:g} s:\n{self.output()[-5000:]}") from None
 
 
 def _start(node: int, command: Sequence[str], environment: Mapping[str, str], log: Any) -> "subprocess.Popen[Any]":
@@ -177,11 +183,11 @@ def running(pid: int) -> bool:
 
 
 def seconds_until_gone(pids: Sequence[int], limit: float) -> float:
-    """How long until none of the processes runs. Raises RuntimeError after `limit` seconds."""
+    """How long until none of the processes runs. Raises RunError after `limit` seconds."""
     begin = time.monotonic()
     while any(running(pid) for pid in pids):
         if time.monotonic() - begin > limit:
-            raise RuntimeError(f"ranks still run {limit:g} s after the fault: {[p for p in pids if running(p)]}")
+            raise RunError(f"ranks still run {limit:g} s after the fault: {[p for p in pids if running(p)]}")
         time.sleep(0.02)
     return time.monotonic() - begin
 

@@ -9,10 +9,8 @@ equals the undisturbed run's, optimizer state included, to the last bit. The tab
 """
 
 import argparse
-import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -21,11 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:  # where the packages are not installed
-    sys.path.insert(0, str(ROOT))
-
-from scripts.faults.fault_runs import TINY, Launch, differences, seconds_until_gone  # noqa: E402
+from scripts.common import RESULTS, RunError, guarded, markdown, parser, read, write
+from scripts.faults.fault_runs import TINY, Launch, differences, seconds_until_gone
 
 STEPS = 24
 ARGUMENTS = [*TINY, f"--training.steps={STEPS}"]
@@ -47,9 +42,7 @@ def one(seed: int, folder: Path, whole: Path) -> dict[str, Any]:
         os.kill(ranks[victim], signal.SIGKILL)
         seconds = seconds_until_gone(list(ranks.values()), 60.0)
         codes = run.wait(LIMIT_SECONDS)
-        output = run.output()
-        resumed = [int(step) for step in re.findall(r"rank0\]:.* Training starts at step (\d+)", output)]
-    named = f"error: rank {victim} (" in output
+        resumed, named = run.resumed_at(), f"error: rank {victim} (" in run.output()
     ended = codes == [0] * nodes
     last = f"checkpoint/step-{STEPS}"
     equal = ended and not differences(whole / last, folder / last, folder)
@@ -69,58 +62,47 @@ def one(seed: int, folder: Path, whole: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    names = list(rows[0])
     survived = [row for row in rows if row["equal to the last bit"]]
     seconds = sorted(row["seconds until all ranks had ended"] for row in rows)
-    lines = [
-        "# Ranks killed at random",
-        "",
-        f"{len(rows)} runs of {STEPS} steps on 2 ranks (`python -m scripts.faults.kill_ranks`), each with one SIGKILL: "
-        f"{len(survived)} started again by themselves and ended as the undisturbed run, to the last bit. From the "
-        f"fault to the end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s, on "
-        "two CPU cores that others used as well.",
-        "",
-        "| " + " | ".join(names) + " |",
-        "| " + " | ".join("---" for _ in names) + " |",
-    ]
-    for row in rows:
-        cells = [{True: "yes", False: "no"}[v] if isinstance(v, bool) else str(v) for v in row.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    told = [{k: {True: "yes", False: "no"}[v] if isinstance(v, bool) else v for k, v in row.items()} for row in rows]
+    return f"""# Ranks killed at random
+
+{len(rows)} runs of {STEPS} steps on 2 ranks (`python -m scripts.faults.kill_ranks`), each with one SIGKILL: \
+{len(survived)} started again by themselves and ended as the undisturbed run, to the last bit. From the fault to the \
+end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s, on two CPU cores that \
+others used as well.
+
+{markdown(told)}
+"""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "faults")
-    options = parser.parse_args()
-    if options.seeds < 1:
-        print(f"error: --seeds is {options.seeds}; it must be 1 or more", file=sys.stderr)
-        return 2
-    options.output.mkdir(parents=True, exist_ok=True)
-    stored = options.output / "kill.json"
-    rows: list[dict[str, Any]] = json.loads(stored.read_text()) if stored.exists() else []
-    todo = [seed for seed in range(options.seeds) if seed not in {row["seed"] for row in rows}]
+def run(args: argparse.Namespace) -> int:
+    if args.seeds < 1:
+        raise ValueError(f"--seeds is {args.seeds}; it must be 1 or more")
+    stored = args.output / "kill.json"
+    rows: list[dict[str, Any]] = read(stored) or []
     scratch = Path(tempfile.mkdtemp(prefix="scape-kill-"))
     whole = scratch / "whole"
-    with Launch(ARGUMENTS, whole) as run:
-        if run.wait(LIMIT_SECONDS) != [0]:
-            print(f"error: the undisturbed run failed: {run.output()[-2000:]}", file=sys.stderr)
-            return 1
-    for seed in todo:
+    with Launch(ARGUMENTS, whole) as undisturbed:
+        if undisturbed.wait(LIMIT_SECONDS) != [0]:
+            raise RunError(f"the undisturbed run failed: {undisturbed.output()[-2000:]}")
+    for seed in sorted(set(range(args.seeds)) - {row["seed"] for row in rows}):
         folder = scratch / f"seed-{seed}"
-        try:
-            row = one(seed, folder, whole)
-        except RuntimeError as error:
-            print(f"error: seed {seed}: {error}", file=sys.stderr)
-            return 1
-        rows = sorted([*rows, row], key=lambda row: row["seed"])
-        print(row, flush=True)
-        stored.write_text(json.dumps(rows, indent=1) + "\n")
-        (options.output / "kill.md").write_text(table(rows))
+        rows = sorted([*rows, one(seed, folder, whole)], key=lambda row: row["seed"])
+        print(next(row for row in rows if row["seed"] == seed), flush=True)
+        write(stored, rows)
+        write(args.output / "kill.md", table(rows))
         shutil.rmtree(folder)
     shutil.rmtree(scratch)
     return 0 if all(row["equal to the last bit"] for row in rows) else 1
+
+
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("--seeds", type=int, default=20)
+    own.add_argument("--output", type=Path, default=RESULTS / "faults")
+    args = own.parse_args()
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ run without faults goes to the same step, and the losses of all steps are compar
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -22,12 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:  # where the packages are not installed
-    sys.path.insert(0, str(ROOT))
-
-from scripts.emulated_cluster import Cluster, ClusterError  # noqa: E402
-from scripts.faults.fault_runs import Launch  # noqa: E402
+from scripts.common import RESULTS, RunError, guarded, markdown, names, parser, write
+from scripts.emulated_cluster import Cluster
+from scripts.faults.fault_runs import Launch
 
 TIMEOUT_SECONDS = 20.0  # of collectives
 WAIT_SECONDS = 600.0  # for training to go on, on a machine that others use as well
@@ -81,12 +77,12 @@ class Soak:
         os.kill(self.rank(), signal.SIGSTOP)
 
     def link_down_for_3_s(self) -> None:
-        self._link_down(3.0)
+        self.link_down(3.0)
 
     def link_down_beyond_the_timeout(self) -> None:
-        self._link_down(2 * TIMEOUT_SECONDS)
+        self.link_down(2 * TIMEOUT_SECONDS)
 
-    def _link_down(self, seconds: float) -> None:
+    def link_down(self, seconds: float) -> None:
         node = self.node()
         self.cluster.set_link(node, up=False)
         time.sleep(seconds)
@@ -95,7 +91,7 @@ class Soak:
     def ask_to_stop_and_start_again(self) -> None:
         self.run.launchers[self.node()].send_signal(signal.SIGUSR1)
         if (codes := self.run.wait(WAIT_SECONDS)) != [75] * self.cluster.nodes:
-            raise RuntimeError(f"asked to stop, the launchers ended with {codes}, not 75:\n{self.run.output()[-3000:]}")
+            raise RunError(f"asked to stop, the launchers ended with {codes}, not 75:\n{self.run.output()[-3000:]}")
 
     # ------------------------------------------------------------------------------------------ what follows
 
@@ -115,7 +111,7 @@ class Soak:
                 if (code := process.poll()) is not None:
                     ended.append(code)
                     if code in (2, 4) or len(ended) > 10:
-                        raise RuntimeError(f"the launcher of node {node} ended with {code}")
+                        raise RunError(f"the launcher of node {node} ended with {code}")
                     self.run.launchers[node] = self.run.start(node)
             if kind in ENDING and self.run.starts() <= starts:
                 nonlocal seen
@@ -127,20 +123,19 @@ class Soak:
             deadline = time.monotonic() + WAIT_SECONDS
             while not goes_on():
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"training did not go on within {WAIT_SECONDS:g} s")
+                    raise RunError(f"training did not go on within {WAIT_SECONDS:g} s")
                 time.sleep(0.2)
             survived, why = True, ""
-        except RuntimeError as error:
+        except RunError as error:
             survived, why = False, str(error)
-        if kind not in ENDING and self.run.starts() > starts:
-            why = "the run was started again"
-        resumed = [int(s) for s in re.findall(r"rank0\]:.* Training starts at step (\d+)", self.run.output())]
         restarted = self.run.starts() > starts
+        if kind not in ENDING and restarted:
+            why = "the run was started again"
         return {
             "fault": kind.replace("_", " "),
             "survived": survived and restarted == (kind in ENDING),
             "step reached": reached,
-            "steps taken again": max(0, reached - resumed[-1] + 1) if restarted else 0,
+            "steps taken again": max(0, reached - self.run.resumed_at()[-1] + 1) if restarted else 0,
             "started again": restarted,
             "launchers started by hand": len(ended),
             "seconds until it went on": round(time.monotonic() - begin, 1),
@@ -166,88 +161,75 @@ ENDING = (
     "link_down_beyond_the_timeout",
     "ask_to_stop_and_start_again",
 )
-# A fault takes the Soak and does something to its run. A NaN in a gradient belongs here, too.
+# A fault takes the Soak and does something to its run.
 FAULTS: dict[str, Callable[[Soak], None]] = {
-    name: getattr(Soak, name)
-    for name in (
-        "kill_a_rank",
-        "kill_a_launcher",
-        "halt_a_rank_for_5_s",
-        "halt_a_rank_for_good",
-        "link_down_for_3_s",
-        "link_down_beyond_the_timeout",
-        "ask_to_stop_and_start_again",
-    )
+    name: getattr(Soak, name) for name in (*ENDING, "halt_a_rank_for_5_s", "link_down_for_3_s")
 }
 
 
 def table(rows: list[dict[str, Any]], steps: int, loss: str, undisturbed: str, different: list[int]) -> str:
     survived = sum(row["survived"] for row in rows)
-    lines = [
-        "# Soak test",
-        "",
-        f"{steps} steps of the embedded recipe with {len(rows)} faults, {survived} of them survived "
-        f"(`python -m scripts.faults.soak`). Loss at step {steps}: {loss}; without faults: {undisturbed}; "
-        f"steps whose losses differ in any digit shown: {len(different)}.",
-        "",
-        "| fault | tried | survived | started again | steps taken again, at most | seconds to go on: mean, at most |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for kind in dict.fromkeys(row["fault"] for row in rows):
         own = [row for row in rows if row["fault"] == kind]
         seconds = [row["seconds until it went on"] for row in own]
-        counts = [len(own), *(sum(row[key] for row in own) for key in ("survived", "started again"))]
-        lines.append(
-            f"| {kind} | {' | '.join(map(str, counts))} | {max(row['steps taken again'] for row in own)} | "
-            f"{sum(seconds) / len(seconds):.0f}, {max(seconds):.0f} |"
-        )
-    return "\n".join(lines) + "\n"
+        line = {"fault": kind, "tried": len(own)}
+        line |= {key: sum(row[key] for row in own) for key in ("survived", "started again")}
+        line["steps taken again, at most"] = max(row["steps taken again"] for row in own)
+        line["seconds to go on: mean, at most"] = f"{sum(seconds) / len(seconds):.0f}, {max(seconds):.0f}"
+        lines.append(line)
+    return f"""# Soak test
+
+{steps} steps of the embedded recipe with {len(rows)} faults, {survived} of them survived \
+(`python -m scripts.faults.soak`). Loss at step {steps}: {loss}; without faults: {undisturbed}; \
+steps whose losses differ in any digit shown: {len(different)}.
+
+{markdown(lines)}
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    kinds = names(args.faults)
+    if unknown := set(kinds) - set(FAULTS):
+        raise ValueError(f"there is no fault {sorted(unknown)[0]!r}; there are {', '.join(FAULTS)}")
+    scratch, dice, rows = Path(tempfile.mkdtemp(prefix="scape-soak-")), random.Random(args.seed), []
+    end, deck = time.monotonic() + 60 * args.minutes, list[str]()
+    with Cluster(args.nodes) as cluster:
+        soak = Soak(cluster, scratch / "run", dice)
+        soak.run.wait_until(lambda: len(soak.run.steps()) >= 5, WAIT_SECONDS, "the first steps")
+        while time.monotonic() < end and all(row["survived"] for row in rows):
+            time.sleep(args.every * dice.uniform(0.5, 1.5))
+            deck = deck or dice.sample(kinds, len(kinds))
+            rows.append(soak.inject(deck.pop()))
+            print(rows[-1], flush=True)
+        soak.stop()
+        losses = soak.losses()
+        steps = max(losses)
+        print(f"{steps} steps; now without faults", flush=True)
+        calm = Soak(cluster, scratch / "calm", dice)
+        calm.run.wait_until(lambda: max(calm.run.steps(), default=0) >= steps, 120 * 60 * args.minutes, "the end")
+        calm.stop()
+        undisturbed = calm.losses()
+    different = [step for step, loss in losses.items() if undisturbed[step] != loss]
+    facts = {"faults": rows, "steps": steps, "loss": losses[steps], "undisturbed": undisturbed[steps]}
+    text = table(rows, steps, losses[steps], undisturbed[steps], different)
+    write(args.output / "soak.json", {**facts, "different": different})
+    write(args.output / "table.md", text)
+    shutil.rmtree(scratch)
+    print(text)
+    return 0 if not different and all(row["survived"] for row in rows) else 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="with faults; the run without comes on top")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between faults, from one's end on")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", default=",".join(FAULTS), help="names, separated by commas")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "soak")
-    options = parser.parse_args()
-    if unknown := set(options.faults.split(",")) - set(FAULTS):
-        print(f"error: there is no fault {sorted(unknown)[0]!r}; there are {', '.join(FAULTS)}", file=sys.stderr)
-        return 2
-    options.output.mkdir(parents=True, exist_ok=True)
-    scratch, dice, rows = Path(tempfile.mkdtemp(prefix="scape-soak-")), random.Random(options.seed), []
-    end, deck = time.monotonic() + 60 * options.minutes, list[str]()
-    try:
-        with Cluster(options.nodes) as cluster:
-            soak = Soak(cluster, scratch / "run", dice)
-            soak.run.wait_until(lambda: len(soak.run.steps()) >= 5, WAIT_SECONDS, "the first steps")
-            while time.monotonic() < end and all(row["survived"] for row in rows):
-                time.sleep(options.every * dice.uniform(0.5, 1.5))
-                deck = deck or dice.sample(options.faults.split(","), len(options.faults.split(",")))
-                rows.append(soak.inject(deck.pop()))
-                print(rows[-1], flush=True)
-            soak.stop()
-            losses = soak.losses()
-            steps = max(losses)
-            print(f"{steps} steps; now without faults", flush=True)
-            calm = Soak(cluster, scratch / "calm", dice)
-            calm.run.wait_until(
-                lambda: max(calm.run.steps(), default=0) >= steps, 120 * 60 * options.minutes, "the end"
-            )
-            calm.stop()
-            undisturbed = calm.losses()
-    except (ClusterError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    different = [step for step, loss in losses.items() if undisturbed[step] != loss]
-    facts = {"faults": rows, "steps": steps, "loss": losses[steps], "undisturbed": undisturbed[steps]}
-    (options.output / "soak.json").write_text(json.dumps({**facts, "different": different}, indent=1) + "\n")
-    (options.output / "table.md").write_text(table(rows, steps, losses[steps], undisturbed[steps], different))
-    shutil.rmtree(scratch)
-    print((options.output / "table.md").read_text())
-    return 0 if not different and all(row["survived"] for row in rows) else 1
+    own = parser(__doc__)
+    own.add_argument("--minutes", type=float, default=60.0, help="with faults; the run without comes on top")
+    own.add_argument("--every", type=float, default=60.0, help="seconds between faults, from one's end on")
+    own.add_argument("--nodes", type=int, default=2)
+    own.add_argument("--seed", type=int, default=0)
+    own.add_argument("--faults", default=",".join(FAULTS), help="names, separated by commas")
+    own.add_argument("--output", type=Path, default=RESULTS / "soak")
+    args = own.parse_args()
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":

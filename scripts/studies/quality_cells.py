@@ -1,4 +1,4 @@
-"""The quality study's declared grid, and the cells that it expands to."""
+"""The quality study's declared grid, the cells that it expands to, and where their results are stored."""
 
 import dataclasses
 import functools
@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.common import ROOT, read, write
+
+GRID = ROOT / "scripts" / "studies" / "quality_grid.toml"
 CURVE_POINTS = 60  # of a stored training curve
 LOGS_PER_POINT = 4  # a logged loss is one step's; a stored point is the mean of so many
 MOST_SEQUENCES = 32  # of a micro-batch
@@ -64,54 +66,6 @@ def defaults() -> Options:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A run: one method, learning rate and seed of a set.
-
-    overrides: what the trainer is told beyond the recipe. options: recipe and overrides together, without what has no
-    effect on the result; their digest is the cell's identity. setting: digest of what all methods of a set share,
-    variant: of what the method sets.
-    """
-
-    method: str
-    label: str
-    set_name: str
-    steps: int
-    batch: int
-    replicas: int
-    learning_rate: float
-    seed: int
-    tuning_seed: int
-    overrides: Options
-    options: Options
-    setting: str
-    variant: str
-
-    @property
-    def key(self) -> str:
-        return digest(self.options)
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.batch
-
-    @property
-    def name(self) -> str:
-        run = f"{self.steps}x{self.batch}-r{self.replicas}-lr{self.learning_rate:g}-s{self.seed}"
-        return f"{self.method}-{run}-{self.key}"
-
-    @property
-    def title(self) -> str:
-        run = f"lr {self.learning_rate:g}, seed {self.seed}, {self.steps} x {self.batch} tokens"
-        return f"{self.set_name}: {self.method}, {run}, {self.replicas} replicas"
-
-    def head(self) -> dict[str, Any]:
-        names = ("method", "label", "steps", "batch", "replicas", "learning_rate", "seed", "tuning_seed")
-        return {"set": self.set_name} | {
-            name: getattr(self, name) for name in (*names, "setting", "variant", "options")
-        }
-
-
-@dataclass(frozen=True)
 class Set:
     """A budget and what runs at it. `steps`, `batch` (tokens) and `replicas` are the same for all its cells."""
 
@@ -123,6 +77,50 @@ class Set:
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     options: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run: one method, learning rate and seed of a set.
+
+    overrides: what the trainer is told beyond the recipe. options: recipe and overrides together, without what has no
+    effect on the result; their digest is the cell's identity. setting: digest of what all methods of a set share,
+    variant: of what the method sets.
+    """
+
+    of: Set
+    method: str
+    label: str
+    learning_rate: float
+    seed: int
+    overrides: Options
+    options: Options
+    setting: str
+    variant: str
+
+    @property
+    def key(self) -> str:
+        return digest(self.options)
+
+    @property
+    def tokens(self) -> int:
+        return self.of.steps * self.of.batch
+
+    @property
+    def name(self) -> str:
+        run = f"{self.of.steps}x{self.of.batch}-r{self.of.replicas}-lr{self.learning_rate:g}-s{self.seed}"
+        return f"{self.method}-{run}-{self.key}"
+
+    @property
+    def title(self) -> str:
+        run = f"lr {self.learning_rate:g}, seed {self.seed}, {self.of.steps} x {self.of.batch} tokens"
+        return f"{self.of.name}: {self.method}, {run}, {self.of.replicas} replicas"
+
+    def head(self) -> dict[str, Any]:
+        head = {"set": self.of.name, "method": self.method, "label": self.label}
+        head |= {name: getattr(self.of, name) for name in ("steps", "batch", "replicas")}
+        head |= {"learning_rate": self.learning_rate, "seed": self.seed, "tuning_seed": self.of.seeds[0]}
+        return head | {"setting": self.setting, "variant": self.variant, "options": self.options}
 
 
 class Grid:
@@ -205,21 +203,32 @@ class Grid:
         options = {k: v for k, v in (defaults() | self.base | overrides).items() if not k.startswith(ignored)}
         varied = ("sync.", "optimizer.name", "optimizer.lr", "debug.seed", *_WITHOUT_EFFECT)
         common = {k: v for k, v in (self.base | shared).items() if not k.startswith(varied)}
-        return Cell(
-            method,
-            str(self.methods[method].get("label", method)),
-            one.name,
-            one.steps,
-            one.batch,
-            one.replicas,
-            learning_rate,
-            seed,
-            one.seeds[0],
-            overrides,
-            dict(sorted(options.items())),
-            digest(common),
-            digest(own),
-        )
+        label = str(self.methods[method].get("label", method))
+        options = dict(sorted(options.items()))
+        return Cell(one, method, label, learning_rate, seed, overrides, options, digest(common), digest(own))
+
+
+class Store:
+    """OUTPUT/cells: one JSON a cell, found by its identity whatever the method was called when it ran."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "cells"
+        self._paths = {path.stem.rpartition("-")[2]: path for path in sorted(self.folder.glob("*.json"))}
+        self._contents = {key: read(path) for key, path in self._paths.items()}
+
+    def read(self, cell: Cell) -> dict[str, Any] | None:
+        """A finished cell. None where it has not run, failed, or cannot be read."""
+        content = self._contents.get(cell.key)
+        return content if isinstance(content, dict) and "error" not in content else None
+
+    def loss(self, cell: Cell) -> float | None:
+        content = self.read(cell)
+        return None if content is None else content["validation_loss"]
+
+    def keep(self, cell: Cell, content: dict[str, Any]) -> None:
+        path = self._paths.setdefault(cell.key, self.folder / f"{cell.name}.json")
+        self._contents[cell.key] = {**cell.head(), **content}
+        write(path, self._contents[cell.key])
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:

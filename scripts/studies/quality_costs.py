@@ -50,17 +50,19 @@ def step_seconds(machine: str, method: Method) -> float:
     return predict(method, workload, layout, links, batch=workload.batch, micro_batch=MICRO_BATCH).step
 
 
-def method_of(options: dict[str, Any], step: int) -> Method:
-    """The method of a run at a step. Densities of the warm-up are rounded to three digits."""
-    if options["sync.method"] == "dense":
-        return Method("adamw" if options["optimizer.name"] == "AdamW" else "adams")
-    warmup = int(options.get("sync.scape.density_warmup_steps", 0))
-    density = density_at(step, float(options["sync.scape.density"]), warmup) if step > 1 else 1.0
-    return Method("scape", float(f"{density:.3g}"), options.get("sync.scape.wire_dtype", "float32"))
+def method_of(options: dict[str, Any], step: int) -> Method | None:
+    """The method of a run at a step; None where no cost model is asked here. Densities of the warm-up have 3 digits."""
+    match options["sync.method"]:
+        case "dense":
+            return Method(options["optimizer.name"].lower())
+        case "scape":
+            warmup = int(options.get("sync.scape.density_warmup_steps", 0))
+            density = density_at(step, float(options["sync.scape.density"]), warmup) if step > 1 else 1.0
+            return Method("scape", float(f"{density:.3g}"), options.get("sync.scape.wire_dtype", "float32"))
+    return None
 
 
 def elapsed(options: dict[str, Any], machine: str, steps: int) -> list[float]:
-    """Seconds after 0, 1, ... `steps` steps."""
-    return list(
-        itertools.accumulate((step_seconds(machine, method_of(options, s + 1)) for s in range(steps)), initial=0.0)
-    )
+    """Seconds after 0, 1, ... `steps` steps of a method that `method_of` knows."""
+    methods = (method_of(options, step) for step in range(1, steps + 1))
+    return list(itertools.accumulate((step_seconds(machine, m) for m in methods if m is not None), initial=0.0))

@@ -4,7 +4,7 @@
     python -m scripts.studies.quality_mechanism report         # table.md and plots, from the stored cells alone
 
 Runs are those of the quality study (methods and recipe of quality_grid.toml, simulated replicas in one process,
-on the CPU), each in a process of its own. A stored one is not run again unless asked for: use --again behind a change
+on the CPU), each in a process of its own. A stored one is not run again unless asked for: use --again after a change
 of the code. Runs of other lengths belong into an --output of their own.
 
 All figures are of the sparsified entries, from a fifth of the steps on: the density has then been at its target for a
@@ -17,25 +17,19 @@ replicas' mean of their new moments, residuals included, would select.
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from scripts.studies.quality_cells import Cell, Grid, Set, as_argument  # noqa: E402
-from scripts.studies.quality_movement import report  # noqa: E402
-from scripts.studies.quality_probe import Probe  # noqa: E402
-from scripts.studies.quality_runs import ALONE, Store, versions  # noqa: E402
+from scripts.common import OUTPUTS, RESULTS, ROOT, guarded, names, parser, versions
+from scripts.studies.quality_cells import GRID, Cell, Grid, Set, Store
+from scripts.studies.quality_movement import report
+from scripts.studies.quality_probe import Probe
+from scripts.studies.quality_study import ENVIRONMENT, arguments
 
 RATES = {"dense-adams": 4e-3} | {
-    f"scape-{density:g}{rule}": rate
-    for density, rate in ((0.1, 4e-3), (0.01, 2e-3))
-    for rule in ("-paper", "-tensor-waits", "")
+    f"scape-{density:g}{rule}": rate for density, rate in ((0.1, 4e-3), (0.01, 2e-3)) for rule in ("-paper", "")
 }
 REPLICAS, SEED = 4, 0
 # The probe looks at what runs on a CPU.
@@ -56,9 +50,8 @@ def train(args: argparse.Namespace) -> int:
     from torchtitan_scape.train import ScapeTrainer, parse
 
     cell = cell_of(args, args.methods)
-    given = [f"--job.config_file={Grid(args.grid).recipe}", *(as_argument(k, v) for k, v in cell.overrides.items())]
-    trainer = ScapeTrainer(parse([*given, f"--job.dump_folder={args.work / cell.name}"]))
-    probe = Probe(trainer.optimizers, cell.steps)
+    trainer = ScapeTrainer(parse([*arguments(Grid(args.grid), cell), f"--job.dump_folder={args.work / cell.name}"]))
+    probe = Probe(trainer.optimizers, cell.of.steps)
     trainer.train()
     short = json.loads(json.dumps(probe.figures()), parse_float=lambda text: float(f"{float(text):.4g}"))
     content = {"validation_loss": trainer.validator.last_loss, "versions": versions(), "figures": short}
@@ -69,18 +62,17 @@ def train(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Each method in a process of its own: process groups and seeds do not mix."""
     args.grid, args.output, args.work = (path.resolve() for path in (args.grid, args.output, args.work))
-    cells = [cell_of(args, method) for method in args.methods.split(",")]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind which `subprocess.run` ends the child
+    cells = [cell_of(args, method) for method in names(args.methods)]
     args.work.mkdir(parents=True, exist_ok=True)
     failed = 0
     for cell in cells:
         if Store(args.output).read(cell) is not None and not args.again:
             continue
         path = args.work / f"{cell.name}.txt"
-        command = [sys.executable, str(Path(__file__).resolve()), "one", f"--methods={cell.method}"]
+        command = [sys.executable, "-m", "scripts.studies.quality_mechanism", "one", f"--methods={cell.method}"]
         command += [f"--{key}={getattr(args, key)}" for key in ("grid", "steps", "batch", "output", "work")]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **ALONE, **NO_GPU}
         with open(path, "wb") as log:
+            environment = {**os.environ, **ENVIRONMENT, **NO_GPU}
             code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
         failed += bool(code)
         print(f"{cell.title}: " + (f"failed with exit code {code}, log: {path}" if code else "done"), flush=True)
@@ -93,30 +85,22 @@ def tell(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    output = ROOT / "results" / "quality_mechanism"
-    for name in ("run", "one"):  # `one` is what `run` starts
-        one = commands.add_parser(name)
-        one.add_argument("--methods", default=",".join(RATES), help="names, with commas between; all by default")
-        one.add_argument("--steps", type=int, default=980)
-        one.add_argument("--batch", type=int, default=4096, help="tokens a step")
-        one.add_argument("--again", action="store_true", help="train what is stored, too")
-        one.add_argument("--grid", type=Path, default=ROOT / "scripts" / "quality_grid.toml")
-        one.add_argument("--output", type=Path, default=output)
-        one.add_argument("--work", type=Path, default=ROOT / "outputs" / "quality_mechanism", help="logs of the runs")
-    commands.add_parser("report").add_argument("--output", type=Path, default=output)
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    try:
-        return {"run": run, "one": train, "report": tell}[args.command](args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    own = parser(__doc__)
+    commands = own.add_subparsers(dest="command", required=True)
+    for name, work in (("run", run), ("one", train), ("report", tell)):  # `one` is what `run` starts
+        one = commands.add_parser(name)
+        one.set_defaults(work_of=work)
+        one.add_argument("--output", type=Path, default=RESULTS / "quality_mechanism")
+        if name != "report":
+            one.add_argument("--methods", default=",".join(RATES), help="names, with commas between; all by default")
+            one.add_argument("--steps", type=int, default=980)
+            one.add_argument("--batch", type=int, default=4096, help="tokens a step")
+            one.add_argument("--again", action="store_true", help="train what is stored, too")
+            one.add_argument("--grid", type=Path, default=GRID)
+            one.add_argument("--work", type=Path, default=OUTPUTS / "quality_mechanism", help="logs of the runs")
+    args = own.parse_args(arguments)
+    return guarded(lambda: args.work_of(args))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from scripts.common import markdown, write
+from scripts.plots import look, save, subplots
 from scripts.studies.quality_probe import SHORT, Row
-from scripts.studies.scaling_report import COLOURS, MARKERS, markdown, save, subplots
 
 RULES = ("AdamS, dense", "the paper's rule", "one wait a tensor, moment kept", "the default rule")
 FEW = 30  # visits, of which the mean displacement is not drawn
@@ -86,9 +87,8 @@ def draw(folder: Path, cells: Sequence[Row], dense: Row) -> None:
                 for cell in [dense, *(cell for cell in cells if rule(cell) and density(cell) == value)]:
                     i, points = rule(cell), curves(cell, dense).get(name)
                     if points:
-                        marker = "" if x == "step" else MARKERS[i]
-                        look = {"color": COLOURS[i], "marker": marker, "linestyle": "-" if i else "--"}
-                        axis.plot(*zip(*points, strict=True), label=RULES[i], markersize=4, linewidth=1.4, **look)
+                        style = look(i, dense=not i) | ({"marker": ""} if x == "step" else {})
+                        axis.plot(*zip(*points, strict=True), label=RULES[i], markersize=4, linewidth=1.4, **style)
                 axis.set(xlabel=x, xscale="linear" if x == "step" else "log", yscale=scale)
                 axis.grid(alpha=0.3)
                 for one in (axis.xaxis, axis.yaxis):
@@ -147,7 +147,7 @@ def report(folder: Path, about: str) -> None:
     cells = [json.loads(path.read_text()) for path in sorted((folder / "cells").glob("*.json"))]
     cells.sort(key=lambda cell: (-density(cell), rule(cell)))
     if not cells or rule(cells[0]) or not rule(cells[-1]):
-        raise ValueError(f"{folder / 'cells'} lacks dense AdamS or SCAPE; run scripts/studies/quality_mechanism.py run")
+        raise ValueError(f"{folder / 'cells'} lacks dense AdamS or SCAPE; first run quality_mechanism run")
     if len({cell["label"] for cell in cells}) < len(cells):
         raise ValueError(f"{folder / 'cells'} has two runs of a method; remove the one that is obsolete")
     dense = cells[0]
@@ -160,11 +160,10 @@ def report(folder: Path, about: str) -> None:
     run = f"{dense['steps']} steps of {dense['batch']:,} tokens, {dense['replicas']} simulated replicas"
     parts = [
         "# How updates move entries",
-        f"Made by `python -m scripts.studies.quality_mechanism report`: {run}, seed "
-        f"{dense['seed']}, the recipe of the quality "
-        f"study; {dense['figures']['entries']:,} sparsified entries.",
+        f"Made by `python -m scripts.studies.quality_mechanism report`: {run}, seed {dense['seed']}, "
+        f"the recipe of the quality study; {dense['figures']['entries']:,} sparsified entries.",
         about,
         markdown(rows),
         *(f"![{caption}]({name})\n\n{caption}." for name, (caption, _) in PLOTS.items()),
     ]
-    (folder / "table.md").write_text("\n\n".join(parts) + "\n")
+    write(folder / "table.md", "\n\n".join(parts) + "\n")

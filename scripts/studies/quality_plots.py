@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.plots import COLOURS, MARKERS, figure, look, save, subplots
 from scripts.studies.quality_costs import MACHINES, TITLE
-from scripts.studies.quality_report import Cell, Entry, Setting, at
-from scripts.studies.scaling_report import COLOURS, MARKERS, save, subplots
+from scripts.studies.quality_settings import Cell, Entry, Setting, at
 
 START = 0.1  # the share of the steps before which losses are not shown: they would hide all differences
 COLUMNS = 3  # panels of gap.png beside each other
@@ -20,47 +20,37 @@ def styles(settings: Sequence[Setting]) -> dict[str, Style]:
     for one in settings:
         for entry in one.entries:
             labels.setdefault(entry.label, entry)
-    ordered = sorted(labels.items(), key=lambda item: (not item[1].is_dense, -item[1].density))
-    return {
-        label: {
-            "color": COLOURS[i % len(COLOURS)],
-            "marker": MARKERS[i % len(MARKERS)],
-            "linestyle": "--" if entry.is_dense else "-",
-        }
-        for i, (label, entry) in enumerate(ordered)
-    }
+    ordered = sorted(labels.values(), key=lambda entry: entry.order[:2])
+    return {entry.label: look(i, entry.is_dense) for i, entry in enumerate(ordered)}
 
 
-def lines(axis: Any, one: Setting, looks: dict[str, Style], place: Place) -> None:
+def lines(axis: Any, entries: Sequence[Entry], looks: dict[str, Style], place: Place) -> None:
     """Validation losses: the mean over the seeds, and the seeds as thin lines. `place` gives x from the step."""
-    for entry in one.entries:
-        look = looks[entry.label]
+    for entry in entries:
+        style = looks[entry.label]
         for run in entry.runs.values() if len(entry.runs) > 1 else ():
-            points = [(place(entry, run, s), loss) for s, loss in run["validation"] if s >= START * one.steps]
-            axis.plot(*zip(*points, strict=True), color=look["color"], linewidth=0.5, alpha=0.5)
-        first = next(iter(entry.runs.values()))
-        points = [(place(entry, first, s), loss) for s, loss in entry.curve() if s >= START * one.steps]
-        axis.plot(*zip(*points, strict=True), label=entry.label, markersize=4, linewidth=1.4, **look)
+            points = [(place(entry, run, s), loss) for s, loss in run["validation"] if s >= START * entry.steps]
+            axis.plot(*zip(*points, strict=True), color=style["color"], linewidth=0.5, alpha=0.5)
+        points = [(place(entry, entry.first, s), loss) for s, loss in entry.curve() if s >= START * entry.steps]
+        axis.plot(*zip(*points, strict=True), label=entry.label, markersize=4, linewidth=1.4, **style)
     axis.set_ylabel("validation loss (nats per token)")
     axis.grid(alpha=0.3)
 
 
 def loss_against_steps(one: Setting, looks: dict[str, Style], path: Path) -> None:
     """Validation, and the training losses as stored."""
-    figure, axes = subplots(["Training", "Validation"], 1, 5.0)
-    figure.suptitle(one.title)
+    drawn, axes = subplots(["Training", "Validation"], 1, 5.0)
+    drawn.suptitle(one.title)
     for entry in one.entries:
-        run = next(iter(entry.runs.values()))
-        points = [(s, loss) for s, loss in run["training"] if s >= START * one.steps]
+        points = [(s, loss) for s, loss in entry.first["training"] if s >= START * one.steps]
         if points:
-            look = {**looks[entry.label], "marker": None}
-            axes[0][0].plot(*zip(*points, strict=True), linewidth=1, **look)
+            axes[0][0].plot(*zip(*points, strict=True), linewidth=1, **looks[entry.label] | {"marker": None})
     axes[0][0].set_ylabel(f"training loss, seed {next(iter(one.entries[0].runs))} (nats per token)")
     axes[0][0].grid(alpha=0.3)
-    lines(axes[0][1], one, looks, lambda entry, run, step: step)
+    lines(axes[0][1], one.entries, looks, lambda entry, run, step: step)
     for axis in axes[0]:
         axis.set_xlabel("step")
-    save(figure, path, axes[0])
+    save(drawn, path, axes[0])
 
 
 def megabytes(_: Entry, run: Cell, step: float) -> float:
@@ -69,21 +59,22 @@ def megabytes(_: Entry, run: Cell, step: float) -> float:
 
 
 def loss_against_bytes(one: Setting, looks: dict[str, Style], path: Path) -> None:
-    figure, axes = subplots([one.title], 1, 5.0)
+    drawn, axes = subplots([one.title], 1, 5.0)
     axis = axes[0][0]
-    lines(axis, one, looks, megabytes)
+    lines(axis, one.entries, looks, megabytes)
     axis.set_xscale("log")
     axis.set_xlabel("sent by a replica so far (MB, density warm-up included)")
-    save(figure, path, axes[0])
+    save(drawn, path, axes[0])
 
 
 def loss_against_seconds(one: Setting, looks: dict[str, Style], path: Path) -> None:
-    figure, axes = subplots([title for title, _ in MACHINES.values()], 1, 5.0)
-    figure.suptitle(f"{one.title}\n{TITLE}", fontsize=11)
+    drawn, axes = subplots([title for title, _ in MACHINES.values()], 1, 5.0)
+    drawn.suptitle(f"{one.title}\n{TITLE}", fontsize=11)
+    timed = [entry for entry in one.entries if entry.seconds]
     for axis, machine in zip(axes[0], MACHINES, strict=True):
-        lines(axis, one, looks, lambda entry, run, step, m=machine: at(entry.seconds(m), step))  # type: ignore[misc]
+        lines(axis, timed, looks, lambda entry, run, step, m=machine: at(entry.seconds[m], step))  # type: ignore[misc]
         axis.set_xlabel("predicted seconds")
-    save(figure, path, axes[0])
+    save(drawn, path, axes[0])
 
 
 def family(entry: Entry) -> tuple[str, str]:
@@ -95,15 +86,9 @@ def family(entry: Entry) -> tuple[str, str]:
 
 
 def gap_against_density(settings: Sequence[Setting], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     columns = min(COLUMNS, len(settings))
     rows = -(-len(settings) // columns)
-    size = (max(6.4, 5.0 * columns), 0.9 + 3.6 * rows)
-    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    drawn, grid = figure(rows, columns, (max(6.4, 5.0 * columns), 0.9 + 3.6 * rows))
     axes = list(grid.flat)
     names: dict[str, str] = {}
     for axis, one in zip(axes, settings, strict=False):
@@ -112,17 +97,23 @@ def gap_against_density(settings: Sequence[Setting], path: Path) -> None:
         axis.axhline(0, color="#000000", linestyle="--", linewidth=1)
         points: dict[str, list[tuple[float, list[float]]]] = {}
         for entry in one.entries:
-            if not entry.is_dense and (gaps := one.gaps(entry)):
+            if not entry.is_dense and entry.density is not None and (gaps := one.gaps(entry)):
                 key, name = family(entry)
                 names.setdefault(key, name)
                 points.setdefault(key, []).append((entry.density, gaps))
         for key, found in points.items():
             i = list(names).index(key)
-            look = {"color": COLOURS[1 + i % (len(COLOURS) - 1)], "marker": MARKERS[i % len(MARKERS)]}
+            colour = COLOURS[1 + i % (len(COLOURS) - 1)]
             means = sorted((density, sum(gaps) / len(gaps)) for density, gaps in found)
-            axis.plot(*zip(*means, strict=True), label=names[key], markersize=6, **look)
+            axis.plot(
+                *zip(*means, strict=True),
+                label=names[key],
+                markersize=6,
+                color=colour,
+                marker=MARKERS[i % len(MARKERS)],
+            )
             for density, gaps in found:
-                axis.plot([density] * len(gaps), gaps, ".", color=look["color"], markersize=3)
+                axis.plot([density] * len(gaps), gaps, ".", color=colour, markersize=3)
         axis.set_xscale("log")
         axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
         axis.set_xlabel("density")
@@ -130,7 +121,7 @@ def gap_against_density(settings: Sequence[Setting], path: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in axes[len(settings) :]:
         axis.set_axis_off()
-    save(figure, path, axes[: len(settings)])
+    save(drawn, path, axes[: len(settings)])
 
 
 def draw(folder: Path, settings: Sequence[Setting]) -> dict[str, str]:
@@ -138,7 +129,7 @@ def draw(folder: Path, settings: Sequence[Setting]) -> dict[str, str]:
     for old in folder.glob("*.png"):
         old.unlink()
     looks, captions = styles(settings), {}
-    compared = [one for one in settings if any(not e.is_dense and one.gaps(e) for e in one.entries)]
+    compared = [one for one in settings if any(not e.is_dense and e.density and one.gaps(e) for e in one.entries)]
     if compared:
         gap_against_density(compared, folder / "gap.png")
         captions["gap.png"] = "Final gap to dense AdamS against density"

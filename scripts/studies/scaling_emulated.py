@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts.common import ROOT, RunError, write
 from scripts.emulated_cluster import PORT, Cluster
-from scripts.studies.scaling_sweep import NEVER, ROOT, Cell, Plan, Sweep, from_raw, recipe_value, write
+from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, recipe_value, write
 from topology.links import Links
 from torchtitan_scape.planner.cost import predict_step
 from torchtitan_scape.planner.volumes import Method, payload_bytes, powersgd_rank
 
 REAL = "real"
+RANK = ("-m", "scripts.studies.scaling_rank")
 
 
 class Emulated:
@@ -93,7 +95,7 @@ class Emulated:
         if cell.plan.peer:
             wanted |= {"peer": cell.plan.peer, "rank": cell.plan.rank or self.equal_rank(cell.recipe)}
         arguments = [
-            "scripts/studies/scaling_rank.py",
+            *RANK,
             *self.trainer(cell.recipe, cell.size, log, steps),
             *cell.plan.options,
         ]
@@ -120,7 +122,7 @@ class Emulated:
             arguments += ["--ranks-per-node", str(self.args.ranks_per_node), "--largest", "16"]
             log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / f"links-{size}"
             if why := self.start(size, arguments, log, self.rate, {}):
-                raise RuntimeError(f"the preflight on {size} ranks failed: {why}")
+                raise RunError(f"the preflight on {size} ranks failed: {why}")
         return Links.from_json(path)
 
     def passes(self, recipe: Path, size: int) -> dict[str, Any]:
@@ -132,9 +134,9 @@ class Emulated:
             scaling = {"output": str(path.resolve()), "calibrate": wanted, "warm_up": self.args.warm_up, "compute": 0}
             scaling["plain"] = self.args.plain
             steps = self.args.warm_up + self.args.steps
-            arguments = ["scripts/studies/scaling_rank.py", *self.trainer(recipe, size, log, steps)]
+            arguments = [*RANK, *self.trainer(recipe, size, log, steps)]
             if why := self.start(size, arguments, log, None, {"SCALING": json.dumps(scaling)}):
-                raise RuntimeError(f"the calibration of the optimizers on {size} ranks failed: {why}")
+                raise RunError(f"the calibration of the optimizers on {size} ranks failed: {why}")
         return json.loads(path.read_text())
 
     def shapes(self, recipe: Path) -> list[tuple[int, ...]]:
@@ -159,7 +161,7 @@ class Emulated:
             def measured(rate: float | None) -> tuple[float, float]:
                 why, raw = self.measure(cell, self.args.warm_up + 6, rate, "rate")
                 if why:
-                    raise RuntimeError(f"the calibration of the links' rate failed: {why}")
+                    raise RunError(f"the calibration of the links' rate failed: {why}")
                 found = json.loads(raw.read_text())
                 return found["step_seconds"] - found["phases"]["exposed"], found["phases"]["exposed"]
 
@@ -224,7 +226,7 @@ def run(sweep: Sweep) -> int:
     for cell in sweep.missing():
         try:
             one(emulated, cell)
-        except (RuntimeError, ValueError) as error:  # of a cluster that could not be made, too
+        except (RunError, ValueError) as error:  # of a cluster that could not be made, too
             sweep.fail(cell, str(error))
     return sweep.finish(machine)
 
@@ -246,7 +248,7 @@ def one(emulated: Emulated, cell: Cell) -> None:
     print(f"    {1e3 * content['step_seconds']:.0f} ms a step", flush=True)
     try:
         content["predicted"] = emulated.predicted(cell, content)
-    except (RuntimeError, ValueError) as error:
+    except (RunError, ValueError) as error:
         print(f"    not predicted: {error}", flush=True)
     if args.loss_steps:
         print(f"    now {args.loss_steps} steps for the loss ...", flush=True)

@@ -28,22 +28,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from scripts.studies.scaling_sweep import write  # noqa: E402
-from topology.dry_run import DryRunCollectives  # noqa: E402
-from topology.groups import Ring  # noqa: E402
-from topology.lanes import Handle  # noqa: E402
-from topology.stages import all_gather_into  # noqa: E402
-from torchtitan_scape import train  # noqa: E402
-from torchtitan_scape.report.metrics import LEVELS  # noqa: E402
-from torchtitan_scape.sync.shards import local  # noqa: E402
+from scripts.common import write
+from topology.dry_run import DryRunCollectives
+from topology.groups import Ring
+from topology.lanes import Handle
+from topology.stages import all_gather_into
+from torchtitan_scape import train
+from torchtitan_scape.report.metrics import LEVELS
+from torchtitan_scape.sync.shards import local
 
 PASSES = ("check", "pack", "clip", "update")
 
@@ -252,7 +248,7 @@ def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) ->
 def main() -> None:
     wanted = json.loads(os.environ.get("SCALING", "{}"))
     if "output" not in wanted:
-        raise SystemExit("error: SCALING is not set; start a sweep with scripts/studies/strong_scaling.py")
+        raise SystemExit("error: SCALING is not set; start a sweep with python -m scripts.studies.strong_scaling")
     if "calibrate" in wanted:
         calibrate(sys.argv[1:], wanted["calibrate"], wanted["output"])
         dist.barrier()

@@ -7,7 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from scripts.studies.scaling_sweep import NEVER, ROOT, Cell, Sweep, from_raw, recipe_value, write
+from scripts.common import ROOT, write
+from scripts.studies.scaling_sweep import NEVER, Cell, Sweep, from_raw, recipe_value
 
 RANKS_PER_NODE = {"vista": 1, "frontier": 8}
 
@@ -35,7 +36,7 @@ class Jobs:
         headers = [line for line in machine.read_text().splitlines() if line.startswith("#SBATCH")]
         folder = (self.sweep.folder / "jobs").resolve()
         lines = ["#!/bin/bash", *headers, f"#SBATCH --job-name=scape-{size}", f"#SBATCH --output={folder}/%x-%j.out"]
-        lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", 'export TRAIN_SCRIPT="scripts/studies/scaling_rank.py"']
+        lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", 'export TRAIN_SCRIPT="-m scripts.studies.scaling_rank"']
         for cell in cells:
             raw = self.raw(cell)
             wanted = {"output": str(raw), "warm_up": self.args.warm_up}
@@ -134,7 +135,7 @@ def run(sweep: Sweep) -> int:
     sweep.notes = [
         f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
         "All methods of a size ran on the same nodes, one after the other; sizes are jobs of their own.",
-        "DDP's exchange overlaps its backward pass and is counted as compute; ours starts behind it.",
+        "DDP's exchange overlaps its backward pass and is counted as compute; ours starts after it.",
     ]
     sweep.store(args.machine)
     for cell in sweep.cells():

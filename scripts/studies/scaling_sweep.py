@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.common import command_of, read, write
 from scripts.studies.scaling_report import write_report
 
-ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1_000_000  # steps between two logs or validations
 PEERS = {"ddp": "DDP, FP32 gradients", "ddp-bf16": "DDP, BF16 gradients"}
 
@@ -92,8 +91,8 @@ class Sweep:
         # Cells of another set-up must not stand beside these.
         self.setup = {k: str(v) for k, v in vars(args).items() if k not in ("output", "methods", "sizes", "recipes")}
         stored = self.folder / "sweep.json"
-        if stored.exists() and (before := json.loads(stored.read_text()).get("setup")) != self.setup:
-            changed = [k for k in self.setup if (before or {}).get(k) != self.setup[k]]
+        if stored.exists() and (before := (read(stored) or {}).get("setup") or {}) != self.setup:
+            changed = [k for k in self.setup if before.get(k) != self.setup[k]]
             raise ValueError(
                 f"{self.folder} holds a sweep with another --{(changed or ['launcher'])[0].replace('_', '-')}; "
                 "give another --output, or remove it"
@@ -107,7 +106,8 @@ class Sweep:
         return self.folder / "cells" / f"{cell.name}.json"
 
     def done(self, cell: Cell) -> bool:
-        return self.path(cell).exists() and "error" not in json.loads(self.path(cell).read_text())
+        stored = read(self.path(cell))
+        return stored is not None and "error" not in stored
 
     def keep(self, cell: Cell, content: dict[str, Any]) -> None:
         write(self.path(cell), {**cell.head(self.args.launcher), **content})
@@ -129,18 +129,11 @@ class Sweep:
             yield cell
             taken.append(time.monotonic() - begin)
 
-    def finish(self, machine: str) -> int:
-        """Stores what was swept and writes the report. Returns how many cells failed."""
-        self.store(machine)
-        write_report(self.folder, " ".join(["python -m scripts.studies.strong_scaling", *sys.argv[1:]]), self.notes)
-        failed = [cell for cell in self.cells() if not self.done(cell)]
-        print(f"{len(self.cells()) - len(failed)} measured, {len(failed)} failed; see {self.folder / 'report.md'}")
-        return len(failed)
-
     def store(self, machine: str) -> None:
+        """Notes what is swept and how, before cells of another set-up can be mixed in."""
         content = {
             "launcher": self.args.launcher,
-            "command": " ".join(["python -m scripts.studies.strong_scaling", *sys.argv[1:]]),
+            "command": command_of("scripts.studies.strong_scaling"),
             "machine": machine,
             "notes": self.notes,
             "sizes": self.sizes,
@@ -150,12 +143,13 @@ class Sweep:
         }
         write(self.folder / "sweep.json", content)
 
-
-def write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.rename(path)
+    def finish(self, machine: str) -> int:
+        """Stores what was swept and writes the report. Returns how many cells failed."""
+        self.store(machine)
+        report = write_report(self.folder)
+        failed = [cell for cell in self.cells() if not self.done(cell)]
+        print(f"{len(self.cells()) - len(failed)} measured, {len(failed)} failed; see {report}")
+        return len(failed)
 
 
 def from_raw(raw: Path, batch: int) -> dict[str, Any]:

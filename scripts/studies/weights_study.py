@@ -10,19 +10,15 @@ weights kept in BF16 and decayed there step by step, which is what the scale of 
 
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "results" / "weights_study"
-if str(ROOT) not in sys.path:  # where the packages are not installed
-    sys.path.insert(0, str(ROOT))
+from scripts.common import RESULTS, guarded, markdown, parser, read, spread, torchrun, write
 
+FOLDER = RESULTS / "weights_study"
 STEPS = 980
 # (Density, dtype of forward and backward), and seeds. At 0.01 runs that differ in rounding alone end 2 % apart.
 SETTINGS = {(0.01, "bfloat16"): 7, (0.1, "bfloat16"): 3, (0.01, "float32"): 2, (0.1, "float32"): 2}
@@ -86,56 +82,48 @@ def distance(scape: Any) -> dict[str, float]:
     """
     import torch
 
+    from torchtitan_scape.sync.scape.state import StateByParameter
     from torchtitan_scape.sync.shards import local
 
-    passes = scape.passes
-    if not passes.masters:
+    masters, state = scape.passes.kept("master"), StateByParameter(scape)
+    if not masters:
         return {}
-    weights = scape._cut([local(shard.parameter).detach() * 1.0 for shard in scape.ordered])
-    own = [i for i in passes.own if i < passes.sparsified]
-    seen = torch.cat([weights[i] for i in own]).double()
-    master = torch.cat([passes.kept("master")[i] for i in own]).double()
-    error = (seen - master).norm() / master.norm()
-    return {"error": error.item(), "excess": ((seen @ master) / (master @ master) - 1).item()}
+    seen, master = [], []
+    for shard, pieces in zip(scape.ordered[: state.sparsified], state.pieces, strict=False):
+        weight = (local(shard.parameter).detach() * 1.0).view(-1)
+        for number, start, end in pieces:
+            if scape.passes.owns(number):
+                seen.append(weight[start:end].double())
+                master.append(masters[number].double())
+    w, m = torch.cat(seen), torch.cat(master)
+    return {"error": ((w - m).norm() / m.norm()).item(), "excess": ((w @ m) / (m @ m) - 1).item()}
 
 
 def train(form: str, density: float, compute: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-        command += ["--rdzv_endpoint=localhost:0", str(Path(__file__)), "rank", form, folder]
-        command += arguments(form, density, compute, seed)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(
-                f"{form}, density {density}, {compute}, seed {seed}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-            )
+        given = ["-m", "scripts.studies.weights_study", "rank", form, folder, *arguments(form, density, compute, seed)]
+        torchrun(2, given, Path(folder) / "log.txt")
         found: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
     return {"form": form, "density": density, "compute": compute, "seed": seed} | found
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    rows = [
-        "| density | forward | form | validation loss, by seed | against FP32 weights, mean ± deviation "
-        "| from the master, L2 | not decayed |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     found = {(r["density"], r["compute"], r["form"], r["seed"]): r for r in runs}
     for (density, compute), seeds in SETTINGS.items():
         for form in FORMS:
             chosen = [r for s in range(seeds) if (r := found.get((density, compute, form, s)))]
             pairs = [(r, p) for r in chosen if (p := found.get((density, compute, "FP32 weights", r["seed"])))]
             gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
-            spread = f" ± {statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""
-            gap = f"{statistics.mean(gaps):+.2f}{spread} %" if gaps else ""
-            losses = ", ".join(f"{r['validation_loss']:.4f}" for r in chosen)
             error, excess = (max((r[key] for r in chosen if key in r), default=None) for key in ("error", "excess"))
-            if chosen:
-                rows.append(
-                    f"| {density:g} | {compute} | {form} | {losses} | {gap if form != 'FP32 weights' else ''} "
-                    f"| {'' if error is None else f'{error:.2e}'} | {'' if excess is None else f'{excess:+.2e}'} |"
-                )
-    return "\n".join(rows)
+            row = {"density": f"{density:g}", "forward": compute, "form": form}
+            row["validation loss, by seed"] = ", ".join(f"{r['validation_loss']:.4f}" for r in chosen)
+            compared = gaps and form != "FP32 weights"
+            row["against FP32 weights, mean ± deviation"] = f"{spread(gaps, '+.2f')} %" if compared else ""
+            row["from the master, L2"] = "" if error is None else f"{error:.2e}"
+            row["not decayed"] = "" if excess is None else f"{excess:+.2e}"
+            rows += [row] if chosen else []
+    return markdown(rows)
 
 
 def report(runs: list[dict[str, Any]]) -> str:
@@ -152,29 +140,36 @@ decayed": how much too long the weights are along their master. The last form is
 
 
 def forms_of(seed: int) -> list[str]:
-    """The one that is not in the product with one seed; behind three seeds the two ends alone."""
+    """The one that is not in the product with one seed; after three seeds the two ends alone."""
     if seed > 2:
         return ["FP32 weights", "BF16 weights with a scale"]
     return [form for form in FORMS if form != IN_PLACE or seed == 0]
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["rank"]:
-        rank(sys.argv[2], sys.argv[3], sys.argv[4:])
-        return
-    store = RESULTS / "runs.json"
-    runs: list[dict[str, Any]] = json.loads(store.read_text()) if store.exists() else []
+def run(args: Any) -> None:
+    store = args.output / "runs.json"
+    runs: list[dict[str, Any]] = read(store) or []
     done = {(r["form"], r["density"], r["compute"], r["seed"]) for r in runs}
     wanted = [(f, *setting, s) for setting, seeds in SETTINGS.items() for s in range(seeds) for f in forms_of(s)]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for cell in wanted if sys.argv[1:] != ["report"] else ():
-        if cell not in done:
-            runs.append(train(*cell))
-            store.write_text(json.dumps(runs, indent=1) + "\n")
-            print(runs[-1], flush=True)
-    (RESULTS / "table.md").write_text(report(runs))
+    for cell in [cell for cell in wanted if cell not in done and args.command == "run"]:
+        runs.append(train(*cell))
+        write(store, runs)
+        print(runs[-1], flush=True)
+    if not runs:
+        raise ValueError(f"{store} has no runs; first run python -m scripts.studies.weights_study run")
+    write(args.output / "table.md", report(runs))
     print(table(runs))
 
 
+def main() -> int:
+    if sys.argv[1:2] == ["rank"]:
+        rank(sys.argv[2], sys.argv[3], sys.argv[4:])
+    own = parser(__doc__)
+    own.add_argument("command", nargs="?", choices=("run", "report"), default="run")
+    own.add_argument("--output", type=Path, default=FOLDER, help="runs.json, table.md")
+    args = own.parse_args()
+    return guarded(lambda: run(args))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """The emulated cluster: what runs on it, what it counts, and that nothing is left of it."""
 
-import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,14 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_launch import ROOT, SHORT
-
-SCRIPT = ROOT / "scripts" / "emulated_cluster.py"
-spec = importlib.util.spec_from_file_location("emulated_cluster", SCRIPT)
-assert spec is not None and spec.loader is not None
-emulated_cluster = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(emulated_cluster)
-Cluster, ClusterError = emulated_cluster.Cluster, emulated_cluster.ClusterError
+from scripts.common import ROOT
+from scripts.emulated_cluster import Cluster, ClusterError, namespaces, processes_in
+from tests.runtime.test_launch import SHORT
 
 # Leaves a process in the node that has a session of its own, as torchrun's workers do.
 LINGER = ["sh", "-c", "setsid sleep 300 & echo started; sleep 300"]
@@ -36,16 +31,17 @@ def works() -> None:
 
 
 def script(*arguments: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), *arguments]
+    return [sys.executable, "-m", "scripts.emulated_cluster", *arguments]
 
 
 def run_script(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = script(*arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def namespaces_of(pid: int) -> list[str]:
-    return [name for name in emulated_cluster._namespaces() if name.startswith(f"scape-{pid}-")]
+    return [name for name in namespaces() if name.startswith(f"scape-{pid}-")]
 
 
 def veths() -> set[str]:
@@ -68,11 +64,11 @@ def alive(pids: Sequence[int]) -> list[int]:
 def started(command: Sequence[str], tmp_path: Path) -> "tuple[subprocess.Popen[str], list[int]]":
     """The script with LINGER on two nodes, and the processes in its namespaces."""
     arguments = ["--nodes=2", "--rate=0", f"--log-dir={tmp_path}", "--", *command]
-    process = subprocess.Popen(script(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(script(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "started\n"
     deadline = time.monotonic() + 20
     while True:
-        pids = [pid for name in namespaces_of(process.pid) for pid in emulated_cluster._pids(name)]
+        pids = [pid for name in namespaces_of(process.pid) for pid in processes_in(name)]
         if len(pids) >= 6:  # on each node the shell and two that sleep
             return process, pids
         assert time.monotonic() < deadline, pids
@@ -189,7 +185,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
     assert result.stderr.splitlines() == [
         "error: the emulated cluster needs iproute2: there is no 'ip' on PATH; install it"
     ]
-    monkeypatch.setattr(emulated_cluster.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ClusterError, match="root"), Cluster(1):
         pass

@@ -1,5 +1,4 @@
-"""scripts/benchmarks/gather_bytes.py: ratios and verdicts from runs that can be worked out by "
-"hand, and the stored table."""
+"""scripts/benchmarks/gather_bytes.py: ratios and verdicts from runs that can be worked out by hand, stored table."""
 
 import json
 import subprocess
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.gather_bytes import FORMS, PLANS, rows_of, spread, table, verdict
+from scripts.common import RESULTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-STORED = ROOT / "results" / "gather_bytes"
+STORED = RESULTS / "gather_bytes"
 
 
 def node(counter: float, **by_kind: float) -> dict[str, Any]:
@@ -82,9 +81,9 @@ def test_the_stored_table_is_that_of_the_stored_runs() -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "gather_bytes.py"), "report", f"--output={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.benchmarks.gather_bytes", "report", f"--output={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "runs.json" in done.stderr
     (tmp_path / "runs.json").write_bytes((STORED / "runs.json").read_bytes())
-    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).returncode == 0
     assert (tmp_path / "table.md").read_text() == (STORED / "table.md").read_text()

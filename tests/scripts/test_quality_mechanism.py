@@ -1,5 +1,4 @@
-"""scripts/studies/quality_mechanism.py: its functions on masks against cases worked by hand, "
-"and the whole way once, small."""
+"""scripts/studies/quality_mechanism.py: its functions on masks against cases worked by hand, and a small whole run."""
 
 import json
 from pathlib import Path
@@ -10,11 +9,10 @@ import pytest
 import torch
 
 from kernels.scape.blocks import BlockLayout
+from scripts.studies.quality_cells import GRID
 from scripts.studies.quality_mechanism import main
 from scripts.studies.quality_movement import ROWS, between, rule
 from scripts.studies.quality_probe import Probe, Waits, block_top, by_wait, correlation, overlap
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def mask(bits: str) -> torch.Tensor:
@@ -85,7 +83,7 @@ def test_displacements_between_windows_follow_a_power_law() -> None:
 
 def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two short trainings, each in its process, and what is made of them."""
-    text = (ROOT / "scripts" / "quality_grid.toml").read_text()
+    text = GRID.read_text()
     small = text.replace("validations = 8 ", "validations = 1 ").replace("_tokens = 81920 ", "_tokens = 512 ")
     assert small.count("= 1  ") and small.count("= 512 ")
     (tmp_path / "grid.toml").write_text(small)

@@ -1,5 +1,4 @@
-"""scripts/studies/quality_study.py: the grid, the queue with a stand-in for the trainer, and "
-"the report on made-up cells."""
+"""The quality study: the grid, the queue with a stand-in for the trainer, and the report on made-up cells."""
 
 import json
 import os
@@ -11,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from scripts.studies import quality_plots, quality_runs
-from scripts.studies.quality_cells import Grid, as_argument, best_learning_rate
-from scripts.studies.quality_costs import MACHINES, elapsed, step_seconds
-from scripts.studies.quality_report import at, reached, write_report
-from scripts.studies.quality_runs import Queue, Store, cumulative, thin, without_paths
-from scripts.studies.quality_study import main
-from scripts.studies.scaling_sweep import write
+from scripts.common import ROOT, without_paths, write
+from scripts.studies import quality_report, quality_study
+from scripts.studies.quality_cells import GRID, Grid, Store, as_argument, best_learning_rate
+from scripts.studies.quality_costs import MACHINES, elapsed, method_of, step_seconds
+from scripts.studies.quality_report import write_report
+from scripts.studies.quality_settings import at, reached
+from scripts.studies.quality_study import Queue, cumulative, main, thin
 from torchtitan_scape.planner.volumes import Method
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 recipe = "train_configs/study.toml"
 parameters = 200720
@@ -110,11 +108,11 @@ class Study:
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
-    def curves(folder: Path, tags: dict[str, str]) -> dict[str, list[tuple[int, float]]]:
+    def curves(folder: Path, **tags: str) -> dict[str, list[tuple[int, float]]]:
         return {k: [(s, v) for s, v in c] for k, c in json.loads((folder / "curves.json").read_text()).items()}
 
-    monkeypatch.setattr(quality_runs, "scalars", curves)
-    monkeypatch.setattr(quality_runs, "POLL", 0.01)
+    monkeypatch.setattr(quality_study, "losses", curves)
+    monkeypatch.setattr(quality_study, "POLL", 0.01)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     return Study(tmp_path)
 
@@ -173,7 +171,7 @@ def test_a_wrong_grid_is_refused(change: dict[str, Any], message: str, tmp_path:
 
 
 def test_the_grid_of_the_study_can_be_read_and_unknown_sets_are_named() -> None:
-    grid = Grid(ROOT / "scripts" / "quality_grid.toml")
+    grid = Grid(GRID)
     assert grid.parameters == 200_720 and all(grid.cell(one, one.methods[0], 1e-3, 0) for one in grid.sets)
     with pytest.raises(ValueError, match="there is no set 'tiny'; known are "):
         grid.choose(["tiny"])
@@ -181,7 +179,7 @@ def test_the_grid_of_the_study_can_be_read_and_unknown_sets_are_named() -> None:
 
 def test_the_stored_runs_are_those_of_the_grid() -> None:
     """An option that is added to the configuration must not make them obsolete unseen."""
-    grid = Grid(ROOT / "scripts" / "quality_grid.toml")
+    grid = Grid(GRID)
     store = Store(ROOT / "results" / "quality_study")
     for one in grid.sets:
         if one.name in ("20-large", "20-small", "rules", "100"):
@@ -243,7 +241,7 @@ def test_a_failed_run_stops_nothing_and_is_tried_again(
     assert "7 cells done, 1 failed" in shown
     (failed,) = (p for p in (study.output / "cells").iterdir() if "error" in json.loads(p.read_text()))
     assert json.loads(failed.read_text())["error"] == "exit code 2: the gradient of all is not finite"
-    monkeypatch.setattr(quality_plots, "draw", lambda *_: {})
+    monkeypatch.setattr(quality_report, "draw", lambda *_: {})
     report = write_report(study.output).read_text()
     assert "## Failed" in report and "| failed |" in report
 
@@ -254,12 +252,12 @@ def test_a_failed_run_stops_nothing_and_is_tried_again(
 def test_an_interrupt_ends_the_children_and_leaves_no_half_cell(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Grid(declare(study.grid, SMALL))
     sleeps = (sys.executable, "-S", "-c", "import time; time.sleep(60)")
-    queue = Queue(grid, grid.sets, study.output, jobs=2, trainer=sleeps, work=study.output.parent / "work")
+    queue = Queue(grid, grid.sets, study.output, jobs=2, work=study.output.parent / "work", trainer=sleeps)
 
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quality_runs, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    monkeypatch.setattr(quality_study, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with pytest.raises(KeyboardInterrupt):
         queue.run()
     assert len(queue.running) == 2 and all(one.process.returncode is not None for one in queue.running)
@@ -298,7 +296,7 @@ def test_curves_are_thinned_and_bytes_added_up() -> None:
     thinned = thin(curve)
     assert len(thinned) <= 60 and thinned[0] == [1, 6.0]
     assert thinned[1] == [4, 2.4] and thinned[-1][0] < 242, "means of five neighbours"
-    assert cumulative([[(1, 100.0), (3, 10.0)], [(1, 1.0), (3, 1.0)]], 5, [1, 2, 5]) == [[1, 101], [2, 112], [5, 145]]
+    assert cumulative([[(1, 100.0), (3, 10.0)], [(1, 1.0), (3, 1.0)]], [1, 2, 5]) == [[1, 101], [2, 112], [5, 145]]
     assert without_paths("in /a/b.c/file.py: --x=/tmp/y ./outputs/z a/b") == "in file.py: --x=y ./outputs/z a/b"
 
 
@@ -338,7 +336,7 @@ def test_the_report_has_the_cells_numbers(study: Study) -> None:
 
 
 def test_the_report_warns_of_an_edge_and_of_mixed_runs(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality_plots, "draw", lambda *_: {})
+    monkeypatch.setattr(quality_report, "draw", lambda *_: {})
     study.run(SMALL | {"learning_rates": [2e-3, 4e-3], "seeds": [0]})
     path = next(iter((study.output / "cells").iterdir()))
     write(path, json.loads(path.read_text()) | {"corpus": "other"})
@@ -360,6 +358,7 @@ def test_predicted_seconds_follow_the_density_of_every_step() -> None:
         assert dense == pytest.approx([i * dense[1] for i in range(6)])
         assert steps[0] > steps[1] > steps[2] and steps[2] == pytest.approx(steps[4])
         assert steps[4] == pytest.approx(step_seconds(machine, Method("scape", 0.01)))
+    assert method_of({"sync.method": "another"}, 1) is None, "what has no cost model has no predicted seconds"
     assert reached([(1, 3.0), (5, 2.0), (9, 1.0)], 1.5) == 7 and reached([(1, 3.0)], 2.0) is None
     assert at([0.0, 2.0, 4.0], 1.5) == 3 and at([0.0, 2.0], 1.0) == 2
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from scripts.common import ROOT
+from scripts.studies.scaling_plots import FIGURES
 from scripts.studies.scaling_report import write_report
 
-ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"adams": "AdamS, dense", "scape-0.1": "SCAPE 0.1", "powersgd": "PowerSGD"}
 SECONDS = {("adams", 2): 1.0, ("adams", 4): 0.8, ("scape-0.1", 2): 0.5, ("scape-0.1", 4): 0.3125}
 PREDICTED = {("adams", 2): 1.1, ("adams", 4): 0.84, ("scape-0.1", 2): 0.4, ("scape-0.1", 4): 0.325}
-FIGURES = ("figure_10.png", "figure_11.png", "figure_12.png")
 
 
 def cell(method: str, size: int, **changes: Any) -> dict[str, Any]:
@@ -68,8 +68,7 @@ def store(folder: Path, cells: list[dict[str, Any]], **changes: Any) -> Path:
 
 
 def report(folder: Path) -> str:
-    write_report(folder, "sweep it", ["No GPU here."])
-    return (folder / "report.md").read_text()
+    return write_report(folder).read_text()
 
 
 def csv_rows(folder: Path) -> list[dict[str, str]]:
@@ -186,9 +185,8 @@ def test_only_failures_still_make_a_report(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_left_out(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("peak_memory_bytes", "nic", "counted", "predicted", "validation_loss", "quartiles"))
-    folder = store(tmp_path / "sweep", [cell("scape-0.1", 2, **nothing)], sizes=[2], methods=["scape-0.1"])
-    write_report(folder, "sweep it", [])
-    text = (folder / "report.md").read_text()
+    folder = store(tmp_path / "sweep", [cell("scape-0.1", 2, **nothing)], sizes=[2], methods=["scape-0.1"], notes=[])
+    text = report(folder)
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == ["# Strong scaling", "## embedded"]
     (row,) = table(text, "embedded")
@@ -216,13 +214,17 @@ def test_nothing_to_report_is_one_line(sweep: bool, message: str, tmp_path: Path
     folder = store(tmp_path / "sweep", [])
     if not sweep:
         (folder / "sweep.json").unlink()
-    command = [sys.executable, "scripts/studies/scaling_report.py", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = command_line(folder)
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def command_line(folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "scripts.studies.strong_scaling", "report", f"--output={folder}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
 def test_command_line(tmp_path: Path) -> None:
     folder = store(tmp_path / "sweep", ALL)
-    subprocess.run([sys.executable, "scripts/studies/scaling_report.py", str(folder)], cwd=ROOT, check=True)
+    assert command_line(folder).returncode == 0
     assert "- No GPU here." in (folder / "report.md").read_text()

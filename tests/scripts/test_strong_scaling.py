@@ -1,4 +1,4 @@
-"""scripts/studies/strong_scaling.py: what it takes, how it goes on after a stop, and each of its launchers."""
+"""python -m scripts.studies.strong_scaling: what it takes, how it goes on after a stop, and each of its launchers."""
 
 import json
 import os
@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
+from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.studies.scaling_sweep import Plan
 from tests.runtime.test_launch import SHORT
 from tests.scripts.slurm.test_slurm import allocation, stand_ins
 
-ROOT = Path(__file__).resolve().parents[2]
-EMBEDDED = "train_configs/embedded.toml"
-
 
 def scale(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/studies/strong_scaling.py", *arguments],
+        [sys.executable, "-m", "scripts.studies.strong_scaling", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,0 +1,169 @@
+"""What the scripts share: commands, files, tables, and the trainer as a process.
+
+Scripts are modules, started from the repository's root: `python -m scripts.studies.quality_study run`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, OUTPUTS = ROOT / "results", ROOT / "outputs"
+EMBEDDED = "train_configs/embedded.toml"
+# What torchrun would set for a single process: its own imports cost as much as a short run.
+ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+Curve = list[tuple[int, float]]
+
+
+class RunError(RuntimeError):
+    """A run that failed; the message is for the user."""
+
+
+# --------------------------------------------------------------------------------------------- commands
+
+
+def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A script's command line, described by its docstring."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+    )
+
+
+def guarded(work: Callable[[], int | None], stopped: str = "stopped; the same command goes on from here") -> int:
+    """Does a command's work; its exit code.
+
+    What a user got wrong and what a run failed with are one line and 2. Ctrl-C and SIGTERM unwind the work, so that
+    its children end with it, and give 130.
+    """
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return work() or 0
+    except (ValueError, OSError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def command_of(module: str) -> str:
+    """How this process was started, for a report."""
+    return " ".join([f"python -m {module}", *sys.argv[1:]])
+
+
+def names(text: str) -> list[str]:
+    """An argument with commas."""
+    return [part for part in text.split(",") if part]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in names(text)]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def write(path: Path, content: Any) -> None:
+    """A text, or what JSON makes of anything else; whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
+    partial.rename(path)
+
+
+def read(path: Path) -> Any:
+    """What JSON is in a file; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """What a result was made with."""
+    packages = ("torch", "torchtitan")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths cut to their last part."""
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
+
+
+# ----------------------------------------------------------------------------------------------- tables
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table; the first row's keys are the head."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join("| " + " | ".join(str(field).replace("|", "\\|") for field in line) + " |" for line in lines)
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean and sample standard deviation; no deviation of a single one."""
+    if not values:
+        return "-"
+    mean = format(statistics.mean(values), form)
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form.lstrip('+')}}"
+
+
+def number(value: float | None, form: str = ".1f", scale: float = 1.0) -> str:
+    return "-" if value is None else format(scale * value, form)
+
+
+def ms(seconds: float | None) -> str:
+    return number(seconds, ".1f", 1e3)
+
+
+def megabytes(value: float | None) -> str:
+    return number(value, ".3f" if value is not None and value < 1e8 else ".1f", 1e-6)
+
+
+# ------------------------------------------------------------------------------------------ the trainer
+
+
+def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str) -> None:
+    """Runs `arguments` ("-m", a module, its own) on so many ranks of this host. Raises RunError with the log's end."""
+    command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RunError(
+            f"{' '.join(arguments[:2])} ended with exit code {code}:\n{log.read_text(errors='replace')[-3000:]}"
+        )
+
+
+def scalars(folder: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
+    """(step, value) of each of `tags` from the one TensorBoard log under `folder`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = folder.rglob("events.out*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    return {name: [(e.step, e.value) for e in accumulator.Scalars(tag)] for name, tag in tags.items()}
+
+
+def losses(folder: Path, **more: str) -> dict[str, Curve]:
+    """Of training and validation, and further tags."""
+    return scalars(folder, {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"} | more)

@@ -1,0 +1,55 @@
+"""What the scripts' plots have in common."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours without the yellow, which white paper swallows.
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vP*X<>"
+
+
+def look(i: int, dense: bool) -> dict[str, Any]:
+    """Of the i-th method's line: dense ones are dashed."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": "--" if dense else "-",
+    }
+
+
+def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """(figure, axes by row and column)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+
+
+def subplots(titles: Iterable[str], rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple[Any, Any]:
+    """A column a title."""
+    names = list(titles)
+    drawn, axes = figure(rows, len(names), (max(6.4, 5.4 * len(names)), height), height_ratios=ratios)
+    for axis, title in zip(axes[0], names, strict=True):
+        axis.set_title(title)
+    for axis in axes.flat:
+        axis.set_axisbelow(True)  # bars hide the grid
+    return drawn, axes
+
+
+def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
+    """With what stands on the axes of `legend` in one legend below, each label once."""
+    import matplotlib.pyplot as plt
+
+    entries: dict[str, Any] = {}
+    for axis in legend:
+        handles, labels = axis.get_legend_handles_labels()
+        entries = dict(zip(labels, handles, strict=True)) | entries
+    if entries:
+        # In inches: the line and its gaps, and the longest label's letters.
+        columns = max(1, int(figure.get_figwidth() / (0.9 + 0.07 * max(map(len, entries)))))
+        figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,191 @@
+"""What the quality study's report compares: methods in settings, from the stored cells alone."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from scripts.studies.quality_cells import best_learning_rate
+from scripts.studies.quality_costs import MACHINES, elapsed, method_of
+
+Cell = dict[str, Any]
+Curve = list[tuple[float, float]]
+NEEDED = ("method", "label", "steps", "batch", "replicas", "learning_rate", "seed", "tuning_seed", "setting", "variant")
+
+
+@dataclass
+class Entry:
+    """A method in a setting: its runs at its best learning rate, by seed, and what led to it."""
+
+    label: str
+    best: float
+    tuning: dict[float, float | None]
+    runs: dict[int, Cell]
+
+    @property
+    def first(self) -> Cell:
+        """The run of the lowest seed."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.first["options"]
+
+    @property
+    def steps(self) -> int:
+        return self.first["steps"]
+
+    @property
+    def is_dense(self) -> bool:
+        return self.options["sync.method"] == "dense"
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.is_dense and self.options["optimizer.name"] == "AdamS"
+
+    @property
+    def density(self) -> float | None:
+        """None of a method that has none."""
+        declared = self.options.get(f"sync.{self.options['sync.method']}.density")
+        return 1.0 if self.is_dense else None if declared is None else float(declared)
+
+    @property
+    def order(self) -> tuple[bool, float, int, str]:
+        """Dense methods first, then by falling density (or what is sent), then by name."""
+        return not self.is_dense, -(self.sent if self.density is None else self.density), len(self.label), self.label
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
+
+    @property
+    def sent(self) -> float:
+        """Bytes a step against a dense exchange, the mean over the run."""
+        return statistics.mean(run["bytes_per_step"] / (run["dense_bytes_per_step"] or 1) for run in self.runs.values())
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best learning rate is the lowest or the highest that was tried."""
+        return self.best in (min(self.tuning), max(self.tuning))
+
+    def curve(self) -> Curve:
+        """(step, validation loss), the mean over the seeds."""
+        curves = [run["validation"] for run in self.runs.values()]
+        return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=False)]
+
+    @cached_property
+    def seconds(self) -> dict[str, list[float]]:
+        """By machine: predicted seconds after each number of steps. Empty for a method without a cost model."""
+        if method_of(self.options, self.steps) is None:
+            return {}
+        return {machine: elapsed(self.options, machine, self.steps) for machine in MACHINES}
+
+
+@dataclass
+class Setting:
+    """Runs that may be compared: one recipe, batch, number of steps and of replicas."""
+
+    key: str
+    title: str
+    slug: str
+    steps: int
+    batch: int
+    replicas: int
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def baseline(self) -> Entry | None:
+        return next((entry for entry in self.entries if entry.is_baseline), None)
+
+    def spread_of_dense(self) -> float:
+        """The sample standard deviation of dense AdamS's final losses, in percent of their mean; 0 for one seed."""
+        losses = list(self.baseline.losses.values()) if self.baseline else []
+        return 100 * statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else 0.0
+
+    def gaps(self, entry: Entry) -> list[float]:
+        """Final loss above dense AdamS of the same seed, in percent, by the seeds that both have."""
+        dense = self.baseline.losses if self.baseline else {}
+        return [100 * (loss / dense[seed] - 1) for seed, loss in entry.losses.items() if seed in dense]
+
+
+def read_cells(folder: Path) -> tuple[list[Cell], list[Cell]]:
+    """(finished, failed) cells. One that cannot be read is a failed one."""
+    finished: list[Cell] = []
+    failed: list[Cell] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            cell = json.loads(path.read_text())
+            lacking = [key for key in NEEDED if key not in cell]
+            if not lacking and "error" not in cell:
+                lacking = [key for key in ("validation_loss", "validation", "bytes") if key not in cell]
+        except (ValueError, TypeError) as error:
+            cell, lacking = {}, [f"a readable content ({error})"]
+        if lacking:
+            cell = {"error": f"{path.name} lacks {', '.join(lacking)}"}
+        (failed if "error" in cell else finished).append(cell)
+    return finished, failed
+
+
+def settings_of(finished: Sequence[Cell], failed: Sequence[Cell] = ()) -> list[Setting]:
+    """The settings, small budgets first, with their methods: dense ones first, then by falling density."""
+    settings: dict[str, Setting] = {}
+    for cell in finished:
+        steps, batch, replicas = cell["steps"], cell["batch"], cell["replicas"]
+        if cell["setting"] not in settings:
+            budget = steps * batch / cell["parameters"]
+            title = f"{budget:.3g} tokens a parameter: {steps:,} steps x {batch:,} tokens, {replicas} replica"
+            title += "s" if replicas > 1 else ""
+            slug = f"{steps}x{batch}-r{replicas}"
+            settings[cell["setting"]] = Setting(cell["setting"], title, slug, steps, batch, replicas)
+    titles = [one.title for one in settings.values()]
+    for one in settings.values():
+        if titles.count(one.title) > 1:
+            one.title += f" (options {one.key})"
+            one.slug += f"-{one.key}"
+        cells = [cell for cell in finished if cell["setting"] == one.key]
+        labels = {(cell["variant"], cell["label"]) for cell in cells}
+        for variant in dict.fromkeys(cell["variant"] for cell in cells):
+            runs = [cell for cell in cells if cell["variant"] == variant]
+            lost = [cell for cell in failed if cell.get("setting") == one.key and cell.get("variant") == variant]
+            entry = _entry(runs, lost)
+            if entry is not None:
+                if len({v for v, label in labels if label == entry.label}) > 1:
+                    entry.label += f" ({variant})"
+                one.entries.append(entry)
+        one.entries.sort(key=lambda entry: entry.order)
+    found = [one for one in settings.values() if one.entries]
+    return sorted(found, key=lambda one: (one.steps * one.batch, -one.batch, one.replicas, one.title))
+
+
+def _entry(runs: Sequence[Cell], lost: Sequence[Cell]) -> Entry | None:
+    """None without a run of the seed that learning rates are tuned with."""
+    tuned = runs[0]["tuning_seed"]
+    tuning: dict[float, float | None] = {c["learning_rate"]: None for c in lost if c["seed"] == tuned}
+    tuning |= {cell["learning_rate"]: cell["validation_loss"] for cell in runs if cell["seed"] == tuned}
+    best = best_learning_rate(tuning)
+    if best is None:
+        return None
+    chosen = {cell["seed"]: cell for cell in runs if cell["learning_rate"] == best}
+    return Entry(runs[0]["label"], best, dict(sorted(tuning.items())), dict(sorted(chosen.items())))
+
+
+def reached(curve: Curve, target: float) -> float | None:
+    """The step at which the curve falls to `target`, between its points by a straight line."""
+    before: tuple[float, float] | None = None
+    for step, loss in curve:
+        if loss <= target:
+            if before is None or before[1] == loss:
+                return step
+            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = (step, loss)
+    return None
+
+
+def at(seconds: Sequence[float], step: float) -> float:
+    """`seconds` at a step that need not be whole."""
+    whole = min(int(step), len(seconds) - 1)
+    after = seconds[min(whole + 1, len(seconds) - 1)]
+    return seconds[whole] + (step - whole) * (after - seconds[whole])
