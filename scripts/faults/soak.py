@@ -192,8 +192,9 @@ def run(args: argparse.Namespace) -> int:
     kinds = names(args.faults)
     if unknown := set(kinds) - set(FAULTS):
         raise ValueError(f"there is no fault {sorted(unknown)[0]!r}; there are {', '.join(FAULTS)}")
-    scratch, dice, rows = Path(tempfile.mkdtemp(prefix="scape-soak-")), random.Random(args.seed), []
-    end, deck = time.monotonic() + 60 * args.minutes, list[str]()
+    scratch, dice = Path(tempfile.mkdtemp(prefix="scape-soak-")), random.Random(args.seed)
+    rows, deck = list[dict[str, Any]](), list[str]()
+    end = time.monotonic() + 60 * args.minutes
     with Cluster(args.nodes) as cluster:
         soak = Soak(cluster, scratch / "run", dice)
         soak.run.wait_until(lambda: len(soak.run.steps()) >= 5, WAIT_SECONDS, "the first steps")

@@ -117,7 +117,7 @@ class Cell:
         return f"{self.of.name}: {self.method}, {run}, {self.of.replicas} replicas"
 
     def head(self) -> dict[str, Any]:
-        head = {"set": self.of.name, "method": self.method, "label": self.label}
+        head: dict[str, Any] = {"set": self.of.name, "method": self.method, "label": self.label}
         head |= {name: getattr(self.of, name) for name in ("steps", "batch", "replicas")}
         head |= {"learning_rate": self.learning_rate, "seed": self.seed, "tuning_seed": self.of.seeds[0]}
         return head | {"setting": self.setting, "variant": self.variant, "options": self.options}

@@ -56,10 +56,11 @@ def time_table(one: Setting) -> str:
         step = reached(entry.curve(), target)
         row = {"method": entry.label, f"steps to {target:.4f}": "not reached" if step is None else f"{step:,.0f}"}
         for machine, (title, _) in MACHINES.items():
-            seconds, last = entry.seconds.get(machine), method_of(entry.options, entry.steps)
-            row[f"{title}: last step, ms"] = number(last and step_seconds(machine, last), ",.0f", 1e3)
-            known = seconds is not None and step is not None
-            row[f"{title}: s to {target:.4f}"] = f"{at(seconds, step):,.0f}" if known else "-"
+            method = method_of(entry.options, entry.steps)
+            last = None if method is None else step_seconds(machine, method)
+            seconds = None if method is None or step is None else at(entry.seconds[machine], step)
+            row[f"{title}: last step, ms"] = number(last, ",.0f", 1e3)
+            row[f"{title}: s to {target:.4f}"] = number(seconds, ",.0f")
         rows.append(row)
     return markdown(rows)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.common import ROOT, RunError, write
 from scripts.emulated_cluster import PORT, Cluster
-from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, recipe_value, write
+from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
 from torchtitan_scape.planner.cost import predict_step
 from torchtitan_scape.planner.volumes import Method, payload_bytes, powersgd_rank

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import statistics
 import time
 import tomllib
 from collections.abc import Iterator
@@ -50,10 +51,10 @@ class Plan:
                 "ddp, ddp-bf16, powersgd, powersgd-4 (any rank)"
             )
         wire = "bfloat16" if match[2] else "float32"
-        options = ("--sync.method=scape", "--optimizer.name=AdamS", f"--sync.scape.density={match[1]}")
-        options += ("--sync.scape.density_warmup_steps=0", f"--sync.scape.wire_dtype={wire}")
+        scape = f"--sync.method=scape --optimizer.name=AdamS --sync.scape.density={match[1]}"
+        scape += f" --sync.scape.density_warmup_steps=0 --sync.scape.wire_dtype={wire}"
         label = f"SCAPE {match[1]}" + (", BF16 wire" if match[2] else "")
-        return cls(name, label, options, density=float(match[1]), wire=wire)
+        return cls(name, label, tuple(scape.split()), density=float(match[1]), wire=wire)
 
 
 class Cell(NamedTuple):
@@ -118,7 +119,7 @@ class Sweep:
 
     def missing(self) -> Iterator[Cell]:
         """The cells to do, one after the other, with progress and the time that is left, by the mean so far."""
-        cells, taken = self.cells(), []
+        cells, taken = self.cells(), list[float]()
         to_do = [cell for cell in cells if not self.done(cell)]
         for i, cell in enumerate(to_do):
             left = f"; about {sum(taken) / len(taken) * (len(to_do) - i) / 60:.0f} min left" if taken else ""
@@ -156,19 +157,15 @@ def from_raw(raw: Path, batch: int) -> dict[str, Any]:
     """What scaling_rank.py measured, as a cell. `batch`: sequences a step, over all ranks."""
     measured = json.loads(raw.read_text())
     summary = measured.pop("summary")
-    interfaces = summary.get("interfaces")
-    nic = counted = None
-    if interfaces:
-        nic, counted = {}, {}
-        for level, nodes in interfaces["sent_per_step"].items():
-            nic[level] = sum(node["interface"] for node in nodes) / len(nodes)
-            counted[level] = sum(node["counted"] for node in nodes) / len(nodes)
-        if not measured["sent"]:
-            counted = None
+    sent = (summary.get("interfaces") or {}).get("sent_per_step", {})
+    nic, counted = (
+        {level: statistics.fmean(node[kind] for node in nodes) for level, nodes in sent.items()}
+        for kind in ("interface", "counted")
+    )
     return {
         **measured,
-        "nic": nic,
-        "counted": counted,
+        "nic": nic or None,
+        "counted": counted if counted and measured["sent"] else None,
         "tokens_per_step": batch * summary["sequence"],
         "validation_loss": summary["validation_loss"],
         "steps_trained": summary["steps"],
