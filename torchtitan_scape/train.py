@@ -201,7 +201,7 @@ class ScapeTrainer(Trainer):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
         interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
-        if (interval and self.step % interval == 0) or self.checkpointer._should_save(self.step, last):
+        if (interval and self.step % interval == 0) or self.checkpointer.saves_at(self.step, last):
             self._check_replicas()
         self.train_seconds += time.perf_counter() - begin
         self.steps_taken += 1
@@ -232,7 +232,7 @@ class ScapeTrainer(Trainer):
         super().train()
         if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
-            saved = self.checkpointer._should_save(self.step)
+            saved = self.checkpointer.saves_at(self.step)
             if self.steps_taken and self.job_config.sync.scape.flush_at_end:
                 self._flush()
                 saved = False

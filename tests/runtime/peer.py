@@ -1,6 +1,6 @@
-"""A rank that only has peers: tests/runtime/test_faults.py starts it as srun would, without a launcher.
+"""A rank that says that it lives, and nothing else; tests/runtime/test_faults.py starts it as srun would.
 
-python tests/runtime/peer.py WHAT: "fail" ends in an error of the user, "wait" waits for peers for ever, "work" for 6 s.
+python tests/runtime/peer.py WHAT: "fail" ends in an error of the user, "wait" waits for ever, "work" for 6 s.
 """
 
 import importlib.util
@@ -17,19 +17,19 @@ module = sys.modules["liveness"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 Liveness, Failure, WRONG_INPUT = module.Liveness, module.Failure, module.WRONG_INPUT
 
-peers = Liveness.join(os.environ)
-assert peers is not None
-peers.expect(4.0)  # so who is silent for 3.2 s is lost
+liveness = Liveness.join(os.environ)
+assert liveness is not None
+liveness.expect(4.0)  # so who is silent for 3.2 s is lost
 print("ready", flush=True)
 match sys.argv[1]:
     case "fail":
-        peers.tell(Failure(peers.rank, WRONG_INPUT, f"rank {peers.rank} stopped: no such file"))
+        liveness.tell(Failure(liveness.rank, WRONG_INPUT, f"rank {liveness.rank} stopped: no such file"))
         os._exit(WRONG_INPUT)
     case "wait":
         time.sleep(60)
     case "work":
         for _ in range(12):
             time.sleep(0.5)
-            peers.progressed()
-peers.leave()
+            liveness.progressed()
+liveness.leave()
 os._exit(0)

@@ -22,7 +22,7 @@ from torchtitan_scape.runtime import launch
 STEPS = 16
 ARGUMENTS = [*TINY, f"--training.steps={STEPS}"]
 
-# ------------------------------------------------------------------------------------------------------- peers
+# ---------------------------------------------------------------------------------------------------- liveness
 
 
 class Group:
@@ -33,7 +33,7 @@ class Group:
         common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours))}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "peer.py"), behaviour],
+                [sys.executable, str(ROOT / "tests" / "runtime" / "peer.py"), behaviour],
                 env={**common, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

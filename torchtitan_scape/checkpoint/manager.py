@@ -172,6 +172,14 @@ class ReplicaCheckpointer(CheckpointManager):
         steps = (step for step in steps_in(self.folder) if step not in self._not_counted)
         return [step for step in steps if is_complete(self._create_checkpoint_id(step))]
 
+    def saves_at(self, step: int, last_step: bool = False) -> bool:
+        """Whether `save` would write this step."""
+        return self._should_save(step, last_step)
+
+    def newest_step(self) -> int:
+        """The newest whole checkpoint's step; -1 for none, and where checkpoints are off."""
+        return self._find_load_step() if self.enable else -1
+
     def _find_load_step(self, folder: str = "") -> int:
         """The newest whole checkpoint's step; -1 for none."""
         return super()._find_load_step(folder) if folder else (self._whole_steps() or [-1])[-1]

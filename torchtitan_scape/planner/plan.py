@@ -35,7 +35,7 @@ from torchtitan_scape.planner.advice import (
     overlapped,
 )
 from torchtitan_scape.planner.cost import Assumptions, Prediction
-from torchtitan_scape.planner.volumes import host_bytes
+from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 
 # ---------------------------------------------------------------------------------------------- words
@@ -134,11 +134,13 @@ def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
     yield "[optimizer]"
     yield f'name = "{"AdamW" if method.kind == "adamw" else "AdamS"}"'
     yield "[sync]"
-    yield f'method = "{"scape" if method.kind == "scape" else "dense"}"'
-    if method.kind == "scape":
-        yield "[sync.scape]"
-        yield f"density = {method.density:g}"
-        yield f'wire_dtype = "{method.wire}"'
+    options = VOLUMES[method.kind].recipe
+    yield f'method = "{method.kind if options else "dense"}"'
+    if options:
+        yield f"[sync.{method.kind}]"
+    for key, field in options.items():
+        value = getattr(method, field)
+        yield f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value:g}"
 
 
 def _table(case: Case) -> Iterator[str]:

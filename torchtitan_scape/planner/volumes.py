@@ -6,7 +6,7 @@ arithmetic.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kernels.scape.blocks import BlockLayout
@@ -46,16 +46,16 @@ class Method:
             raise ValueError(f"there is no method {self.kind!r}; known are {', '.join(VOLUMES)}")
         if not 0 < self.density <= 1:
             raise ValueError(f"the density is {self.density}; it must be in (0, 1]")
-        if self.kind == "powersgd" and self.rank < 1:
-            raise ValueError(f"the rank of powersgd is {self.rank}; it must be 1 or more")
+        if VOLUMES[self.kind].option == "rank" and self.rank < 1:
+            raise ValueError(f"the rank of {self.kind} is {self.rank}; it must be 1 or more")
         if self.update not in ("replicated", "sharded"):
             raise ValueError(f"update is {self.update!r}; it must be 'replicated' or 'sharded'")
         width(self.wire), width(self.values), width(self.weights)
 
     @property
     def name(self) -> str:
-        name = f"{self.kind} {self.rank}" if self.rank else self.kind
-        name += f" {self.density:g}" if self.kind == "scape" else ""
+        option = VOLUMES[self.kind].option
+        name = self.kind + (f" {getattr(self, option):g}" if option else "")
         name += " bf16" if self.wire == "bfloat16" else ""
         if self.sharded:
             name += " sharded" + (" bf16 values" if self.values == "bfloat16" else "")
@@ -108,12 +108,16 @@ class Volumes:
         output written once.
     memory: what a rank's device holds by kind, parameters, gradients and the optimizer's state included.
     simulated: the same where a process holds all replicas; None where it is no more, as gradients are added up.
+    option: the field of `Method` that says how much is sent.
+    recipe: keys of its section of a recipe, each with the field of `Method` that has its value; empty for dense.
     """
 
     messages: Callable[[Method, Shapes, int], list[Message]]
     passes: Callable[[Method, Shapes, int], tuple[float, float]]
     memory: Callable[[Method, Shapes, int], dict[str, float]]
     simulated: Callable[[Method, Shapes, int], dict[str, float]] | None = None
+    option: str = ""
+    recipe: dict[str, str] = field(default_factory=dict)
 
 
 def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
@@ -323,6 +327,13 @@ VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
-    "powersgd": replace(_whole(sent=4.0, moved=72.0, state=8.0), messages=_powersgd_messages),
-    "scape": Volumes(_scape_messages, _scape_passes, _scape_memory, _scape_simulated),
+    "powersgd": replace(_whole(sent=4.0, moved=72.0, state=8.0), messages=_powersgd_messages, option="rank"),
+    "scape": Volumes(
+        _scape_messages,
+        _scape_passes,
+        _scape_memory,
+        _scape_simulated,
+        option="density",
+        recipe={"density": "density", "wire_dtype": "wire"},
+    ),
 }

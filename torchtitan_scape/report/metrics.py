@@ -199,7 +199,7 @@ def a_step_follows(trainer: Trainer) -> bool:
     """Whether the next step comes before a validation, a checkpoint and the end."""
     last = trainer.step == trainer.job_config.training.steps
     validates = trainer.job_config.validation.enable and trainer.validator.should_validate(trainer.step)
-    return not (last or validates or trainer.checkpointer._should_save(trainer.step, last))
+    return not (last or validates or trainer.checkpointer.saves_at(trainer.step, last))
 
 
 def interface_lines(figures: dict[str, Any] | None) -> list[str]:

@@ -146,10 +146,10 @@ def main() -> None:
     options = os.environ.get("PET_RDZV_CONF", "")
     if "read_timeout" not in options:
         os.environ["PET_RDZV_CONF"] = ",".join(filter(None, (options, f"read_timeout={REJOIN_SECONDS:.0f}")))
-    ending = threading.Lock()
+    finished = threading.Lock()
 
     def finish(code: int) -> NoReturn:
-        with ending:  # for good
+        with finished:  # for good
             if code == LOST and ranks.asked is None and limit:
                 _restart(limit, progress)
             progress.unlink(missing_ok=True)
@@ -213,7 +213,7 @@ def _restart(limit: int, progress: Path) -> None:
     steps = [line.split()[1] for line in progress.read_text().splitlines()] if progress.exists() else []
     reached = int(steps[-1]) if steps else -1
     if reached > before:
-        taken = 0  # this start resumed behind the one before: its predecessor had saved something new
+        taken = 0  # this start resumed later than the one before: its predecessor had saved something new
     if taken >= limit:
         _say(f"not started again: {limit} restarts (MAX_RESTARTS) have not come further than step {max(reached, 0)}")
         return

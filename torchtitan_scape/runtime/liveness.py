@@ -5,7 +5,7 @@ three small requests a rank and interval, however many ranks there are. Who find
 and the first to write decides what all the others print and which exit code they take.
 
 Two threads: one talks to the store, and may hang with it; the other one judges by the clock, and ends the process
-where the main thread waits for a peer and cannot: in a collective of NCCL, or on a stream.
+where the main thread waits for another rank and cannot: in a collective of NCCL, or on a stream.
 """
 
 import json
@@ -72,14 +72,14 @@ class Liveness:
         self._gone: float | None = None  # when the store was found to be gone
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._talk, "heartbeats"), (self._judge, "peers"))
+            for target, name in ((self._talk, "heartbeats"), (self._judge, "liveness"))
         ]
         for thread in self._threads:
             thread.start()
 
     @classmethod
     def join(cls, environment: Mapping[str, str]) -> "Liveness | None":
-        """The peers of this rank; None where there is one rank, or no store to meet at."""
+        """This rank's; None where there is one rank, or no store to meet at."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(not environment.get(name) for name in needed) or environment["WORLD_SIZE"] == "1":
             return None
@@ -116,7 +116,7 @@ class Liveness:
             time.sleep(2 * self._interval)  # for all to read it
 
     def explain(self) -> Failure | None:
-        """Who is behind a failed collective of this rank; None if all peers are alive. Takes up to ten intervals."""
+        """Who made a collective of this rank fail; None if all others are alive. Takes up to ten intervals."""
         self._alarmed = True
         self._wake.set()
         begin = time.monotonic()
@@ -224,7 +224,7 @@ class Liveness:
         return self._answered - self._beats[rank][1]
 
     def _found(self, seconds: float) -> Failure | None:
-        """The peers, or the store, that have been silent for so long."""
+        """The ranks, or the store, that have been silent for so long."""
         now = time.monotonic()
         if self._gone is not None:
             if now - self._gone < 2 * INTERVAL_SECONDS:
@@ -254,11 +254,11 @@ def _store(environment: Mapping[str, Any], is_master: bool = False, timeout: flo
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"scape/peers/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"scape/liveness/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def tell_for(rank: int, process: int, how: str, address: str, port: int) -> None:
-    """A launcher's word on a rank of its own that cannot speak any more: its peers name it at once."""
+    """A launcher's word on a rank of its own that cannot speak any more: the others name it at once."""
     failure = Failure(rank, LOST, f"rank {rank} ({socket.gethostname()}, process {process}) {how}")
     store = _store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0)
     store.compare_set("failed", "", json.dumps(asdict(failure)))

@@ -37,7 +37,7 @@ class StopRequest:
     """Whether a signal has asked this rank to stop. Seen at once, whatever the main thread waits for.
 
     A second SIGTERM or SIGINT, a second after the first or later, ends the process at once. SIGUSR1 only ever asks:
-    Slurm sends SIGTERM behind it when the job's time is over, and a checkpoint may be on its way.
+    Slurm sends SIGTERM after it when the job's time is over, and a checkpoint may be on its way.
     """
 
     def __init__(self, announce: Callable[[signal.Signals], Any], end_at_once: Callable[[signal.Signals], Any]) -> None:
@@ -78,7 +78,7 @@ class Shutdown:
 
     def __init__(self) -> None:
         self.rank = os.environ.get("RANK", "0")
-        self.peers = Liveness.join(os.environ)
+        self.liveness = Liveness.join(os.environ)
         self.stop = StopRequest(self._announce, self._end_at_once)
         self.close: Callable[[], Any] | None = None
         # Who starts runs again wants to know whether they get further: one rank of a node, or of all, writes it down.
@@ -90,23 +90,23 @@ class Shutdown:
         trainer.shutdown = self
         trainer.optimizers.guard.asked_to_stop = self.stop.asked
         enabled = trainer.checkpointer.enable
-        if self.peers is not None:
-            self.peers.hint = lambda: _resume_hint(trainer.checkpointer)
+        if self.liveness is not None:
+            self.liveness.hint = lambda: _resume_hint(trainer.checkpointer)
         if not enabled and os.environ.get("MAX_RESTARTS", "0") != "0" and self.rank == "0":
             logger.warning("MAX_RESTARTS without checkpoint.enable: a run that is started again begins at step 1")
 
     def expect(self, timeout: float) -> None:
         """Collectives wait for `timeout` seconds from now on."""
-        if self.peers is not None:
-            self.peers.expect(timeout)
+        if self.liveness is not None:
+            self.liveness.expect(timeout)
 
     def after_step(self, trainer: Any, first: bool) -> None:
-        """Tells that the main thread moves on; behind the first step of this process also where it began."""
+        """Tells that the main thread moves on; after the first step of this process also where it began."""
         if first:
             self._note(f"resumed {trainer.step - 1}")
             self.expect(trainer.job_config.comm.train_timeout_seconds)
-        elif self.peers is not None:
-            self.peers.progressed()
+        elif self.liveness is not None:
+            self.liveness.progressed()
 
     def stop_here(self, trainer: Any) -> NoReturn:
         """Writes a checkpoint of this step and raises StoppedEarly. A collective call."""
@@ -129,7 +129,7 @@ class Shutdown:
         """Later: torchrun sends SIGTERM to the ranks that are left when one dies, and they will say that instead."""
 
         def announce() -> None:
-            if self.peers is None or self.peers.failure is None:
+            if self.liveness is None or self.liveness.failure is None:
                 logger.info(f"{number.name}: asked to stop; the ranks agree on a step and write a checkpoint")
 
         timer = threading.Timer(2.0, announce)
@@ -139,8 +139,8 @@ class Shutdown:
     def _end_at_once(self, number: signal.Signals) -> None:
         line = f"ended at once by a second {number.name}"
         self._say(line)
-        if self.peers is not None:
-            self.peers.tell(Failure(int(self.rank), 128 + number, f"rank {self.rank} was {line}"), patience=1.0)
+        if self.liveness is not None:
+            self.liveness.tell(Failure(int(self.rank), 128 + number, f"rank {self.rank} was {line}"), patience=1.0)
         os._exit(128 + number)
 
     def run(self, work: Callable[[], None], user_errors: tuple[type[Exception], ...]) -> NoReturn:
@@ -148,7 +148,7 @@ class Shutdown:
 
         All is written then. Threads of gloo or the log writer that ask for the interpreter while it is taken down
         abort the process, now and then, and a run that went well would be told to have failed; and threads of the
-        process group may be waiting for peers that fail likewise.
+        process group may be waiting for ranks that fail likewise.
         """
         code = 0
         try:
@@ -181,8 +181,8 @@ class Shutdown:
         except BaseException as error:
             code = self._broken(error)
             self._close(CLOSE_SECONDS)
-        if self.peers is not None:
-            self.peers.leave()
+        if self.liveness is not None:
+            self.liveness.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -191,11 +191,11 @@ class Shutdown:
         """Says who is lost, or what broke here. Returns the exit code."""
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         failure = None
-        if self.peers is not None:
-            failure = self.peers.failure or (self.peers.explain() if _is_about_peers(error) else None)
+        if self.liveness is not None:
+            failure = self.liveness.failure or (self.liveness.explain() if _may_come_from_another(error) else None)
         if failure is not None and failure.rank != int(self.rank):
-            assert self.peers is not None
-            line = f"{failure.text}{self.peers.hinted()}"
+            assert self.liveness is not None
+            line = f"{failure.text}{self.liveness.hinted()}"
             get_error_handler().record_exception(ConnectionError(line))
             self._say(line)
             if os.environ.get("SCAPE_TRACEBACK"):
@@ -208,14 +208,14 @@ class Shutdown:
         return LOST
 
     def _say(self, message: str) -> None:
-        if self.peers is None:
+        if self.liveness is None:
             say(self.rank, message)
         else:
-            self.peers.say(message)
+            self.liveness.say(message)
 
     def _tell(self, failure: Failure) -> None:
-        if self.peers is not None:
-            self.peers.tell(failure)
+        if self.liveness is not None:
+            self.liveness.tell(failure)
 
     def _close(self, seconds: float | None) -> None:
         if self.close is None:
@@ -239,13 +239,13 @@ class Shutdown:
 
 
 def _resume_hint(checkpointer: Any) -> str:
-    step = checkpointer._find_load_step() if checkpointer.enable else -1
+    step = checkpointer.newest_step()
     if step > 0:
-        return f"started again, training goes on behind step {step}"
+        return f"started again, training goes on after step {step}"
     return "there is no checkpoint: started again, training begins at step 1"
 
 
-def _is_about_peers(error: BaseException) -> bool:
+def _may_come_from_another(error: BaseException) -> bool:
     """Whether the error may come from another rank's end: of a collective, or of the store."""
     if isinstance(error, dist.DistError):
         return True
