@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("torchtitan_scape", "kernels", "topology", "scripts")
 # What modules of a package or folder may import of the product.
