@@ -25,14 +25,13 @@ class Literal:
     density_warmup_steps: int = 0
     block_size: int = 16
     selection: str = "block"
-    wait_scaling: bool = True
-    max_wait: float = 1000.0
-    wait_by: str = "row_column"
+    staleness_scaling: bool = True
+    max_staleness: float = 1000.0
     keep_moment: float = 0.5
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire_dtype: str = "float32"
-    parameters: str = "local"  # in FP32 "gather" is the same algorithm
+    update: str = "replicated"  # in FP32 "sharded" is the same algorithm
     values_dtype: str = "float32"
     t: int = 0
     applied: int = 0
@@ -81,9 +80,9 @@ class Literal:
         ]
         new_mask = self.refresh(self.density_at(self.t + 1), skip_new=self.at_target)
         b, q, gh = [], [], []
-        # With "gather" what is the same for all is left out of what travels, and added by its owner.
+        # Where it is sharded, what is the same for all is left out of what travels, and added by its owner.
         common = [b1 * m + c for m, c in zip(self.m, self.common, strict=True)]
-        if self.parameters == "local":
+        if self.update == "replicated":
             common = [torch.zeros_like(c) for c in common]
         means, lost = self.average([[(self.mt[r][i] - common[i])[a] for i, a in enumerate(self.A)] for r in range(n)])
         for i, a in enumerate(self.A):
@@ -104,8 +103,8 @@ class Literal:
             u = torch.zeros_like(self.m[i])
             u[a] = (moment / (1 - b1**self.applied)) / (torch.sqrt(v / (1 - b2**self.applied)) + self.eps)
             fresh = a & ~self.P[i]
-            if self.wait_scaling:
-                u *= self.waiting(i, a, fresh)
+            if self.staleness_scaling:
+                u *= self.staleness(i, a, fresh)
                 self.m[i][fresh] *= self.keep_moment
             p, shown = self.theta[i].view(-1), self.shown[i]
             p.copy_(p - self.lr * (u + self.weight_decay * p))
@@ -113,10 +112,10 @@ class Literal:
             shown[a] = p[a].bfloat16().float() if self.rounds(self.values_dtype) else p[a]
         self.P, self.A = self.A, new_mask
 
-    def waiting(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
-        """The factor on the step of every entry of a tensor: the mean waiting time of those that enter, else 1."""
+    def staleness(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
+        """The factor on the step of every entry of a tensor: how stale those are that enter, else 1."""
         factor = torch.ones(a.numel())
-        if self.wait_by == "row_column" and i < len(self.sparse):
+        if i < len(self.sparse):
             rows, columns = self.visits[i]
             entered = fresh.view(rows.numel(), -1).double()
             if not all(a.all() for a in self.A) and not all(p.all() for p in self.P):
@@ -125,12 +124,10 @@ class Literal:
                 columns *= 0.8
                 columns += 0.2 * entered.sum(0)
         if fresh.any():
-            wait = min(max((a.numel() - int(a.sum())) / int(fresh.sum()), 1.0), self.max_wait)
-            factor[fresh] = wait
-            if self.wait_by == "row_column":
-                often = (rows[:, None] / rows.mean()) * (columns / columns.mean())
-                finer = (wait / often.clamp(min=1e-3)).clamp(1.0, self.max_wait).float()
-                factor[fresh] = finer.flatten()[fresh]
+            mean = min(max((a.numel() - int(a.sum())) / int(fresh.sum()), 1.0), self.max_staleness)
+            often = (rows[:, None] / rows.mean()) * (columns / columns.mean())
+            finer = (mean / often.clamp(min=1e-3)).clamp(1.0, self.max_staleness).float()
+            factor[fresh] = finer.flatten()[fresh]
         return factor
 
     def average(self, payloads: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -152,8 +149,8 @@ class Literal:
         for other in sent[1:]:
             mean += other
         mean /= n
-        # With "gather" the mean stays with the owners of its parts.
-        arrived = mean if self.parameters == "gather" else mean.to(torch.bfloat16).float()
+        # Where the update is sharded the mean stays with the owners of its parts.
+        arrived = mean if self.update == "sharded" else mean.to(torch.bfloat16).float()
         lost = [one - rounded for one, rounded in zip(whole, sent, strict=True)]
         part = math.ceil(sum(counts) / n)
         for r in range(n):
@@ -195,7 +192,7 @@ class Literal:
                 size = self.block_size if self.selection == "block" else end - s
                 k = min(max(1, round(density * size)), end - s)
                 values = self.mt[r][i][s:end].abs()
-                if skip_new and self.keep_moment < 1.0 and self.wait_scaling:
+                if skip_new and self.keep_moment < 1.0 and self.staleness_scaling:
                     values[(self.A[i] & ~self.P[i])[s:end]] = 0.0
                 values = values.tolist()
                 chosen = sorted(range(end - s), key=lambda j: (-values[j], j))[:k]

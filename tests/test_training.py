@@ -42,16 +42,16 @@ METHODS = {
         "--sync.scape.chunk_bytes=100000",
     ],
     "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
-    "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.parameters=gather"],
+    "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.update=sharded"],
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
-        "--sync.scape.parameters=gather",
+        "--sync.scape.update=sharded",
         "--sync.scape.wire_dtype=bfloat16",
         "--sync.scape.values_dtype=bfloat16",
         "--sync.scape.weights_dtype=bfloat16",
         "--sync.scape.offload=state,master",
     ],
-    "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-wait-scaling"],
+    "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
     "1x2": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],

@@ -1,5 +1,6 @@
 """A handful of tensors with random gradients, trained by the product and by the literal form."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from kernels.scape.reference import mask_indices
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.scape.weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.sync.shards import local
 
 SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
 
@@ -23,20 +26,34 @@ def gradient(step: int, replica: int, shapes: list[tuple[int, ...]]) -> list[Ten
     return draw(1000 + 97 * step + replica, shapes)
 
 
+def make_scape(params: Any, **options: Any) -> Scape:
+    """`Scape` with the options of the section and the arguments of the constructor side by side.
+
+    What it keeps of its weights is read off the parameters.
+    """
+    params = list(params)
+    first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]
+    weight = first[1] if isinstance(first, tuple) else first
+    if isinstance(local(weight), ScaledTensor):
+        options.setdefault("weights_dtype", "bfloat16")
+    section = {f.name: options.pop(f.name) for f in fields(ScapeOptions) if f.name in options}
+    return Scape(params, options=ScapeOptions(**section), **options)
+
+
 def train(
     collectives: ThreadCollectives | None,
     steps: int,
     shapes: list[tuple[int, ...]] = SPARSE + DENSE,
     probe: Any = None,
-    narrow: bool = False,
+    bf16_weights: bool = False,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """Parameters after every step; `probe(optimizer, step)` is called after each. narrow: weights in BF16."""
+    """Parameters after every step; `probe(optimizer, step)` is called after each."""
     parameters = nn.ParameterList(draw(0, shapes))
-    if narrow:
-        hold_in_bfloat16(parameters, scaled=options.get("parameters") == "gather")
+    if bf16_weights:
+        hold_in_bfloat16(parameters, scaled=options.get("update") == "sharded")
     options = {"lr": 1e-2, "block_size": 16, **options}
-    optimizer = Scape([(f"p{i}", p) for i, p in enumerate(parameters)], replicas=collectives, **options)
+    optimizer = make_scape([(f"p{i}", p) for i, p in enumerate(parameters)], replicas=collectives, **options)
     replica = collectives.replica if collectives else 0
     history = []
     for step in range(steps):

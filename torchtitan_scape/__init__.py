@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from torchtitan_scape.optimizer.adams import AdamS
     from torchtitan_scape.sync.guard import NonFiniteGradientError
     from torchtitan_scape.sync.scape.optimizer import Scape
+    from torchtitan_scape.sync.scape.options import ScapeOptions
 
-__all__ = ["AdamS", "NonFiniteGradientError", "Scape"]
+__all__ = ["AdamS", "NonFiniteGradientError", "Scape", "ScapeOptions"]
 
-_PLACES = {"AdamS": "optimizer.adams", "NonFiniteGradientError": "sync.guard", "Scape": "sync.scape.optimizer"}
+_PLACES = {
+    "AdamS": "optimizer.adams",
+    "NonFiniteGradientError": "sync.guard",
+    "Scape": "sync.scape.optimizer",
+    "ScapeOptions": "sync.scape.options",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Table:
-    """Rows of numbers on the device, at one address, sent when they change.
-
-    Raises RuntimeError where they change inside a CUDA graph's capture: the graph would keep the old ones.
-    """
+    """Rows of numbers on the device, sent when they change."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -27,11 +24,6 @@ class Table:
 
     def set(self, content: list[Any]) -> Tensor:
         if content != self._content:
-            if self.values.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "tensors or rates changed while a CUDA graph is captured; take a step with the same gradients, "
-                    "parameters and learning rates before the capture"
-                )
             rows = torch.tensor(content, dtype=self.values.dtype).view(self.values.shape)
             self.values.copy_(to_device(rows, self.values.device))
             self._content = content

@@ -22,7 +22,7 @@ SIZE = tl.constexpr(3)  # entries
 FIRST_BLOCK = tl.constexpr(4)  # in the masks; -1 for a tensor that is exchanged whole
 PAYLOAD = tl.constexpr(5)  # position of its first entry in the payload
 PER_BLOCK = tl.constexpr(6)  # entries of a full block in the payload
-WAITING = tl.constexpr(7)  # entries outside the mask in use
+OUTSIDE = tl.constexpr(7)  # entries outside the mask in use
 ROW = tl.constexpr(8)  # entries of a row
 VISITED_ROWS = tl.constexpr(9)  # position of its first row in the rates of visits
 VISITED_COLUMNS = tl.constexpr(10)  # and of its first column
@@ -127,21 +127,13 @@ def lowest(bits):
 
 
 @triton.jit
-def payload_places(
-    table, starts, tensor, row, left, masked, used, ROWS: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr
-):
+def payload_places(table, tensor, row, used, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Where the tile's entries begin in the payload, int64 (), and from there those of each byte, int32 [ROWS, BYTES].
 
-    STATIC: every block sends PER_BLOCK entries; else `starts`, int64 (blocks,), says where those of a block begin.
+    Every block sends PER_BLOCK entries.
     """
-    line = tl.arange(0, ROWS)[:, None]
     per_block = cell(table, tensor, PER_BLOCK)
     base = cell(table, tensor, PAYLOAD) + row * per_block
-    before = line * per_block.to(tl.int32)
-    if not STATIC:
-        block = starts + cell(table, tensor, FIRST_BLOCK) + row
-        base = tl.load(block, mask=masked, other=base)
-        own = tl.load(block + line, mask=line * BLOCK < tl.where(masked, left, 0), other=base)
-        before = tl.where(masked, (own - base).to(tl.int32), before)
+    before = tl.arange(0, ROWS)[:, None] * per_block.to(tl.int32)
     counts = count_bits(used)
     return base, before + (tl.cumsum(counts, 1) - counts)

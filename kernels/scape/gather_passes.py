@@ -1,4 +1,4 @@
-"""The passes of the sharded form of SCAPE ("gather"): what PyTorch and Triton both provide for it.
+"""The passes of the sharded form of SCAPE: what PyTorch and Triton both provide for it.
 
 A step packs as in the local form, without the moment. The payload's sum goes to the owners of its entries alone. They
 take the norm (`squares`), compute new parameter values, which replace the payload (`update`), and send them to all
@@ -80,7 +80,7 @@ class GatherPasses(ScapePasses):
         has_master = self.rounds_values or self._scaled
         owned = (self._owned_spans(), self.ownership.share) if has_master else ([], 0)
         self._keep(self._spans(), state, *owned)
-        self.payload, self.last, self.errors = (self._zeros(n) for n in (payload, 0, errors))
+        self.payload, self.moment_on_mask, self.wire_residual = (self._zeros(n) for n in (payload, 0, errors))
 
     def _owned_spans(self) -> list[tuple[int, int]]:
         """Where every piece lies in the buffers of this replica's share; nowhere unless it owns it."""
@@ -133,12 +133,11 @@ class GatherPasses(ScapePasses):
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         applied: Tensor,
     ) -> None:
         """The owner's AdamS step: new values over the payload of its pieces."""
         self.decay_scales(applied)
-        super().update(part, clip, clip_moment, steps, max_wait, applied)
+        super().update(part, clip, clip_moment, steps, applied)
         for i in self.own if self.scales.numel() else ():
             self._sent(i).div_(self.scales[i])
 

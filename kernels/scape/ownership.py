@@ -1,4 +1,4 @@
-"""Who owns which entries in the sharded form of SCAPE ("gather"). Plain arithmetic."""
+"""Who owns which entries in the sharded form of SCAPE. Plain arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.common.offload import Window, check_host_memory, walk
 from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.visits import VisitRates
+from kernels.scape.visits import Staleness, VisitRates
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,7 @@ class ScapePasses:
         chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
         granularity: each part's stretch is padded to a multiple of so many entries.
         carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
-        columns: length of the sparsified tensors' rows, for waiting times by row and column; None for one a tensor.
-        keeps: share of the moment that a newly entered entry keeps after its step, where steps are scaled by waiting
-            times. Below 1, at the target density, it is not selected for the next mask either, unless nothing else is
-            left: its mt, large as it is, is about to be spent.
+        staleness: how steps of newly entered entries are scaled; None for not at all.
         holds_master: parameters are kept in FP32 here, and `bind` is given copies of them in a narrower dtype.
         offload: which of "state" and "master" lie in host memory, see `offload.Window`.
 
@@ -94,8 +91,7 @@ class ScapePasses:
         chunk_entries: int = 0,
         granularity: int = 1,
         carries: bool = False,
-        columns: Sequence[int] | None = None,
-        keeps: float = 1.0,
+        staleness: Staleness | None = None,
         holds_master: bool = False,
         offload: Sequence[str] = (),
     ) -> None:
@@ -110,8 +106,8 @@ class ScapePasses:
         self.entries = self._parts[-1].stop if self._parts else 0  # of the payload buffer
         self.holds_master, self._offload = holds_master, tuple(offload)
         self._allocate(sum(self._padded), self.entries, self.entries if carries else 0)
-        self.visits = None if columns is None else self._rates_of_visits(columns)
-        self.keeps = keeps
+        self.visits = None if staleness is None else self._rates_of_visits(staleness.columns)
+        self.most_stale, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
         self.compact = False
         self.release()
 
@@ -120,10 +116,10 @@ class ScapePasses:
         blocks = [blocks * self.layout.block_size for blocks in self.layout.blocks]
         return blocks + [-(-n // 4) * 4 for n in self.sizes[self.sparsified :]]
 
-    def _allocate(self, state: int, payload: int, errors: int) -> None:
+    def _allocate(self, state: int, payload: int, residual: int) -> None:
         spans = self._spans()
         self._keep(spans, state, spans if self.holds_master else [], state if self.holds_master else 0)
-        self.payload, self.last, self.errors = (self._zeros(n) for n in (payload, payload, errors))
+        self.payload, self.moment_on_mask, self.wire_residual = (self._zeros(n) for n in (payload, payload, residual))
 
     def _spans(self) -> list[tuple[int, int]]:
         """Where every tensor's state lies in the flat buffer, padding left out."""
@@ -176,9 +172,10 @@ class ScapePasses:
     def _rates_of_visits(self, columns: Sequence[int]) -> VisitRates:
         return VisitRates(self.layout.sizes, columns, self.device)
 
-    def use(self, state: Tensor, payload: Tensor, last: Tensor, errors: Tensor) -> None:
+    def use(self, state: Tensor, payload: Tensor, moment_on_mask: Tensor, wire_residual: Tensor) -> None:
         """Takes these buffers, FP32 and aligned to 16 bytes, for its own; of the sizes of those that it has."""
-        self.state, self.payload, self.last, self.errors = state, payload, last, errors
+        self.state, self.payload = state, payload
+        self.moment_on_mask, self.wire_residual = moment_on_mask, wire_residual
         self.states = [state[..., start:end] for start, end in self._spans()]
         self.windows, self.master, self.masters = {}, self._zeros(0), []
 
@@ -205,9 +202,9 @@ class ScapePasses:
         """Whether newly entered entries count as zeros in the selection."""
         return self.keeps < 1.0 and self.compact and not (self.in_use.dense or self.previous.dense)
 
-    def learn_visits(self, part: Part, max_wait: float | None, applied: Tensor) -> VisitRates | None:
+    def learn_visits(self, part: Part, applied: Tensor) -> VisitRates | None:
         """The rates at which the mask visits rows and columns, renewed once a step; None where no step needs them."""
-        if self.visits is None or max_wait is None or self.in_use.dense or self.previous.dense:
+        if self.visits is None or self.in_use.dense or self.previous.dense:
             return None
         if part.first == 0:
             self.count_entering(self.visits)
@@ -229,8 +226,8 @@ class ScapePasses:
 
     @property
     def carrying(self) -> bool:
-        """Whether the step before this one left rounding errors, on its mask P."""
-        return self.errors.numel() > 0 and self.at_target(self.previous)
+        """Whether rounding lost something in the step before this one, on its mask P."""
+        return self.wire_residual.numel() > 0 and self.at_target(self.previous)
 
     def at_target(self, mask: Mask) -> bool:
         """Whether a payload on this mask has the buffer's shape."""
@@ -238,33 +235,14 @@ class ScapePasses:
             mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
         )
 
-    def keep_errors(self, part: Part, errors: Tensor, applied: Tensor) -> None:
-        """Takes `errors`, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
-        own = self.errors[..., part.start : part.stop]
-        own.copy_(torch.where(applied, errors, own))
+    def keep_wire_residual(self, part: Part, lost: Tensor, applied: Tensor) -> None:
+        """Takes what rounding lost, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
+        own = self.wire_residual[..., part.start : part.stop]
+        own.copy_(torch.where(applied, lost, own))
 
-    def errors_of(self, tensor: int) -> Tensor:
-        """The errors kept of one tensor, FP32 (payload entries,): of those of its entries that P has, in order."""
-        return self.errors[..., self._places[tensor] :][..., : self.payload_counts(self.density)[tensor]]
-
-    def errors_by_tensor(self) -> Tensor:
-        """The errors kept, FP32 (payload entries,), tensor behind tensor, however the payload is cut into parts."""
-        kept = [self.errors[..., part.start : part.filled] for part in self._kept_parts()]
-        return torch.cat(kept or [self.errors], dim=-1)
-
-    def put_errors(self, errors: Tensor) -> None:
-        """Takes back `errors_by_tensor`. Raises ValueError for another number of entries."""
-        sizes = [part.filled - part.start for part in self._kept_parts()]
-        if errors.shape[-1] != sum(sizes):
-            raise ValueError(
-                f"the saved state has {errors.shape[-1]} rounding errors, this run keeps {sum(sizes)}; resume with the "
-                "wire_dtype, density and block_size of the run that saved"
-            )
-        for part, values in zip(self._kept_parts(), errors.split(sizes, dim=-1), strict=True):
-            self.errors[..., part.start : part.filled] = values
-
-    def _kept_parts(self) -> tuple[Part, ...]:
-        return self._parts if self.errors.numel() else ()
+    def wire_residual_of(self, tensor: int) -> Tensor:
+        """What is kept of one tensor, FP32 (payload entries,): of those of its entries that P has, in order."""
+        return self.wire_residual[..., self._places[tensor] :][..., : self.payload_counts(self.density)[tensor]]
 
     def release(self) -> None:
         """Lets go of the step's tensors: a gradient that was kept would be there twice in the next backward pass."""
@@ -350,7 +328,6 @@ class ScapePasses:
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         applied: Tensor,
     ) -> None:
         """The AdamS step on A and weight decay everywhere, after `squares`.
@@ -358,11 +335,10 @@ class ScapePasses:
         Args:
             clip: FP32 (), factor on the synchronised gradient.
             steps: float64 (), applied steps, this one included.
-            max_wait: upper clamp of the waiting time; None for no scaling.
         """
-        visits = self.learn_visits(part, max_wait, applied)
+        visits = self.learn_visits(part, applied)
         for some in self._walk(part, "update"):
-            self._update_tensors(some, clip, clip_moment, steps, max_wait, visits, applied)
+            self._update_tensors(some, clip, clip_moment, steps, visits, applied)
 
     def _update_tensors(
         self,
@@ -370,7 +346,6 @@ class ScapePasses:
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
@@ -387,10 +362,8 @@ class ScapePasses:
             self.update(part, *arguments)
         self.release()
 
-    def rotate(
-        self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor
-    ) -> None:
-        """previous = in_use, in_use = the mask that the runs' `received` selections make; unless not `applied`.
+    def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
+        """previous = in_use, in_use = the mask that the runs' `received` selections make.
 
         received: uint8, `layout.wire_bytes(density)` of every replica; None for a mask of all ones.
         """

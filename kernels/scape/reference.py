@@ -260,29 +260,28 @@ def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Te
     columns.zero_().index_add_(0, indices % width, fresh)
 
 
-def waiting_times(
-    indices: Tensor, outside: int, fresh: Tensor, max_wait: float, relative: tuple[Tensor, Tensor] | None
+def staleness(
+    indices: Tensor, outside: int, fresh: Tensor, max_staleness: float, relative: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Mean waiting times of entries of A, FP32 () for one of the tensor, or of each with `relative`.
+    """For how many steps each entry of A would have been outside the mask if it entered now, in the mean: FP32.
 
     Args:
         indices: their positions in the tensor, int64.
         outside: entries of the tensor that are not in A.
         fresh: int64 (), how many of A are newly entered.
-        max_wait, relative: see `update_`.
+        max_staleness, relative: see `update_`.
     """
-    wait = (outside / fresh.float()).clamp(1.0, max_wait)  # Little's law
-    if relative is None:
-        return wait
+    mean = (outside / fresh.float()).clamp(1.0, max_staleness)  # Little's law
     rows, columns = relative
     width = max(1, columns.numel())
     often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
-    return (wait / often.clamp(min=LEAST_RATE)).clamp(1.0, max_wait)
+    return (mean / often.clamp(min=LEAST_RATE)).clamp(1.0, max_staleness)
 
 
-def scaled(step: Tensor, moment: Tensor, fresh: Tensor, wait: Tensor, keeps: float) -> tuple[Tensor, Tensor]:
-    """Step and moment, where `fresh` scaled by the waiting time and cut to the share that is kept."""
-    return torch.where(fresh, step * wait, step), torch.where(fresh, moment * keeps, moment) if keeps < 1.0 else moment
+def scaled(step: Tensor, moment: Tensor, fresh: Tensor, factor: Tensor, keeps: float) -> tuple[Tensor, Tensor]:
+    """Step and moment, where `fresh` multiplied by the factor and cut to the share that is kept."""
+    cut = torch.where(fresh, moment * keeps, moment) if keeps < 1.0 else moment
+    return torch.where(fresh, step * factor, step), cut
 
 
 def adams(
@@ -317,8 +316,8 @@ def update_(
     clip: Tensor,
     clip_moment: bool,
     bias_corrections: tuple[Tensor, Tensor],
-    max_wait: float | None,
     applied: Tensor,
+    max_staleness: float = 1.0,
     relative: tuple[Tensor, Tensor] | None = None,
     keeps: float = 1.0,
 ) -> None:
@@ -330,13 +329,13 @@ def update_(
         state: FP32 (n,), holds last step's m on A and receives the new one.
         last: last step's m on A, FP32 (nnz(A),); None to take it from `state`.
         indices: positions of A, int64 (nnz(A),); None for all.
-        previous: packed P; with `max_wait`, entries of A outside P are scaled by their mean waiting time.
+        previous: packed P.
         clip: FP32 (), factor on gh. `clip_moment` false is the paper's printed form: v alone sees it.
         bias_corrections: (1 - beta1^t, 1 - beta2^t), t counting applied steps.
-        max_wait: upper clamp of the waiting time; None for no scaling.
         relative: rates at which the mask visits rows and columns, FP32 (rows,) and (columns,), over their mean
-            (`VisitRates`): entries of a row and column that are visited more often have waited less. None: one mean
-            waiting time for the tensor.
+            (`VisitRates`). With it the step of entries of A outside P is scaled by their staleness: those of a row and
+            column that are visited more often have been outside for less long.
+        max_staleness: upper clamp of that factor.
         keeps: share of the moment that entries keep whose step was scaled.
     """
     if known_false(applied):
@@ -344,11 +343,11 @@ def update_(
     if last is None:
         last = state if indices is None else state.index_select(0, indices)
     moment, step = adams(gradient, last, betas, eps, clip, clip_moment, bias_corrections)
-    if max_wait is not None and indices is not None and previous is not None:
+    if relative is not None and indices is not None and previous is not None:
         n = parameter.numel()
         fresh = entering(indices, previous, n)
-        wait = waiting_times(indices, n - indices.numel(), fresh.sum(), max_wait, relative)
-        step, moment = scaled(step, moment, fresh, wait, keeps)
+        factor = staleness(indices, n - indices.numel(), fresh.sum(), max_staleness, relative)
+        step, moment = scaled(step, moment, fresh, factor, keeps)
     decay_(parameter, lr * weight_decay, applied)
     step = gated(applied, step * lr, torch.zeros_like(step))
     moment = gated(applied, moment, last)

@@ -1,4 +1,4 @@
-"""What the owner of entries does in the sharded form of SCAPE ("gather", Algorithm 2 of the paper), in plain PyTorch.
+"""What the owner of entries does in the sharded form of SCAPE (Algorithm 2 of the paper), in plain PyTorch.
 
 A replica's state holds its own residual alone, zero on A. Of the entries that it owns a replica has a second buffer,
 `common`: the first moment m on A, and off A what the moments of entries that left the mask have become, the part of

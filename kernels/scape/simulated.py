@@ -36,11 +36,10 @@ class SimulatedPasses(ScapePasses):
     ) -> None:
         super().__init__(layout, whole_sizes, selection, density, None, device, **options)
         self._replicas: list[ScapePasses] = []
-        options["columns"] = None  # waiting times are the first replica's, which updates
         for i in range(layout.replicas):
             passes = kind(layout, whole_sizes, selection, density, i, device, **options)
             # Last step's moment on A is the same for all.
-            passes.use(self.state[i], self.payload[i], self.last, self.errors[i])
+            passes.use(self.state[i], self.payload[i], self.moment_on_mask, self.wire_residual[i])
             self._replicas.append(passes)
         self._first = self._replicas[0]
         self._first.visits = self.visits
@@ -87,10 +86,9 @@ class SimulatedPasses(ScapePasses):
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         applied: Tensor,
     ) -> None:
-        self._first.update(part, clip, clip_moment, steps, max_wait, applied)
+        self._first.update(part, clip, clip_moment, steps, applied)
         for tensor in range(part.first, part.end):
             self._take_moment(tensor, applied)
 
@@ -112,7 +110,5 @@ class SimulatedPasses(ScapePasses):
         for passes in getattr(self, "_replicas", ()):  # none yet while they are being made
             passes.release()
 
-    def rotate(
-        self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor
-    ) -> None:
-        self._first.rotate(received, density, in_use, previous, applied)
+    def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
+        self._first.rotate(received, density, in_use, previous)

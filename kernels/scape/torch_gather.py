@@ -1,4 +1,4 @@
-"""The passes of the sharded form of SCAPE ("gather") in plain PyTorch; `reference_gather.py` says what they do."""
+"""The passes of the sharded form of SCAPE in plain PyTorch; `reference_gather.py` says what they do."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ class TorchGather(GatherPasses, TorchScape):
     """`GatherPasses` on `kernels.scape.reference_gather`."""
 
     def _pack_tensors(self, part: Part, applied: Tensor) -> None:
-        errors = self._split(self.errors) if self.compact and self.carrying else None
+        errors = self._split(self.wire_residual) if self.compact and self.carrying else None
         for i in range(part.first, part.end):
             gradient, rates = self.gradients[i], self.rates[i]
             if errors is not None:
@@ -45,7 +45,6 @@ class TorchGather(GatherPasses, TorchScape):
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
@@ -58,11 +57,11 @@ class TorchGather(GatherPasses, TorchScape):
             moment, step = reference.adams(
                 payload, last, (rates.beta1, rates.beta2), rates.eps, clip, clip_moment, corrections
             )
-            if max_wait is not None and indices is not None and (held := self._bits(self.previous, i)) is not None:
+            held = self._bits(self.previous, i)
+            if visits is not None and indices is not None and held is not None:
                 fresh = reference.entering(indices, held, self.sizes[i])
-                step, moment = reference.scaled(
-                    step, moment, fresh, self._waits(i, indices, max_wait, visits), self.keeps
-                )
+                factor = self._staleness(i, indices, visits)
+                step, moment = reference.scaled(step, moment, fresh, factor, self.keeps)
             values = self._decayed(i, rates, indices, applied).sub_(step * rates.lr)
             if self.masters:
                 reference_gather.write_(self.masters[i], indices, values, applied)
@@ -117,12 +116,12 @@ class TorchGather(GatherPasses, TorchScape):
         reference.decay_(values, rate, applied)
         return values
 
-    def _waits(self, piece: int, indices: Tensor, max_wait: float, visits: VisitRates | None) -> Tensor:
+    def _staleness(self, piece: int, indices: Tensor, visits: VisitRates) -> Tensor:
         own, tensors = self.ownership.sparse[piece], self.ownership.tensors
         outside = tensors.sizes[own.tensor] - tensors.nnz(own.tensor, self.in_use.density, self.selection)
-        relative = None if visits is None else visits.of(visits.relative, own.tensor)
         fresh = self._entering(own.tensor).sum()
-        return reference.waiting_times(indices + own.start, outside, fresh, max_wait, relative)
+        relative = visits.of(visits.relative, own.tensor)
+        return reference.staleness(indices + own.start, outside, fresh, self.most_stale, relative)
 
     def _entering(self, tensor: int) -> Tensor:
         """bool (n,): what is in A and not in P, of a whole sparsified tensor."""

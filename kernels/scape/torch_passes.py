@@ -48,7 +48,7 @@ class TorchScape(ScapePasses):
         self._indices = cache(self._find) if self.compact else self._find
         if self.compact:
             self._payloads: list[Tensor] = self._split(self.payload)
-            self._last = self._split(self.last)
+            self._last = self._split(self.moment_on_mask)
         else:
             self._payloads = [g[:n] for g, n in zip(self.gradients, self.counts, strict=True)]
         self._chosen = self._room_for_selection(next_density)
@@ -58,7 +58,7 @@ class TorchScape(ScapePasses):
         return [buffer[start : start + n] for start, n in zip(self.positions(), self.counts, strict=True)]
 
     def _pack_tensors(self, part: Part, applied: Tensor) -> None:
-        errors = self._split(self.errors) if self.compact and self.carrying else None
+        errors = self._split(self.wire_residual) if self.compact and self.carrying else None
         for i in range(part.first, part.end):
             gradient, rates, held = self.gradients[i], self.rates[i], self._bits(self.previous, i)
             if errors is not None:
@@ -101,7 +101,6 @@ class TorchScape(ScapePasses):
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
@@ -121,7 +120,7 @@ class TorchScape(ScapePasses):
                 clip=clip,
                 clip_moment=clip_moment,
                 bias_corrections=(1 - rates.beta1**steps, 1 - rates.beta2**steps),
-                max_wait=max_wait,
+                max_staleness=self.most_stale,
                 applied=applied,
                 relative=visits.of(visits.relative, i) if visits is not None and i < self.sparsified else None,
                 keeps=self.keeps,
@@ -139,12 +138,10 @@ class TorchScape(ScapePasses):
         self._payloads = []
         self._indices = self._find
 
-    def rotate(
-        self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor
-    ) -> None:
-        previous.copy_(torch.where(applied, in_use, previous))
+    def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
+        previous.copy_(in_use)
         if received is not None:
-            in_use.copy_(torch.where(applied, self._decode(received, density), in_use))
+            in_use.copy_(self._decode(received, density))
 
     # ------------------------------------------------------------------------------------ internals
 
@@ -186,7 +183,8 @@ class TorchScape(ScapePasses):
             first = layout.first_block[tensor] + start // size - replica * layout.run_blocks
             if self.selection == "tensor":
                 bits = torch.zeros(-(-own.numel() // size) * size, dtype=torch.bool, device=self.device)
-                bits[reference.select_largest(own, entries_per_block(self.next_density, own.numel()))] = True
+                chosen_here = reference.select_largest(own, entries_per_block(self.next_density, own.numel()))
+                bits.index_fill_(0, chosen_here, True)
                 packed = reference.pack_bits(bits)
                 chosen[first * size // 8 :][: packed.numel()] = packed
                 continue

@@ -21,7 +21,6 @@ from kernels.common.triton_common import (
     ONE_MINUS_BETA2,
     PARAMETER,
     START,
-    WAITING,
     cell,
     count_bits,
     entries,
@@ -33,7 +32,7 @@ from kernels.common.triton_common import (
     spread,
     tile_of,
 )
-from kernels.scape.triton_scape import adams, masks_of_tile, scaled
+from kernels.scape.triton_scape import adams, masks_of_tile, mean_of_tensor, scaled
 
 
 @triton.jit
@@ -51,7 +50,6 @@ def owned_gradient_kernel(
     previous,
     in_use_masked,
     previous_masked,
-    starts,
     payload,
     partial,
     ROWS: tl.constexpr,
@@ -72,7 +70,7 @@ def owned_gradient_kernel(
     to_gradient = 1.0 / rate(rates, tensor, ONE_MINUS_BETA1)
     counted = rate(rates, tensor, COUNTED)
     if COMPACT:
-        base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
+        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
@@ -98,7 +96,7 @@ def owned_gradient_kernel(
         tl.store(partial + tl.program_id(0), tl.sum(gh * gh) * counted)
 
 
-@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_wait"])
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_staleness"])
 def owned_update_kernel(
     tiles,
     table,
@@ -108,11 +106,10 @@ def owned_update_kernel(
     previous,
     in_use_masked,
     previous_masked,
-    starts,
     payload,
     fresh_counts,
     relative,
-    max_wait,
+    max_staleness,
     clip,
     applied,
     ROWS: tl.constexpr,
@@ -122,12 +119,12 @@ def owned_update_kernel(
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
-    WAIT: tl.constexpr,
+    SCALED: tl.constexpr,
     KEEPS: tl.constexpr,
     LEAST: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
-    """New moments into the common buffer, and new values over gh. WAIT and KEEPS as in `update_kernel`.
+    """New moments into the common buffer, and new values over gh. SCALED and KEEPS as in `update_kernel`.
 
     HAS_MASTER: the parameters are those of the master, FP32, which decays everywhere; else what `write_kernel` decays.
     """
@@ -147,10 +144,7 @@ def owned_update_kernel(
     unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
     whole_first = first + cell(table, tensor, START)
-    wait = 1.0
-    if WAIT != "none":
-        entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
-        wait = tl.minimum(tl.maximum(cell(table, tensor, WAITING).to(tl.float32) / entering, 1.0), max_wait)
+    mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
     if HAS_MASTER:
         parameters = pointer(table, tensor, MASTER, tl.float32, EASY) + first
         if COMPACT:
@@ -160,7 +154,7 @@ def owned_update_kernel(
     else:
         parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
     if COMPACT:
-        base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
+        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
@@ -174,10 +168,21 @@ def owned_update_kernel(
             moment, step = adams(
                 before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
             )
-            if WAIT != "none":
+            if SCALED:
                 newly = some & ~was_held
                 step, moment = scaled(
-                    step, moment, newly, table, tensor, relative, wait, max_wait, whole_first, at, WAIT, KEEPS, LEAST
+                    step,
+                    moment,
+                    newly,
+                    table,
+                    tensor,
+                    relative,
+                    mean_staleness,
+                    max_staleness,
+                    whole_first,
+                    at,
+                    KEEPS,
+                    LEAST,
                 )
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             if not HAS_MASTER:
@@ -198,7 +203,7 @@ def owned_update_kernel(
         moment, step = adams(
             before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
         )
-        if WAIT != "none":
+        if SCALED:
             step, moment = scaled(
                 step,
                 moment,
@@ -206,11 +211,10 @@ def owned_update_kernel(
                 table,
                 tensor,
                 relative,
-                wait,
-                max_wait,
+                mean_staleness,
+                max_staleness,
                 whole_first,
                 local,
-                WAIT,
                 KEEPS,
                 LEAST,
             )
@@ -230,7 +234,6 @@ def write_kernel(
     rates,
     in_use,
     in_use_masked,
-    starts,
     wire,
     applied,
     ROWS: tl.constexpr,
@@ -256,7 +259,7 @@ def write_kernel(
         decayed = parameter - parameter * rate(rates, tensor, DECAY)
         tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
     if COMPACT:
-        base, position = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, True)
+        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
         wire += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))

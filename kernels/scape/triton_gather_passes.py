@@ -1,4 +1,4 @@
-"""The passes of the sharded form of SCAPE ("gather") as Triton kernels, a few launches for all tensors of a model."""
+"""The passes of the sharded form of SCAPE as Triton kernels, a few launches for all tensors of a model."""
 
 from typing import Any
 
@@ -22,7 +22,6 @@ class TritonGather(GatherPasses, TritonScape):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        assert self.selection == "block"
         sparse = self.ownership.sparse
         self._tensor = to_device(torch.tensor([p.tensor for p in sparse], dtype=torch.int64), self.device)
         mine = [r for r in self._all if self.owns(r[0])]
@@ -49,7 +48,7 @@ class TritonGather(GatherPasses, TritonScape):
             (aligned(flat[i], *(() if self.compact else (self.gradients[i],))), flat[i].dtype) for i in shares
         )
 
-    def _for_waits(self, i: int) -> tuple[int, ...]:
+    def _columns_from_outside(self, i: int) -> tuple[int, ...]:
         piece, outside = self.ownership.pieces[i], 0
         axes: tuple[int, ...] = (1, 0, 0)
         if i < self.sparsified:
@@ -106,7 +105,6 @@ class TritonGather(GatherPasses, TritonScape):
                 self.previous.bits,
                 int(not self.in_use.dense),
                 int(not self.previous.dense),
-                self._starts,
                 self.payload,
                 partial,
                 warps=self._tiles.warps,
@@ -122,15 +120,13 @@ class TritonGather(GatherPasses, TritonScape):
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        wait, fresh = "none", self._fresh
-        if max_wait is not None and not (self.in_use.dense or self.previous.dense):
-            wait = "tensor" if visits is None else "row_column"
-            # Pieces were counted; a waiting time is that of the tensor.
+        fresh = self._fresh
+        if visits is not None:
+            # Pieces were counted; staleness is that of the tensor.
             sums = torch.zeros(len(self.ownership.tensors.sizes), dtype=torch.int32, device=self.device)
             sums.index_add_(0, self._tensor, self._fresh[: self.sparsified])
             fresh = torch.cat((sums[self._tensor], self._fresh[self.sparsified :]))
@@ -146,11 +142,10 @@ class TritonGather(GatherPasses, TritonScape):
                 self.previous.bits,
                 int(not self.in_use.dense),
                 int(not self.previous.dense),
-                self._starts,
                 self.payload,
                 fresh,
                 self.common if visits is None else visits.relative,
-                0.0 if max_wait is None else max_wait,
+                self.most_stale,
                 clip,
                 as_flag(applied),
                 warps=self._tiles.warps,
@@ -159,7 +154,7 @@ class TritonGather(GatherPasses, TritonScape):
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
                 HAS_MASTER=bool(self.masters),
-                WAIT=wait,
+                SCALED=visits is not None,
                 KEEPS=self.keeps,
                 LEAST=LEAST_RATE,
                 CLIP_MOMENT=clip_moment,
@@ -175,7 +170,6 @@ class TritonGather(GatherPasses, TritonScape):
                 self._rates.values,
                 self.in_use.bits,
                 int(not self.in_use.dense),
-                self._starts,
                 self.wire,
                 as_flag(applied),
                 warps=self._tiles.warps,

@@ -37,7 +37,6 @@ def encode_offsets_kernel(offsets, wire, count, size, BITS: tl.constexpr, TILE: 
 def decode_offsets_kernel(
     wire,
     mask,
-    applied,
     k,
     run_blocks,
     total_blocks,
@@ -47,8 +46,6 @@ def decode_offsets_kernel(
     TILE: tl.constexpr,
 ):
     """Sets the bits that a replica's offsets name in a mask of zeros. Programs: (tiles of a run, replicas)."""
-    if tl.load(applied) == 0:
-        return
     replica = tl.program_id(1)
     number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     block = replica * run_blocks + number // k
@@ -68,10 +65,8 @@ def decode_offsets_kernel(
 
 
 @triton.jit
-def rotate_kernel(arrived, in_use, previous, applied, size, HAS_BITS: tl.constexpr, TILE: tl.constexpr):
-    """previous = in_use, and in_use = what arrived (zeros without HAS_BITS), if the step was applied."""
-    if tl.load(applied) == 0:
-        return
+def rotate_kernel(arrived, in_use, previous, size, HAS_BITS: tl.constexpr, TILE: tl.constexpr):
+    """previous = in_use, and in_use = what arrived (zeros without HAS_BITS)."""
     byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = byte < size
     tl.store(previous + byte, tl.load(in_use + byte, mask=inside, other=0), mask=inside)
@@ -79,16 +74,6 @@ def rotate_kernel(arrived, in_use, previous, applied, size, HAS_BITS: tl.constex
     if HAS_BITS:
         new = tl.load(arrived + byte, mask=inside, other=0)
     tl.store(in_use + byte, new, mask=inside)
-
-
-@triton.jit
-def count_blocks_kernel(mask, counts, blocks, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Set bits of each block, int32 (blocks,)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    byte = tl.arange(0, BYTES)[None, :]
-    at = mask + row[:, None].to(tl.int64) * (BLOCK // 8) + byte
-    bits = tl.load(at, mask=(row[:, None] < blocks) & (byte < BLOCK // 8), other=0).to(tl.int32)
-    tl.store(counts + row, tl.sum(count_bits(bits), 1), mask=row < blocks)
 
 
 @triton.jit
@@ -121,14 +106,12 @@ def move_kernel(
     table,
     in_use,
     in_use_masked,
-    starts,
     chunk,
     chunk_first,
     chunk_entries,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    STATIC: tl.constexpr,
     TO_CHUNK: tl.constexpr,
 ):
     """Copies payload entries [chunk_first, chunk_first + chunk_entries) between the gradients' storage and `chunk`."""
@@ -136,7 +119,7 @@ def move_kernel(
     block, masked = cell(table, tensor, FIRST_BLOCK), in_use_masked != 0
     masked = masked & (block >= 0)
     bits = mask_bytes(in_use, block + row, left, masked, ROWS, BYTES, BLOCK)
-    base, to = payload_places(table, starts, tensor, row, left, masked, bits, ROWS, BLOCK, STATIC)
+    base, to = payload_places(table, tensor, row, bits, ROWS, BLOCK)
     base -= chunk_first
     if (base >= chunk_entries) | (base + tl.max(to + count_bits(bits)) <= 0):
         return

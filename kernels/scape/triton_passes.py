@@ -14,7 +14,6 @@ from kernels.dense.triton_dense_passes import DTYPES, rates_row
 from kernels.scape import triton_masks, triton_scape
 from kernels.scape.blocks import BlockLayout, Mask, entries_per_block, offset_bits
 from kernels.scape.passes import Part, Rates, ScapePasses
-from kernels.scape.triton_radix import RadixSelection
 from kernels.scape.triton_visits import EnteringCount
 from kernels.scape.visits import LEAST_RATE, VisitRates
 
@@ -40,6 +39,7 @@ class TritonScape(ScapePasses):
         device: torch.device,
         **options: Any,
     ) -> None:
+        assert selection == "block"  # the paper's runs in PyTorch
         super().__init__(layout, whole_sizes, selection, density, replica, device, **options)
         count, size = len(self.sizes), layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
@@ -49,15 +49,11 @@ class TritonScape(ScapePasses):
         self._wide = Tiles(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
         self._choose = Tiles(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self._fresh = torch.zeros(count, dtype=torch.int32, device=device)
-        self._starts = self._carried_starts = torch.zeros(1, dtype=torch.int64, device=device)
         self._payload_tiles: dict[Part, tuple[Tensor, Tensor]] = {}
         self._ranges: dict[tuple[Part, str], tuple[Range, ...]] = {}
-        self._padding: Tensor | None = None
-        self._radix: RadixSelection | None = None
         self._any_kinds = ((False, None),) * count
         self._entering: EnteringCount | None = None
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
-        self._static = selection == "block"
         self._own_block = self.first_run * layout.run_blocks
         self._all = tuple(self._stream.whole())
         self._own, self._others = self._split(self._own_block, self._own_block + self.runs * layout.run_blocks)
@@ -95,7 +91,7 @@ class TritonScape(ScapePasses):
         next_density: float,
     ) -> None:
         super().bind(parameters, gradients, rates, in_use, previous, next_density)
-        if not self.compact or self.selection == "tensor" or self.carrying:
+        if not self.compact or self.carrying:
             # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
             self.gradients = [g.float() for g in gradients]
         self._writable = Writable(parameters, self.masters if self.holds_master else None)
@@ -113,7 +109,7 @@ class TritonScape(ScapePasses):
                     layout.first_block[i] if sparse else -1,
                     positions[i],
                     k if sparse else layout.block_size,
-                    *self._for_waits(i),
+                    *self._columns_from_outside(i),
                 )
             )
         self._table.set(rows)
@@ -127,11 +123,6 @@ class TritonScape(ScapePasses):
         )
         self._fresh.zero_()
         self._tiles = self._wide if self.compact else self._stream
-        if not self._static:
-            if not in_use.dense:
-                self._starts = self._find_starts(in_use)
-            if self.carrying:
-                self._carried_starts = self._find_starts(previous)
         self._chosen: Tensor | None = None
         if next_density < 1.0 and layout.total_blocks > 0:
             if layout.sends_offsets(next_density, self.selection):
@@ -140,8 +131,8 @@ class TritonScape(ScapePasses):
             else:
                 self._chosen = self._bitmap()
 
-    def _for_waits(self, i: int) -> tuple[int, ...]:
-        """The table's columns from WAITING on."""
+    def _columns_from_outside(self, i: int) -> tuple[int, ...]:
+        """The table's columns from OUTSIDE on."""
         axes: tuple[int, ...] = (1, 0, 0)
         if self.visits is not None and i < self.sparsified:
             axes = (self.visits.columns[i], *self.visits.places[2 * i : 2 * i + 2])
@@ -154,22 +145,14 @@ class TritonScape(ScapePasses):
         if self._chosen is None:
             self._pack(tiles, self._of(part, "all"), applied)
             return
-        if self.selection == "tensor":
-            self._pack(tiles, own, applied, keep=True)
-        else:
-            k = entries_per_block(self.next_density, self.layout.block_size)
-            form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
-            self._pack(self._choose, own, applied, form, self._chosen, k)
+        k = entries_per_block(self.next_density, self.layout.block_size)
+        form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
+        self._pack(self._choose, own, applied, form, self._chosen, k)
         self._pack(tiles, others, applied)
 
     def selected(self, applied: Tensor) -> Tensor | None:
         if self._chosen is None:
             return None
-        if self.selection == "tensor":
-            if self._radix is None:
-                runs = range(self.first_run, self.first_run + self.runs)
-                self._radix = RadixSelection(self.layout, self._stream, runs)
-            return self._radix(self._table.values, self.next_density, applied, self._chosen)
         if self._chosen.dtype != torch.int16:
             return self._chosen
         return torch.cat([self._encode(run) for run in self._chosen.split(self.layout.run_blocks)])
@@ -184,11 +167,9 @@ class TritonScape(ScapePasses):
                 self._rates.values,
                 self.previous.bits,
                 int(not self.previous.dense),
-                self._carried_starts,
-                self.errors,
+                self.wire_residual,
                 warps=self._wide.warps,
                 **self._wide.shape,
-                STATIC=self._static,
             )
 
     def _pack(
@@ -199,7 +180,6 @@ class TritonScape(ScapePasses):
         select: str = "none",
         chosen: Tensor | None = None,
         k: int = 0,
-        keep: bool = False,
         common: bool = False,
     ) -> None:
         for listed, easy, dtype in tiles.lists(ranges, self._gradient_kinds):
@@ -213,9 +193,8 @@ class TritonScape(ScapePasses):
                 self.previous.bits,
                 int(not self.in_use.dense),
                 int(not self.previous.dense),
-                self._starts,
                 self.payload,
-                self.last,
+                self.moment_on_mask,
                 self._fresh,
                 self._fresh if chosen is None else chosen,
                 k,
@@ -226,11 +205,9 @@ class TritonScape(ScapePasses):
                 EASY=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
-                STATIC=self._static,
-                KEEP_MOMENT=keep,
-                SKIP_NEW=self.skips_new and (keep or select != "none"),
+                SKIP_NEW=self.skips_new and select != "none",
                 SELECT=select,
-                HAS_LAST=self.last.numel() > 0,
+                HAS_LAST=self.moment_on_mask.numel() > 0,
                 HAS_COMMON=common,
             )
 
@@ -250,7 +227,7 @@ class TritonScape(ScapePasses):
                     listed,
                     self._rates.values,
                     self.payload,
-                    self.last,
+                    self.moment_on_mask,
                     partial,
                     warps=4,
                     TILE=_FLAT,
@@ -281,14 +258,11 @@ class TritonScape(ScapePasses):
         clip: Tensor,
         clip_moment: bool,
         steps: Tensor,
-        max_wait: float | None,
         visits: VisitRates | None,
         applied: Tensor,
     ) -> None:
         corrections = (1.0 - self._betas.values**steps).float()
-        tiles, wait = self._tiles, "none"
-        if max_wait is not None and not (self.in_use.dense or self.previous.dense):
-            wait = "tensor" if visits is None else "row_column"
+        tiles = self._tiles
         for listed, easy, dtype in tiles.lists(self._of(part, "all"), self._parameter_kinds):
             launching.launch(
                 triton_scape.update_kernel,
@@ -301,12 +275,11 @@ class TritonScape(ScapePasses):
                 self.previous.bits,
                 int(not self.in_use.dense),
                 int(not self.previous.dense),
-                self._starts,
                 self.payload,
-                self.last,
+                self.moment_on_mask,
                 self._fresh,
-                self.last if visits is None else visits.relative,
-                0.0 if max_wait is None else max_wait,
+                self.moment_on_mask if visits is None else visits.relative,
+                self.most_stale,
                 clip,
                 as_flag(applied),
                 warps=tiles.warps,
@@ -314,8 +287,7 @@ class TritonScape(ScapePasses):
                 EASY=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
-                STATIC=self._static,
-                WAIT=wait,
+                SCALED=visits is not None,
                 KEEPS=self.keeps,
                 LEAST=LEAST_RATE,
                 CLIP_MOMENT=clip_moment,
@@ -326,9 +298,7 @@ class TritonScape(ScapePasses):
         super().release()
         self._writable = Writable([])
 
-    def rotate(
-        self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor, applied: Tensor
-    ) -> None:
+    def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
         layout = self.layout
         offsets = received is not None and layout.sends_offsets(density, self.selection)
         bits = received if received is not None and not offsets else in_use
@@ -338,7 +308,6 @@ class TritonScape(ScapePasses):
             bits,
             in_use,
             previous,
-            as_flag(applied),
             in_use.numel(),
             warps=4,
             HAS_BITS=bits is received,
@@ -352,7 +321,6 @@ class TritonScape(ScapePasses):
                 (-(-layout.run_blocks * k // 1024), layout.replicas),
                 received,
                 in_use,
-                as_flag(applied),
                 k,
                 layout.run_blocks,
                 layout.total_blocks,
@@ -393,29 +361,6 @@ class TritonScape(ScapePasses):
         if self._entering is None:
             self._entering = EnteringCount(self.layout, visits)
         self._entering(self.in_use, self.previous)
-
-    def _find_starts(self, mask: Mask) -> Tensor:
-        """Position in the payload of each block's first entry, int64 (blocks,), where blocks differ in count."""
-        blocks, tiles = self.layout.total_blocks, self._stream
-        counts = torch.empty(blocks, dtype=torch.int32, device=self.device)
-        launching.launch(
-            triton_masks.count_blocks_kernel,
-            (-(-blocks // tiles.rows),),
-            mask.bits,
-            counts,
-            blocks,
-            warps=4,
-            **tiles.shape,
-        )
-        starts = counts.cumsum(0) - counts
-        if self.compact and len(self.parts) > 1:  # parts are padded
-            if self._padding is None:
-                positions, ends = self.positions(), [0, *accumulate(self.counts)]
-                padding = torch.tensor([positions[i] - ends[i] for i in range(self.sparsified)])
-                lengths = torch.tensor(self.layout.blocks)
-                self._padding = to_device(padding.repeat_interleave(lengths), self.device)
-            starts += self._padding
-        return starts
 
     def _tile_payload(self, part: Part) -> tuple[Tensor, Tensor]:
         """Stretches of the payload within one tensor: those of _FLAT entries from a multiple of 4 on, and the rest."""
@@ -465,13 +410,11 @@ class _InPlace:
             p._table.values,
             p.in_use.bits,
             int(not p.in_use.dense),
-            p._starts,
             chunk,
             first,
             chunk.numel(),
             warps=tiles.warps,
             **tiles.shape,
-            STATIC=p._static,
             TO_CHUNK=to_chunk,
         )
 
@@ -480,8 +423,6 @@ class _InPlace:
         p = self._passes
         tensor = bisect_right(self._ends, position)
         tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])
-        if not p._static and tensor < p.sparsified:
-            return tiles  # blocks differ in their number of entries
         per_tile = p._stream.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
         start = self._ends[tensor] - p.counts[tensor]
         return tiles[(position - start) // per_tile :][:1]

@@ -20,12 +20,12 @@ from kernels.common.triton_common import (
     LR,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
+    OUTSIDE,
     PARAMETER,
     ROW,
     STATE,
     VISITED_COLUMNS,
     VISITED_ROWS,
-    WAITING,
     cell,
     count_bits,
     entries,
@@ -56,7 +56,6 @@ def pack_kernel(
     previous,
     in_use_masked,
     previous_masked,
-    starts,
     payload,
     last,
     fresh_counts,
@@ -70,8 +69,6 @@ def pack_kernel(
     EASY: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
-    STATIC: tl.constexpr,
-    KEEP_MOMENT: tl.constexpr,
     SKIP_NEW: tl.constexpr,
     SELECT: tl.constexpr,
     HAS_LAST: tl.constexpr,
@@ -80,10 +77,9 @@ def pack_kernel(
     """New moment, payload, last step's moment on it, residual, and the next mask of owned blocks, in one pass.
 
     COMPACT: mt on A goes to `payload`, last step's m there to `last`; else mt goes over the gradient, FP32.
-    KEEP_MOMENT writes mt over the gradient in any case. SKIP_NEW: newly entered entries count as zeros in the
-    selection, and in what KEEP_MOMENT leaves for one that follows. SELECT: "none", "bitmap" (uint8, the bits of the own
-    run) or "offsets" (int16 (owned blocks, k)), written to `chosen`. HAS_LAST: there is a `last`. HAS_COMMON: what all
-    replicas leave out of mt lies in a buffer of its own, counts in the selection, and is kept off A.
+    SKIP_NEW: newly entered entries count as zeros in the selection. SELECT: "none", "bitmap" (uint8, the bits of the
+    own run) or "offsets" (int16 (owned blocks, k)), written to `chosen`. HAS_LAST: there is a `last`. HAS_COMMON: what
+    all replicas leave out of mt lies in a buffer of its own, counts in the selection, and is kept off A.
     """
     if tl.load(applied) == 0:
         return
@@ -102,7 +98,7 @@ def pack_kernel(
     if sparse:
         tl.atomic_add(fresh_counts + tensor, tl.sum(count_bits(used & ~held)), sem="relaxed")
     if COMPACT:
-        base, to = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, STATIC)
+        base, to = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
@@ -126,7 +122,7 @@ def pack_kernel(
     moment = gradient * gradient_rate + tl.where(was_held, state * beta1, state)
     kept = tl.where(was_held, state, 0.0)
     tl.store(states + local, tl.where(spread(used), kept, moment), mask=inside)
-    if not COMPACT and not KEEP_MOMENT:
+    if not COMPACT:
         tl.store(gradients + local, moment.to(DTYPE), mask=inside)
     if HAS_COMMON:
         commons = pointer(table, tensor, COMMON, tl.float32, EASY) + first
@@ -136,8 +132,6 @@ def pack_kernel(
         moment += carried
     if SKIP_NEW:
         moment = tl.where(spread(used & ~held), 0.0, moment)
-    if KEEP_MOMENT:
-        tl.store(gradients + local, moment.to(DTYPE), mask=inside)
     if SELECT != "none":
         keys = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
         bits = to_bytes(choose_in_blocks(tl.reshape(keys, (ROWS, BYTES * 8)), k), ROWS, BYTES)
@@ -154,19 +148,17 @@ def carry_kernel(
     rates,
     previous,
     previous_masked,
-    starts,
     errors,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    STATIC: tl.constexpr,
 ):
     """g += error / ((1 - beta1) * scale) on P, FP32: what rounding the last payload lost."""
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (previous_masked != 0)
     bits = mask_bytes(previous, block, left, masked, ROWS, BYTES, BLOCK)
-    base, position = payload_places(table, starts, tensor, row, left, masked, bits, ROWS, BLOCK, STATIC)
+    base, position = payload_places(table, tensor, row, bits, ROWS, BLOCK)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first
     errors += base
     gradient_rate = rate(rates, tensor, GRADIENT_RATE)
@@ -256,8 +248,15 @@ def adams(
 
 
 @triton.jit
-def waiting_time(table, tensor, relative, wait, max_wait, first, local, here, LEAST: tl.constexpr):
-    """Mean waiting time by how often the mask visits an entry's row and column; `here` says which are wanted.
+def mean_of_tensor(table, tensor, fresh_counts, max_staleness):
+    """The tensor's mean staleness, by Little's law."""
+    entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
+    return tl.minimum(tl.maximum(cell(table, tensor, OUTSIDE).to(tl.float32) / entering, 1.0), max_staleness)
+
+
+@triton.jit
+def staleness(table, tensor, relative, mean, max_staleness, first, local, here, LEAST: tl.constexpr):
+    """By how often the mask visits an entry's row and column, from the tensor's mean; `here` says which are wanted.
 
     first: the tile's first entry in the tensor, int64 (); local: numbers of entries behind it.
     """
@@ -268,7 +267,7 @@ def waiting_time(table, tensor, relative, wait, max_wait, first, local, here, LE
     rows = relative + cell(table, tensor, VISITED_ROWS) + first // columns
     often = tl.load(rows + row, mask=here, other=1.0)
     often = often * tl.load(relative + cell(table, tensor, VISITED_COLUMNS) + column, mask=here, other=1.0)
-    return tl.minimum(tl.maximum(wait / tl.maximum(often, LEAST), 1.0), max_wait)
+    return tl.minimum(tl.maximum(mean / tl.maximum(often, LEAST), 1.0), max_staleness)
 
 
 @triton.jit
@@ -279,24 +278,22 @@ def scaled(
     table,
     tensor,
     relative,
-    wait,
-    max_wait,
+    mean_staleness,
+    max_staleness,
     first,
     local,
-    WAIT: tl.constexpr,
     KEEPS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Step and moment, where `newly` scaled by the waiting time and cut to the share that is kept."""
-    if WAIT == "row_column":
-        wait = waiting_time(table, tensor, relative, wait, max_wait, first, local, newly, LEAST)
-    step = tl.where(newly, step * wait, step)
+    """Step and moment, where `newly` scaled by the staleness and cut to the share that is kept."""
+    factor = staleness(table, tensor, relative, mean_staleness, max_staleness, first, local, newly, LEAST)
+    step = tl.where(newly, step * factor, step)
     if KEEPS < 1:
         moment = tl.where(newly, moment * KEEPS, moment)
     return step, moment
 
 
-@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_wait"])
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_staleness"])
 def update_kernel(
     tiles,
     table,
@@ -306,12 +303,11 @@ def update_kernel(
     previous,
     in_use_masked,
     previous_masked,
-    starts,
     payload,
     last,
     fresh_counts,
     relative,
-    max_wait,
+    max_staleness,
     clip,
     applied,
     ROWS: tl.constexpr,
@@ -320,16 +316,15 @@ def update_kernel(
     EASY: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
-    STATIC: tl.constexpr,
-    WAIT: tl.constexpr,
+    SCALED: tl.constexpr,
     KEEPS: tl.constexpr,
     LEAST: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
 
-    WAIT: "none", "tensor" or "row_column" (by `relative`). KEEPS: share of the moment that entries keep whose step was
-    scaled. Where not COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
+    SCALED: by staleness, see `relative`. KEEPS: share of the moment that entries keep whose step was scaled. Where not
+    COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
     """
     if tl.load(applied) == 0:
         return
@@ -342,7 +337,7 @@ def update_kernel(
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
-    held = mask_bytes(previous, block, left, sparse & (previous_masked != 0) & (WAIT != "none"), ROWS, BYTES, BLOCK)
+    held = mask_bytes(previous, block, left, sparse & (previous_masked != 0) & SCALED, ROWS, BYTES, BLOCK)
     states = pointer(table, tensor, STATE, tl.float32, EASY) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, ONE_MINUS_BETA1)
     beta2, square_rate = rate(rates, tensor, BETA2), rate(rates, tensor, ONE_MINUS_BETA2)
@@ -350,14 +345,11 @@ def update_kernel(
     unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
     to_gradient = 1.0 / gradient_rate
-    wait = 1.0
-    if WAIT != "none":
-        entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
-        wait = tl.minimum(tl.maximum(cell(table, tensor, WAITING).to(tl.float32) / entering, 1.0), max_wait)
+    mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
     if COMPACT:
         tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
         tl.debug_barrier()  # the entries of the mask are changed below, by other threads
-        base, at_payload = payload_places(table, starts, tensor, row, left, masked, used, ROWS, BLOCK, STATIC)
+        base, at_payload = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
@@ -372,10 +364,10 @@ def update_kernel(
             moment, step = adams(
                 before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
             )
-            if WAIT != "none":
+            if SCALED:
                 newly = some & ((held & (bits & -bits)) == 0)
                 step, moment = scaled(
-                    step, moment, newly, table, tensor, relative, wait, max_wait, first, at, WAIT, KEEPS, LEAST
+                    step, moment, newly, table, tensor, relative, mean_staleness, max_staleness, first, at, KEEPS, LEAST
                 )
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
@@ -391,10 +383,10 @@ def update_kernel(
             state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
         )
         changed = spread(used)
-        if WAIT != "none":
+        if SCALED:
             newly = changed & ~spread(held)
             step, moment = scaled(
-                step, moment, newly, table, tensor, relative, wait, max_wait, first, local, WAIT, KEEPS, LEAST
+                step, moment, newly, table, tensor, relative, mean_staleness, max_staleness, first, local, KEEPS, LEAST
             )
         value = decayed - tl.where(changed, step * lr, 0.0)
         tl.store(parameters + local, value.to(DTYPE), mask=inside)

@@ -1,13 +1,13 @@
-"""How often the mask visits the rows and columns of a tensor: waiting times finer than a tensor's mean, at no age per
-entry.
+"""How often the mask visits the rows and columns of a tensor: the staleness of entries, at no age per entry.
 
-Little's law gives the mean time that entries wait outside the mask from the number that enters per step. Entries
-differ: an input that is rarely active has small gradients in its whole column, so that its entries wait longer. The
+Little's law gives the mean time that entries spend outside the mask from the number that enters per step. Entries
+differ: an input that is rarely active has small gradients in its whole column, so that its entries grow staler. The
 rate at which entry (r, c) enters is estimated as rate[r] * rate[c] / rate of the tensor, the rank-1 form in which
 Adafactor (Shazeer and Stern 2018, Section 3) keeps second moments. It costs rows + columns numbers a tensor.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,6 +17,21 @@ from torch import Tensor
 SMOOTHING = 0.8
 # No entry is taken to enter less often than this, against its tensor's mean.
 LEAST_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How the steps of entries that enter the mask are scaled by the time that they were outside.
+
+    columns: length of the sparsified tensors' rows.
+    most: upper limit of the factor.
+    keeps: share of its moment that such an entry keeps after the step. Below 1, at the target density, it is not
+        selected for the next mask either, unless nothing else is left: its mt, large as it is, is about to be spent.
+    """
+
+    columns: tuple[int, ...]
+    most: float = 1000.0
+    keeps: float = 1.0
 
 
 class VisitRates:

@@ -28,6 +28,7 @@ from kernels.scape.blocks import BlockLayout, Mask, entries_per_block
 from kernels.scape.passes import Rates
 from kernels.scape.torch_passes import TorchScape
 from kernels.scape.triton_passes import TritonScape
+from kernels.scape.visits import Staleness
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 8
@@ -123,14 +124,13 @@ def bytes_table(models: list[str], densities: list[float]) -> str:
 class Bench:
     """One model at one density: state, masks, gradients, and the passes over them."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], density: float, selection: str, device: torch.device) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], density: float, device: torch.device) -> None:
         sparse, whole = sizes_of(shapes)
         self.density, self.device = density, device
         self.layout = BlockLayout(sparse, 1024, REPLICAS)
         columns = tuple(s[1] for s in shapes if len(s) > 1)
-        self.passes = TritonScape(
-            self.layout, whole, selection, density, REPLICAS // 2, device, columns=columns, keeps=0.5
-        )
+        staleness = Staleness(columns, keeps=0.5)
+        self.passes = TritonScape(self.layout, whole, "block", density, REPLICAS // 2, device, staleness=staleness)
         self.parameters = [torch.randn(n, device=device) for n in (*sparse, *whole)]
         self.gradients = [torch.randn(n, device=device) * 1e-3 for n in (*sparse, *whole)]
         self.applied = torch.ones((), dtype=torch.bool, device=device)
@@ -150,14 +150,13 @@ class Bench:
         layout, device = self.layout, self.device
         bits = [torch.zeros(-(-layout.mask_bytes() // 4) * 4, dtype=torch.uint8, device=device) for _ in range(2)]
         bits = [b[: layout.mask_bytes()] for b in bits]
-        selection = self.passes.selection
-        every = TritonScape(layout, (), selection, 1.0, None, device)  # selects in every run
+        every = TritonScape(layout, (), "block", 1.0, None, device)  # selects in every run
         dense = Mask(bits[1], 1.0)
         torch.manual_seed(seed)
         moments = [torch.randn(n, device=device) for n in layout.sizes]
         every.bind([m.clone() for m in moments], moments, [RATES] * len(moments), dense, dense, self.density)
         received = every.pack_all(self.applied)
-        every.rotate(received, self.density, bits[0], bits[1], self.applied)
+        every.rotate(received, self.density, bits[0], bits[1])
         return Mask(bits[0], self.density)
 
     def times(self, clock: Clock) -> dict[str, float]:
@@ -178,12 +177,12 @@ class Bench:
         wire = p.pack_all(self.applied)
         assert wire is not None
         received = wire.repeat(REPLICAS)
-        found["rotate"] = clock(lambda: p.rotate(received, self.density, *self._spare, self.applied))
+        found["rotate"] = clock(lambda: p.rotate(received, self.density, *self._spare))
         return found
 
     def update(self) -> None:
         for part in self.passes.parts:
-            self.passes.update(part, self.clip, True, self.steps, 1000.0, self.applied)
+            self.passes.update(part, self.clip, True, self.steps, self.applied)
 
     def pack_and_update(self) -> None:
         self.passes.pack_all(self.applied)
@@ -196,19 +195,17 @@ class Bench:
         self.bind(self.density)
         wire = p.pack_all(self.applied)
         p.squares_all()
-        p.update_all(self.clip, True, self.steps, 1000.0, self.applied)
+        p.update_all(self.clip, True, self.steps, self.applied)
         assert wire is not None
-        p.rotate(wire.repeat(REPLICAS), self.density, *self._spare, self.applied)
+        p.rotate(wire.repeat(REPLICAS), self.density, *self._spare)
 
     def topk_time(self, clock: Clock) -> float:
-        """torch.topk on the moments of the own run, in the form of this selection."""
+        """torch.topk on the moments of the own run, block by block."""
         work: list[tuple[Tensor, int]] = []
         for i in range(self.passes.sparsified):
             start, end = self.layout.owned(i, self.passes.first_run)
             values = self.gradients[i][start:end].abs()
-            if self.passes.selection == "tensor" and end > start:
-                work.append((values, entries_per_block(self.density, end - start)))
-            elif end - start >= 1024:
+            if end - start >= 1024:
                 blocks = values[: len(values) // 1024 * 1024].view(-1, 1024)
                 work.append((blocks, entries_per_block(self.density, 1024)))
         return clock(lambda: [torch.topk(values, k, dim=-1) for values, k in work])
@@ -261,7 +258,7 @@ def plain_step(bench: Bench) -> Callable[[], None]:
 
 def memory(shapes: list[tuple[int, ...]], density: float, device: torch.device) -> dict[str, float]:
     """Peak bytes of training steps with SCAPE over those with dense AdamS, from the first step on."""
-    from torchtitan_scape import AdamS, Scape
+    from torchtitan_scape import AdamS, Scape, ScapeOptions
 
     peaks = {}
     for name in ("adams", "scape", "scape warm-up"):
@@ -271,8 +268,8 @@ def memory(shapes: list[tuple[int, ...]], density: float, device: torch.device) 
         parameters = [torch.nn.Parameter(torch.randn(s, device=device)) for s in shapes]
         named = [(f"p{i}", p) for i, p in enumerate(parameters)]
         warmup = 4 if name == "scape warm-up" else 0
-        options = {} if name == "adams" else dict(density=density, density_warmup_steps=warmup)
-        optimizer = (AdamS if name == "adams" else Scape)(named, lr=1e-4, **options)
+        options = ScapeOptions(density=density, density_warmup_steps=warmup)
+        optimizer = AdamS(named, lr=1e-4) if name == "adams" else Scape(named, lr=1e-4, options=options)
         for _ in range(8):
             for p in parameters:
                 p.grad = torch.randn_like(p)
@@ -294,7 +291,7 @@ def memory(shapes: list[tuple[int, ...]], density: float, device: torch.device) 
 
 
 def measure(name: str, density: float, clock: Clock, device: torch.device, bandwidth: float) -> dict[str, Any]:
-    bench = Bench(MODELS[name], density, "block", device)
+    bench = Bench(MODELS[name], density, device)
     entries = sum(p.numel() for p in bench.parameters)
     times, least = bench.times(clock), minimal_bytes(MODELS[name], density)
     result: dict[str, Any] = {
@@ -306,11 +303,6 @@ def measure(name: str, density: float, clock: Clock, device: torch.device, bandw
     }
     result["share_of_copy"] = {key: least[key] / (times[key] / 1e3) / bandwidth for key in least}
     result["topk_ms"] = bench.topk_time(clock)
-    by_tensor = Bench(MODELS[name], density, "tensor", device)
-    tensor_times = by_tensor.times(clock)
-    result["tensor"] = {"ms": tensor_times, "topk_ms": by_tensor.topk_time(clock)}
-    del by_tensor
-
     result["adams_ms"] = adams_time(bench, clock)
     leaves = [torch.nn.Parameter(p) for p in bench.parameters]
     for leaf, gradient in zip(leaves, bench.gradients, strict=True):
@@ -346,7 +338,7 @@ def _twin_step(twin: TorchScape, bench: Bench) -> None:
     )
     twin.pack_all(bench.applied)
     twin.squares_all()
-    twin.update_all(bench.clip, True, bench.steps, 1000.0, bench.applied)
+    twin.update_all(bench.clip, True, bench.steps, bench.applied)
 
 
 def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list[dict[str, Any]]:
@@ -355,14 +347,14 @@ def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list
     for tile in (1024, 2048, 4096, 8192):
         for per_warp in (256, 512, 1024):
             triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = tile, per_warp
-            bench = Bench(MODELS[name], density, "block", device)
+            bench = Bench(MODELS[name], density, device)
             bench.bind(1.0)
             rows.append({"tile": tile, "entries per warp": per_warp, "pack + update": clock(bench.pack_and_update)})
     triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = 4096, 1024
     for tile in (1024, 2048):
         for per_warp in (256, 512, 1024):
             triton_passes.SELECT_TILE, triton_passes.SELECT_WARP = tile, per_warp
-            bench = Bench(MODELS[name], density, "block", device)
+            bench = Bench(MODELS[name], density, device)
             rows.append({"select tile": tile, "entries per warp": per_warp, "select": bench.times(clock)["select"]})
     triton_passes.SELECT_TILE, triton_passes.SELECT_WARP = 1024, 1024
     return rows
@@ -390,16 +382,15 @@ def table(report: dict[str, Any]) -> str:
             )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     names = ["pack + update", "whole step", "fused AdamW", "dense AdamS", "plain PyTorch", "the torch twin"]
-    names += ["pack + update / AdamW", "plain / whole step", "select, % of step", "topk / select", "the same by tensor"]
+    names += ["pack + update / AdamW", "plain / whole step", "select, % of step", "topk / select"]
     lines += ["", "| | " + " | ".join(f"{r['model']}, {r['density']}" for r in report["results"]) + " |"]
     lines.append("| --- |" + " --- |" * len(report["results"]))
     columns = []
     for r in report["results"]:
-        ms, by_tensor = r["ms"], r["tensor"]
+        ms = r["ms"]
         shown = [ms["pack + update"], ms["whole step"], r["adamw_ms"], r["adams_ms"], r["plain_ms"], r["twin_ms"]]
         shown += [ms["pack + update"] / r["adamw_ms"], r["plain_ms"] / ms["whole step"]]
         shown += [100 * ms["select"] / ms["whole step"], r["topk_ms"] / ms["select"]]
-        shown.append(by_tensor["topk_ms"] / by_tensor["ms"]["select"])
         columns.append([f"{value:.3g}" for value in shown])
     lines += [
         f"| {name} | " + " | ".join(row) + " |" for name, row in zip(names, zip(*columns, strict=True), strict=True)

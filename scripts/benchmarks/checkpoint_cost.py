@@ -35,7 +35,7 @@ METHODS = {
     "local-exact": ("SCAPE local, residual exact", ["--checkpoint.residual=exact"]),
     "local-mean": ("SCAPE local, residual mean", ["--checkpoint.residual=mean"]),
     "local-drop": ("SCAPE local, residual drop", ["--checkpoint.residual=drop"]),
-    "gather": ("SCAPE gather, residual exact", ["--sync.scape.parameters=gather"]),
+    "gather": ("SCAPE gather, residual exact", ["--sync.scape.update=sharded"]),
 }
 WRITERS = ("checked", "without checksums", "PyTorch's")
 OPTIONS = """

@@ -33,9 +33,11 @@ from kernels.scape.ownership import Ownership
 from kernels.scape.passes import Rates
 from kernels.scape.triton_gather_passes import TritonGather
 from kernels.scape.triton_passes import TritonScape
+from kernels.scape.visits import Staleness
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
+_STALENESS = Staleness((16, 8), keeps=0.5)
 _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -78,12 +80,11 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
 def _steps(quick: bool) -> Iterator[Any]:
     defaults: dict[str, Any] = dict(
         block=1024,
-        selection="block",
         density=0.1,
         in_use=0.1,
         dtype=torch.float32,
         clip=True,
-        wait="row_column",
+        scaled=True,
         carries=False,
     )
     others: list[dict[str, Any]] = [
@@ -91,23 +92,18 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(density=0.3, in_use=0.3),  # a bitmap
         dict(in_use=1.0),  # the first step
         dict(in_use=0.5),  # warm-up
-        dict(selection="tensor"),
-        dict(selection="tensor", in_use=0.5),
         dict(dtype=torch.bfloat16),
         dict(dtype=torch.float16),
         dict(carries=True),  # a BF16 wire
-        dict(carries=True, selection="tensor"),
         dict(clip=False),
-        dict(wait="tensor"),
-        dict(wait="none"),
-        dict(wait="row_column", selection="tensor", dtype=torch.bfloat16),
+        dict(scaled=False),
         dict(block=8, density=0.3, in_use=0.3),
         dict(block=40),
         dict(block=8192),
         dict(block=32768),
         dict(block=32768, density=0.01, in_use=0.01),
     ]
-    few: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(carries=True, selection="tensor")]
+    few: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(carries=True)]
     for options in [{}, *(few if quick else others)]:
         yield lambda o=options: _scape_step(**{**defaults, **o})
     forms: list[dict[str, Any]] = [
@@ -119,8 +115,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(rounds_values=True, in_use=0.5),
         dict(scaled=True, dtype=torch.bfloat16),
         dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
-        dict(columns=None),
-        dict(columns=None, max_wait=1000.0),
+        dict(staleness=None),
         dict(block=32768, density=0.01),
     ]
     for options in [{}, *([] if quick else forms)]:
@@ -131,20 +126,17 @@ def _steps(quick: bool) -> Iterator[Any]:
 
 def _scape_step(
     block: int,
-    selection: str,
     density: float,
     in_use: float,
     dtype: torch.dtype,
     clip: bool,
-    wait: str,
+    scaled: bool,
     carries: bool,
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
-    columns = (16, 8) if wait == "row_column" else None
-    passes = TritonScape(
-        layout, whole, selection, density, 0, cpu, carries=carries, columns=columns, keeps=0.5 if columns else 1.0
-    )
+    staleness = _STALENESS if scaled else None
+    passes = TritonScape(layout, whole, "block", density, 0, cpu, carries=carries, staleness=staleness)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
     passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)
@@ -155,10 +147,10 @@ def _scape_step(
         chunk = torch.zeros(64)
         passes.pieces().fill(chunk, 0)
         passes.pieces().land(chunk, 0)
-    passes.update_all(torch.ones(()), clip, steps, None if wait == "none" else 1000.0, applied)
+    passes.update_all(torch.ones(()), clip, steps, applied)
     for following in (density, 1.0):
-        received = torch.zeros(2 * layout.wire_bytes(following, selection), dtype=torch.uint8)
-        passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits, applied)
+        received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
+        passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits)
 
 
 def _gather_step(
@@ -168,14 +160,13 @@ def _gather_step(
     dtype: torch.dtype = torch.float32,
     rounds_values: bool = False,
     scaled: bool = False,
-    columns: tuple[int, ...] | None = (16, 8),
-    max_wait: float | None = None,
+    staleness: Staleness | None = _STALENESS,
 ) -> None:
     """The sharded form's kernels; the others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
-    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values or scaled, scaled=scaled, columns=columns)
-    passes = TritonGather(ownership, "block", density, 0, cpu, keeps=0.5 if columns else 1.0, **options)
+    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values or scaled, scaled=scaled)
+    passes = TritonGather(ownership, "block", density, 0, cpu, staleness=staleness, **options)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
     bits = ownership.layout.mask_bytes()
     masks = [Mask(torch.zeros(bits, dtype=torch.uint8), d) for d in (in_use or density, density)]
@@ -185,7 +176,7 @@ def _gather_step(
     passes.pack_all(applied)
     passes.squares_all()
     for part in passes.parts:
-        passes.update(part, torch.ones(()), True, steps, 1000.0 if columns else max_wait, applied)
+        passes.update(part, torch.ones(()), True, steps, applied)
     passes.write(applied)
 
 

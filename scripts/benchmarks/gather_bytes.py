@@ -57,7 +57,7 @@ class Plan:
         return self.nodes * self.ranks_per_node // self.shard
 
 
-GATHER, VALUES = "--sync.scape.parameters=gather", "--sync.scape.values_dtype=bfloat16"
+GATHER, VALUES = "--sync.scape.update=sharded", "--sync.scape.values_dtype=bfloat16"
 FORMS = {
     "local": Form("local, FP32 (all-reduce)"),
     "gather": Form("gather, FP32", (GATHER,), 1.02),

@@ -29,6 +29,7 @@ from torchtitan_scape.planner.volumes import (
     payload_bytes,
 )
 from torchtitan_scape.planner.workloads import Shape, Workload, get_workload
+from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 
 REPLICAS, DENSITY = 64, 0.01
@@ -84,15 +85,14 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     if method.bf16_weights:
         hold_in_bfloat16(model, scaled=method.sharded)
     with patch("kernels.scape.passes.check_host_memory"):  # of what is only reserved
-        kept = Scape(
-            model.named_parameters(),
-            lr=1e-3,
+        options = ScapeOptions(
             density=method.density,
-            parameters="gather" if method.sharded else "local",
+            update="sharded" if method.sharded else "replicated",
             values_dtype=method.values,
-            offload=method.offload,
-            replicas=dist.group.WORLD,
+            weights_dtype=method.weights,
+            offload=list(method.offload),
         )
+        kept = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
     host = sum(window.host.nbytes for window in kept.passes.windows.values())
     return total(storages(), before) - host, float(host)
 
@@ -133,8 +133,8 @@ def table(workload: Workload) -> str:
 
 SCAPE local over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are \
 {allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.
-{rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none with
-`wait_by = "tensor"`). Within a step the selection of the own run comes on top, {own / 1e6:.1f} MB."""
+{rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none without
+`staleness_scaling`). Within a step the selection of the own run comes on top, {own / 1e6:.1f} MB."""
 
 
 def main() -> int:

@@ -25,10 +25,10 @@ METHODS = {
 }
 for _density in ("0.1", "0.01"):
     _scape = ["--sync.method=scape", f"--sync.scape.density={_density}"]
-    METHODS[f"scape-{_density}"] = (f"SCAPE {_density}", [*_scape, "--sync.scape.wait_scaling"])
+    METHODS[f"scape-{_density}"] = (f"SCAPE {_density}", [*_scape, "--sync.scape.staleness_scaling"])
     METHODS[f"scape-{_density}-plain"] = (
         f"SCAPE {_density}, no wait scaling",
-        [*_scape, "--sync.scape.no-wait-scaling"],
+        [*_scape, "--sync.scape.no-staleness-scaling"],
     )
 
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")

@@ -17,6 +17,12 @@ GRID = ROOT / "scripts" / "studies" / "quality_grid.toml"
 CURVE_POINTS = 60  # of a stored training curve
 LOGS_PER_POINT = 4  # a logged loss is one step's; a stored point is the mean of so many
 MOST_SEQUENCES = 32  # of a micro-batch
+# Cells are stored under the names that options had when the first ones ran: by them they are found again.
+_STORED_AS = {
+    "sync.scape.staleness_scaling": "sync.scape.wait_scaling",
+    "sync.scape.max_staleness": "sync.scape.max_wait",
+}
+_STORED_BESIDES = {"sync.scape.wait_by": "row_column"}  # the only rule that is left
 # Where output goes and what is logged does not change a result.
 _WITHOUT_EFFECT = ("job.", "metrics.")
 _STUDY_KEYS = {
@@ -55,14 +61,18 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Options:
     return flat
 
 
+def as_stored(options: Options) -> Options:
+    return {_STORED_AS.get(key, key): value for key, value in options.items()}
+
+
 @functools.cache
 def defaults() -> Options:
     """Those of [sync.scape] that a simulation takes."""
-    others = ("dense_names", "parameters", "values_dtype", "weights_dtype", "offload", "flush_at_end")
+    others = ("dense_names", "update", "values_dtype", "weights_dtype", "offload", "flush_at_end")
     # Late: the trainer has to be imported before TorchTitan is.
-    from torchtitan_scape.config.job_config import Scape
+    from torchtitan_scape.sync.scape.options import ScapeOptions
 
-    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(Scape) if f.name not in others}
+    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(ScapeOptions) if f.name not in others}
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,8 @@ class Cell:
     """A run: one method, learning rate and seed of a set.
 
     overrides: what the trainer is told beyond the recipe. options: recipe and overrides together, without what has no
-    effect on the result; their digest is the cell's identity. setting: digest of what all methods of a set share,
-    variant: of what the method sets.
+    effect on the result, by the names under which cells are stored; their digest is the cell's identity. setting:
+    digest of what all methods of a set share, variant: of what the method sets.
     """
 
     of: Set
@@ -200,12 +210,13 @@ class Grid:
         overrides = shared | own | {"optimizer.lr": learning_rate, "debug.seed": seed}
         ignored = (*_WITHOUT_EFFECT, *(("sync.scape.",) if dense else ()))
         # Defaults are spelled out: a changed one makes another cell.
-        options = {k: v for k, v in (defaults() | self.base | overrides).items() if not k.startswith(ignored)}
+        known = _STORED_BESIDES | as_stored(defaults() | self.base | overrides)
+        options = {k: v for k, v in known.items() if not k.startswith(ignored)}
         varied = ("sync.", "optimizer.name", "optimizer.lr", "debug.seed", *_WITHOUT_EFFECT)
         common = {k: v for k, v in (self.base | shared).items() if not k.startswith(varied)}
         label = str(self.methods[method].get("label", method))
         options = dict(sorted(options.items()))
-        return Cell(one, method, label, learning_rate, seed, overrides, options, digest(common), digest(own))
+        return Cell(one, method, label, learning_rate, seed, overrides, options, digest(common), digest(as_stored(own)))
 
 
 class Store:

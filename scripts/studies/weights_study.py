@@ -3,7 +3,7 @@
     python -m scripts.studies.weights_study            # trains what is not stored yet, then writes the table
     python -m scripts.studies.weights_study report     # the table alone, from results/weights_study/runs.json
 
-Two replicas (processes, gloo) train the quality study's recipe with `parameters = "gather"`; forward and backward in
+Two replicas (processes, gloo) train the quality study's recipe with `update = "sharded"`; forward and backward in
 BF16, as mixed precision has it, or in FP32, so that all that is rounded are weights. One form is not in the product:
 weights kept in BF16 and decayed there step by step, which is what the scale of `kernels.scape.gather_passes` avoids.
 """
@@ -43,7 +43,7 @@ def arguments(form: str, density: float, compute: str, seed: int) -> list[str]:
         f"--validation.freq={STEPS}",
         "--validation.steps=10",
         "--topology.simulate_replicas=1",
-        "--sync.scape.parameters=gather",
+        "--sync.scape.update=sharded",
         f"--sync.scape.density={density}",
         f"--training.mixed_precision_param={compute}",
         f"--debug.seed={seed}",
@@ -130,7 +130,7 @@ def report(runs: list[dict[str, Any]]) -> str:
     return f"""# Weights in BF16
 
 `python -m scripts.studies.weights_study`: Llama of 0.2 M parameters on Python's standard library, two replicas,
-{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `parameters = "gather"`.
+{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `update = "sharded"`.
 A step of weight decay is at most 4e-4 of a weight; BF16 rounds by up to 3.9e-3. "From the master": distance of what
 the model sees from the FP32 master, relative, over the matrices that a replica owns, the largest of the seeds. "Not
 decayed": how much too long the weights are along their master. The last form is not in the product.

@@ -68,11 +68,13 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
                 state = torch.atleast_2d(passes.kept("state")[i]).double()
                 total += (state * torch.where(held, 0.9, 1.0)).sum(0)
             place += shard.size
-            if passes.errors.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
+            if passes.wire_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
                 for number, (parameter, piece) in enumerate(scape.pieces):
                     if parameter == i:
                         start, end = (piece.start, piece.end) if piece else (0, shard.size)
-                        total[start:end][held[start:end]] += torch.atleast_2d(passes.errors_of(number)).double().sum(0)
+                        total[start:end][held[start:end]] += (
+                            torch.atleast_2d(passes.wire_residual_of(number)).double().sum(0)
+                        )
             if scape.collectives.groups.replicate is not None:
                 dist.all_reduce(total, group=scape.collectives.groups.replicate)
             found[shard.name] = total / scape.collectives.replicas
@@ -193,7 +195,7 @@ def test_another_layout_or_method_keeps_what_is_pending(
         ("scape", ["--sync.scape.density=0.05"], False),
         ("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
         ("scape", ["--sync.scape.block_size=128"], True),
-        ("scape-tensor", ["--sync.scape.wait_scaling", "--sync.scape.wait_by=row_column"], False),
+        ("scape-tensor", ["--sync.scape.staleness_scaling"], False),
         ("scape", ["--sync.scape.dense_names=output.weight,layers.0.attention.wq.weight"], True),
         ("scape-gather", ["--sync.scape.dense_names=output.weight", "--sync.scape.selection=tensor"], True),
     ],

@@ -27,18 +27,21 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\ndensty = 0.1", "densty"),
         ("[snyc]\nmethod = 'dense'", "snyc"),
         ("[sync]\nmethod = 'radius'", r"method = 'radius'; it must be 'dense' \| 'scape'"),
-        ("[sync.scape]\ndensity = 0", r"density is 0; it must lie in \(0, 1\]"),
-        ("[sync.scape]\ndensity = 1.01", "density is 1.01"),
+        ("[sync.scape]\ndensity = 0", r"\[sync.scape\] density = 0; it must lie in \(0, 1\]"),
+        ("[sync.scape]\ndensity = 1.01", "density = 1.01"),
         ("[sync.scape]\ndensity = '0.1'", "density = '0.1'; it must be a number"),
-        ("[sync.scape]\ndensity_warmup_steps = -5", "density_warmup_steps is -5"),
+        ("[sync.scape]\ndensity_warmup_steps = -5", "density_warmup_steps = -5"),
         ("[sync.scape]\ndensity_warmup_steps = 1.5", "density_warmup_steps = 1.5; it must be an integer"),
         ("[sync.scape]\nblock_size = 1000.0", "block_size = 1000.0"),
-        ("[sync.scape]\nwait_scaling = 'yes'", "wait_scaling = 'yes'; it must be bool"),
-        ("[sync.scape]\nkeep_moment = 2", r"keep_moment is 2; it must lie in \[0, 1\]"),
-        ("[sync.scape]\nwait_by = 'row'", r"wait_by = 'row'; it must be 'tensor' \| 'row_column'"),
+        ("[sync.scape]\nstaleness_scaling = 'yes'", "staleness_scaling = 'yes'; it must be bool"),
+        ("[sync.scape]\nkeep_moment = 2", r"keep_moment = 2; it must lie in \[0, 1\]"),
+        ("[sync.scape]\nwait_by = 'tensor'", r"\[sync.scape\] wait_by = 'tensor': it is gone, leave it out"),
+        ("[sync.scape]\nwait_scaling = true", r"wait_scaling = True: it is now staleness_scaling"),
+        ("[sync.scape]\nmax_wait = 10", r"max_wait = 10: it is now max_staleness"),
+        ("[sync.scape]\nparameters = 'gather'", r"it is now update: .* and \"gather\" \"sharded\""),
         ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
         ("[sync.scape]\nwire_dtype = 'fp16'", r"wire_dtype = 'fp16'; it must be 'float32' \| 'bfloat16'"),
-        ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes is 2; it must be 4 or more"),
+        ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes = 2; it must be 4 or more"),
         ("[topology]\nexchange = 'ring'", r"exchange = 'ring'; it must be 'hierarchical' \| 'flat'"),
         ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
         ("[sync]\nconsistency_interval = -1", "consistency_interval = -1"),
@@ -102,8 +105,8 @@ def test_the_papers_rule_differs_from_the_recipe_in_the_rule_alone() -> None:
         tomllib.loads((ROOT / "train_configs" / f"{name}.toml").read_text())
         for name in ("llama_500m", "llama_500m_paper_rule")
     )
-    rule = {key: paper["sync"]["scape"].pop(key) for key in ("wait_scaling", "selection", "clip_mode")}
-    assert rule == {"wait_scaling": False, "selection": "tensor", "clip_mode": "literal"}
+    rule = {key: paper["sync"]["scape"].pop(key) for key in ("staleness_scaling", "selection", "clip_mode")}
+    assert rule == {"staleness_scaling": False, "selection": "tensor", "clip_mode": "literal"}
     assert recipe.pop("job") != paper.pop("job")
     assert recipe == paper
     parse(["--job.config_file=train_configs/llama_500m_paper_rule.toml"])

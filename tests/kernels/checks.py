@@ -14,7 +14,7 @@ from kernels.scape.blocks import BlockLayout, Mask, entries_per_block
 from kernels.scape.passes import Rates, ScapePasses
 from kernels.scape.torch_passes import TorchScape
 from kernels.scape.triton_passes import TritonScape
-from kernels.scape.visits import LEAST_RATE
+from kernels.scape.visits import LEAST_RATE, Staleness
 
 ULP = 2.0**-22  # of a division on a GPU, which errs by two units in the last place; twice four roundings to nearest
 
@@ -26,14 +26,13 @@ class Case:
     block_size: int = 16
     replicas: int = 1
     replica: int | None = None
-    selection: str = "block"
     density: float = 0.1  # the target
     in_use: float = 0.1
     previous: float = 0.1
     next: float = 0.1
     beta1: float = 0.9
     scale: float = 1.0
-    max_wait: float | None = 1000.0
+    max_staleness: float | None = 1000.0
     clip_moment: bool = True
     gradient_dtype: torch.dtype = torch.float32
     parameter_dtype: torch.dtype = torch.float32
@@ -43,7 +42,7 @@ class Case:
     chunk_entries: int = 0
     granularity: int = 1
     carries: bool = False  # rounding errors of the step before
-    columns: tuple[int, ...] | None = None  # waiting times by row and column
+    columns: tuple[int, ...] | None = None  # of rows; staleness is that of row and column
     keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
     device: str = "cpu"
@@ -58,6 +57,12 @@ class Case:
         return BlockLayout(self.sparse, self.block_size, self.replicas)
 
     @property
+    def staleness(self) -> Staleness | None:
+        if self.columns is None or self.max_staleness is None:
+            return None
+        return Staleness(self.columns, self.max_staleness, self.keeps)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return self.sparse + self.whole
 
@@ -66,34 +71,33 @@ class Case:
         passes = kind(
             self.layout,
             self.whole,
-            self.selection,
+            "block",
             self.density,
             self.replica,
             device,
             chunk_entries=self.chunk_entries,
             granularity=self.granularity,
             carries=self.carries,
-            columns=self.columns,
-            keeps=self.keeps,
+            staleness=self.staleness,
         )
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
-        passes.errors.copy_(torch.randn(passes.errors.numel(), generator=generator) * 1e-3)
+        passes.wire_residual.copy_(torch.randn(passes.wire_residual.numel(), generator=generator) * 1e-3)
         return passes
 
     def mask(self, density: float, seed: int) -> Mask:
         """A mask of this density, as selection makes them."""
         bits = torch.zeros(-(-self.layout.mask_bytes() // 4) * 4, dtype=torch.uint8)[: self.layout.mask_bytes()]
         if density < 1.0 and bits.numel():
-            twin = TorchScape(self.layout, (), self.selection, 1.0, None, torch.device("cpu"))
+            twin = TorchScape(self.layout, (), "block", 1.0, None, torch.device("cpu"))
             generator = torch.Generator().manual_seed(seed)
             gradients = [torch.randn(n, generator=generator) for n in self.sparse]
             dense, applied = Mask(bits.clone()), torch.tensor(True)
             twin.bind(
                 [torch.zeros(n) for n in self.sparse], gradients, [self.rates] * len(gradients), dense, dense, density
             )
-            twin.rotate(twin.pack_all(applied), density, bits, dense.bits, applied)
+            twin.rotate(twin.pack_all(applied), density, bits, dense.bits)
         padded = torch.zeros(-(-bits.numel() // 4) * 4, dtype=torch.uint8, device=self.device)
         return Mask(padded[: bits.numel()].copy_(bits), density)
 
@@ -122,7 +126,7 @@ def selection_bits(case: Case, wire: Tensor, run: int) -> Tensor:
     """Packed bits of one run's blocks from what goes on the wire, the padding behind the last block left out."""
     layout = case.layout
     blocks = max(0, min(layout.run_blocks, layout.total_blocks - run * layout.run_blocks))
-    if layout.sends_offsets(case.next, case.selection):
+    if layout.sends_offsets(case.next, "block"):
         k = entries_per_block(case.next, case.block_size)
         offsets = reference.unpack_offsets(wire, layout.run_blocks, k, case.block_size)
         return reference.offsets_to_mask(offsets[:blocks], case.block_size)
@@ -151,8 +155,8 @@ def check_step(case: Case) -> None:
         on = used(case, masks[0], i)
         assert torch.equal(kernel.states[i], twin.states[i]), "state"
         if twin.compact:
-            payload, last = kernel.payload[start : start + count], kernel.last[start : start + count]
-            assert torch.equal(last, twin.last[start : start + count]), "last moment"
+            payload, last = kernel.payload[start : start + count], kernel.moment_on_mask[start : start + count]
+            assert torch.equal(last, twin.moment_on_mask[start : start + count]), "last moment"
         else:
             payload, last = kernel.gradients[i][on], kernel.states[i][on]
         assert torch.equal(payload, twin._payloads[i]), "payload"
@@ -200,7 +204,7 @@ def check_update(
     residuals = [s.clone() for s in kernel.states]
     squares = kernel.squares_all()
     factor, applied = torch.tensor(clip, device=case.device), torch.tensor(True, device=case.device)
-    kernel.update_all(factor, case.clip_moment, steps, case.max_wait, applied)
+    kernel.update_all(factor, case.clip_moment, steps, applied)
     exact_squares, error_squares = 0.0, 0.0
     for i, (b, q) in enumerate(zip(payloads, lasts, strict=True)):
         on, held = used(case, masks[0], i), used(case, masks[1], i)
@@ -224,15 +228,15 @@ def check_update(
         u_error = m_error / (1 - b1**3) / (normaliser - error).clamp(min=1e-30) + u.abs() * (
             error / normaliser + 6 * ULP
         )
-        if case.max_wait is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
-            wait = torch.full_like(u, min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), case.max_wait))
-            if case.columns is not None:
-                entering = fresh.view(-1, case.columns[i]).double()
-                often = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
-                wait = (wait / often.flatten()[on].clamp(min=LEAST_RATE)).clamp(1.0, case.max_wait)
+        if case.staleness is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
+            most, columns = case.staleness.most, case.staleness.columns[i]
+            mean = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), most)
+            entering = fresh.view(-1, columns).double()
+            often = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
+            factor = (mean / often.flatten()[on].clamp(min=LEAST_RATE)).clamp(1.0, most)
             u, u_error = (
-                torch.where(fresh[on], u * wait, u),
-                torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * wait, u_error),
+                torch.where(fresh[on], u * factor, u),
+                torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * factor, u_error),
             )
             m = torch.where(fresh[on], m * case.keeps, m)
         expected = theta - r.lr * r.weight_decay * theta
@@ -260,13 +264,11 @@ def check_skipped(case: Case) -> None:
     applied = torch.tensor(False, device=case.device)
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
     kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks, case.next)
-    wire = kernel.pack_all(applied)
+    kernel.pack_all(applied)
     kernel.squares_all()
     nan = torch.tensor(float("nan"), device=case.device)
     steps = torch.zeros((), dtype=torch.float64, device=case.device)
-    kernel.update_all(nan, True, steps, 1000.0, applied)
-    if wire is not None and case.replica is None:
-        kernel.rotate(wire, case.next, masks[0].bits, masks[1].bits, applied)
+    kernel.update_all(nan, True, steps, applied)
     for old, new in zip(kept, lasting, strict=True):
         assert torch.equal(old, new)
 
@@ -300,7 +302,7 @@ def check_rotate(case: Case) -> None:
     results = []
     for passes in (twin, case.passes(TritonScape)):
         in_use, previous = case.mask(case.in_use, 1), case.mask(case.previous, 2)
-        passes.rotate(wire, case.next, in_use.bits, previous.bits, torch.tensor(True, device=case.device))
+        passes.rotate(wire, case.next, in_use.bits, previous.bits)
         results.append((in_use.bits, previous.bits))
     # Behind the last block lies padding that nobody reads.
     real = case.layout.total_blocks * case.block_size // 8

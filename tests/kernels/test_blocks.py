@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kernels.scape.blocks import BlockLayout, density_at, entries_per_block
-from torchtitan_scape import Scape
+from tests.toy import make_scape
 
 
 @given(
@@ -46,7 +46,7 @@ def test_entries_per_block(density: float, k: int) -> None:
 def test_a_density_below_one_entry_a_block_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """40 + 3 real entries in blocks of 16: three and one."""
     parameters = [nn.Parameter(torch.ones(4, 10)), nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(5))]
-    optimizer = Scape(parameters, lr=0.1, block_size=16, density=0.001)
+    optimizer = make_scape(parameters, lr=0.1, block_size=16, density=0.001)
     for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -54,5 +54,5 @@ def test_a_density_below_one_entry_a_block_is_said_once(caplog: pytest.LogCaptur
     assert "density 0.001 of a block of 16 entries is less than one" in message
     assert "which is a density of 0.093" in message
     caplog.clear()
-    Scape(parameters, lr=0.1, block_size=16, density=0.04)
+    make_scape(parameters, lr=0.1, block_size=16, density=0.04)
     assert not caplog.records

@@ -121,7 +121,6 @@ def test_a_skipped_step_changes_nothing(seed: int, n: int, all_in_use: bool) -> 
         clip=torch.tensor(float("nan")),
         clip_moment=True,
         bias_corrections=(torch.tensor(0.0), torch.tensor(0.0)),
-        max_wait=1000.0,
         applied=skipped,
     )
     assert torch.equal(state, state_before)

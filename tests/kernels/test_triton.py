@@ -99,7 +99,7 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
     passes.bind([torch.zeros(8192)], [shifted(8192, offset)], [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], *masks, 1.0)
     passes.pack_all(torch.tensor(True))
-    passes.update_all(torch.ones(()), True, torch.ones((), dtype=torch.float64), None, torch.tensor(True))
+    passes.update_all(torch.ones(()), True, torch.ones((), dtype=torch.float64), torch.tensor(True))
     aligned = offset == 0
     assert calls == [("pack_kernel", aligned), ("update_kernel", aligned or in_use < 1.0)]
 

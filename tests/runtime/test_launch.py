@@ -109,7 +109,7 @@ def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: 
         "--topology.machine=frontier",
         "--parallelism.data_parallel_shard_degree=8",
         "--sync.scape.density=0.01",
-        *(("--sync.scape.parameters=gather", "--sync.scape.weights_dtype=bfloat16") if recipe == "llama_1_8b" else ()),
+        *(("--sync.scape.update=sharded", "--sync.scape.weights_dtype=bfloat16") if recipe == "llama_1_8b" else ()),
         "--sync.scape.offload=state",
     )
     assert result.returncode == 0, result.stderr

@@ -34,7 +34,7 @@ label = "AdamS, dense"
 label = "SCAPE 0.1"
 "sync.method" = "scape"
 "sync.scape.density" = 0.1
-"sync.scape.wait_scaling" = false
+"sync.scape.staleness_scaling" = false
 [methods.slow]
 "sync.method" = "scape"
 "sync.scape.density" = 0.01
@@ -186,6 +186,19 @@ def test_the_stored_runs_are_those_of_the_grid() -> None:
             for method in one.methods:
                 for rate in one.learning_rates:
                     assert store.read(grid.cell(one, method, rate, one.seeds[0])) is not None, (one.name, method, rate)
+
+
+def test_a_stored_cell_keeps_its_name_under_other_names_of_options() -> None:
+    """Its digest is of the options by the names that they had when it ran."""
+    grid = Grid(GRID)
+    (large,) = grid.choose(["20-large"])
+    cell = grid.cell(large, "scape-0.1", 4e-3, 2)
+    assert cell.name == "scape-0.1-980x4096-r4-lr0.004-s2-078d3c62"
+    stored = json.loads((ROOT / "results" / "quality_study" / "cells" / f"{cell.name}.json").read_text())
+    assert stored["options"] == cell.options and stored["variant"] == cell.variant
+    (rules,) = grid.choose(["rules"])
+    paper = grid.cell(rules, "scape-0.01-paper", 2e-3, 0)
+    assert paper.name == "scape-0.01-paper-980x4096-r4-lr0.002-s0-d08074d1"
 
 
 def test_the_best_learning_rate_has_the_lowest_loss() -> None:

@@ -29,11 +29,11 @@ from torchtitan_scape.sync.shards import collect_shards
 CPU = torch.device("cpu")
 FORMS: dict[str, dict[str, Any]] = {
     "local": {},
-    "warm-up": {"density_warmup_steps": 5, "selection": "tensor", "wait_by": "tensor"},
+    "warm-up": {"density_warmup_steps": 5, "selection": "tensor", "staleness_scaling": False},
     "odd blocks": {"block_size": 24, "dense_names": ["p.1"]},
-    "bf16": {"narrow": True, "offload": ["state", "master"], "wire_dtype": "bfloat16"},
-    "gather": {"parameters": "gather", "values_dtype": "bfloat16", "offload": ["state"]},
-    "gather bf16": {"parameters": "gather", "values_dtype": "bfloat16", "narrow": True},
+    "bf16": {"bf16_weights": True, "offload": ["state", "master"], "wire_dtype": "bfloat16"},
+    "gather": {"update": "sharded", "values_dtype": "bfloat16", "offload": ["state"]},
+    "gather bf16": {"update": "sharded", "values_dtype": "bfloat16", "bf16_weights": True},
 }
 
 

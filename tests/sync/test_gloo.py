@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
-from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, positions
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
 from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from topology.process_groups import collectives_of
-from torchtitan_scape import AdamS, Scape
+from torchtitan_scape import AdamS
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 from torchtitan_scape.sync.shards import local
 
@@ -28,7 +28,7 @@ STEPS = 12
 
 def train_plain(**options: Any) -> dict[str, Any]:
     parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-    optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD, **options)
+    optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD, **options)
     history = []
     for step in range(STEPS):
         for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
@@ -51,13 +51,13 @@ def train_plain(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("selection", ["block", "tensor"])
-@pytest.mark.parametrize("parameters", ["local", "gather"])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_replicas_stay_equal_and_follow_the_literal_form(
-    world: int, selection: str, parameters: str, request: pytest.FixtureRequest
+    world: int, selection: str, update: str, request: pytest.FixtureRequest
 ) -> None:
     """Properties 3, 4 and 5 over gloo. It adds in another order for 4 replicas, hence the wider bound."""
     pool: Pool = request.getfixturevalue(f"pool{world}")
-    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "parameters": parameters}
+    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "update": update}
     results = pool(train_plain, **options)
     for result in results[1:]:
         assert torch.equal(result["bits"], results[0]["bits"])
@@ -108,7 +108,7 @@ def train_sharded(replicate: int, shard: int, density: float) -> tuple[Tensor, l
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    optimizer = Scape(
+    optimizer = make_scape(
         model.named_parameters(),
         lr=1e-2,
         density=density,
@@ -166,7 +166,7 @@ def train_by_group_alone() -> float:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_net()
     fully_shard(model, mesh=mesh["shard"])
-    optimizer = Scape(model.named_parameters(), lr=1e-2, density=1.0, replicas=mesh["replicate"].get_group())
+    optimizer = make_scape(model.named_parameters(), lr=1e-2, density=1.0, replicas=mesh["replicate"].get_group())
     for p in model.parameters():
         assert isinstance(p, DTensor)
         p.grad = DTensor.from_local(
@@ -184,7 +184,7 @@ def test_norm_covers_shards_of_a_plain_group(pool4: Pool) -> None:
 def train_norms_alone() -> Tensor:
     """A model without a matrix: nothing to mask, and empty masks are never sent."""
     parameter = nn.Parameter(torch.ones(7))
-    optimizer = Scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
+    optimizer = make_scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
     for _ in range(3):
         parameter.grad = torch.full((7,), 1.0 + dist.get_rank())
         optimizer.step()
@@ -198,14 +198,14 @@ def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
 
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
     """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
-    from torchtitan_scape.config.job_config import Scape as ScapeConfig
     from torchtitan_scape.optimizer.container import _chunk_bytes
+    from torchtitan_scape.sync.scape.options import ScapeOptions
 
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     with torch.device("meta"):
         model = nn.Linear(32768, 32768)
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return _chunk_bytes([model], ScapeConfig(density=0.1), layout, collectives_of(groups))
+    return _chunk_bytes([model], ScapeOptions(density=0.1), layout, collectives_of(groups))
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])
@@ -237,7 +237,7 @@ def test_the_readme_loop_trains(pool2: Pool) -> None:
 def train_with_holes() -> list[Tensor]:
     """Rank 0 has no gradient for the first parameter in any step: zeros, and the same collectives."""
     parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-    optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
+    optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
     for step in range(4):
         for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
             p.grad = g
@@ -257,7 +257,7 @@ def train_alone() -> tuple[Tensor, Tensor]:
     """A process group of one replica, at density 1, beside dense AdamS with the same clipping."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     ours, theirs = ([nn.Parameter(p) for p in draw(0, SPARSE + DENSE)] for _ in range(2))
-    scape = Scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
+    scape = make_scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
     adams = AdamS(theirs, lr=1e-2)
     for step in range(6):
         for p, q, g in zip(ours, theirs, gradient(step, 0, SPARSE + DENSE), strict=True):
@@ -276,7 +276,7 @@ def test_one_replica_is_dense_adams(pool2: Pool) -> None:
 def shards_as_replicas() -> None:
     model = make_net()
     fully_shard(model)
-    Scape(model.named_parameters(), lr=0.1, replicas=dist.group.WORLD)
+    make_scape(model.named_parameters(), lr=0.1, replicas=dist.group.WORLD)
 
 
 def test_shards_are_no_replicas(pool2: Pool) -> None:
@@ -292,7 +292,7 @@ def disagree(what: str) -> None:
     if rank:
         options |= {"density": {"density": 0.2}, "lr": {"lr": 0.2}, "dense_names": {"dense_names": ["v"]}}.get(what, {})
     parameters = [("w", nn.Parameter(torch.ones(shape))), ("v", nn.Parameter(torch.ones(2, 2)))]
-    Scape(parameters, replicas=dist.group.WORLD, **options)
+    make_scape(parameters, replicas=dist.group.WORLD, **options)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: st
 def skip_together() -> list[int]:
     """Rank 1 alone has a NaN; all ranks skip, and know the culprit at the end."""
     parameter = nn.Parameter(torch.ones(4, 8))
-    optimizer = Scape([("w", parameter)], lr=0.1, replicas=dist.group.WORLD, max_skipped_steps=2)
+    optimizer = make_scape([("w", parameter)], lr=0.1, replicas=dist.group.WORLD, max_skipped_steps=2)
     counts = []
     for step in range(6):
         parameter.grad = torch.full((4, 8), float("nan") if dist.get_rank() and step != 1 else 1.0)
@@ -330,7 +330,7 @@ def fsdp_on_weights_in_bf16() -> list[Tensor]:
     """Losses and gradients of FSDP2's mixed precision on FP32 weights, and on the same kept in BF16."""
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for narrow in (False, True):
+    for bf16_weights in (False, True):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
         for p in net.parameters():
@@ -338,7 +338,7 @@ def fsdp_on_weights_in_bf16() -> list[Tensor]:
         fully_shard(net, mesh=mesh, mp_policy=policy)
         assert isinstance(net, FSDPModule)
         net.set_force_sum_reduction_for_comms(True)
-        if narrow:
+        if bf16_weights:
             hold_in_bfloat16(net, scaled=True)
         for step in range(2):  # the second gathers into what the first left
             loss = net(draw(step, [(5, 8)])[0]).float().square().sum()

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.toy import make_scape
 from topology import collectives, process_groups
-from torchtitan_scape import Scape
 
 STEPS, SHAPE = 10, (1024, 512)
 
@@ -36,14 +36,14 @@ def interface_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def replica(rank: int, world: int, store: str, density: float, parameters: str, queue: Any) -> None:
+def replica(rank: int, world: int, store: str, density: float, update: str, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     parameter = nn.Parameter(torch.zeros(SHAPE))
-    more: dict[str, Any] = {"offload": ["state"]} if parameters == "gather" else {}
-    optimizer = Scape([parameter], lr=0.1, density=density, parameters=parameters, replicas=dist.group.WORLD, **more)
+    more: dict[str, Any] = {"offload": ["state"]} if update == "sharded" else {}
+    optimizer = make_scape([parameter], lr=0.1, density=density, update=update, replicas=dist.group.WORLD, **more)
     assert len(optimizer.passes.windows) == len(more)
     generator = torch.Generator().manual_seed(rank)
 
@@ -88,14 +88,12 @@ def replica(rank: int, world: int, store: str, density: float, parameters: str, 
 
 
 def main() -> None:
-    world, density, parameters = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    world, density, update = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     bring_loopback_up()
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"
-    processes = [
-        context.Process(target=replica, args=(r, world, store, density, parameters, queue)) for r in range(world)
-    ]
+    processes = [context.Process(target=replica, args=(r, world, store, density, update, queue)) for r in range(world)]
     for process in processes:
         process.start()
     results = [queue.get(timeout=100) for _ in processes]

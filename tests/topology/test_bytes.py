@@ -17,10 +17,10 @@ def _isolated() -> list[str]:
     pytest.skip("no network namespace can be made here (needs root or user namespaces)")
 
 
-@pytest.mark.parametrize("world, density, parameters", [(2, 0.1, "local"), (3, 0.05, "gather")])
-def test_counted_bytes_are_on_the_interface(world: int, density: float, parameters: str) -> None:
+@pytest.mark.parametrize("world, density, update", [(2, 0.1, "replicated"), (3, 0.05, "sharded")])
+def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str) -> None:
     result = subprocess.run(
-        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", str(world), str(density), parameters],
+        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", str(world), str(density), update],
         capture_output=True,
         text=True,
         timeout=120,

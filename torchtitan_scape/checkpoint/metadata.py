@@ -10,20 +10,8 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 
 RUN_METADATA = "run_metadata"
-# Of SCAPE: what decides where its state lies. With another value the state is taken by the rule for another layout.
-_LAYOUT = (
-    "replicas",
-    "shard",
-    "context",
-    "tensor",
-    "block_size",
-    "selection",
-    "dense_names",
-    "parameters",
-    "wire_dtype",
-    "values_dtype",
-    "weights_dtype",
-)
+# With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
+_LAYOUT = ("replicas", "shard", "context", "tensor")
 
 
 class RunMetadata(Stateful):
@@ -35,9 +23,10 @@ class RunMetadata(Stateful):
     def __init__(
         self, layout: Layout, config: JobConfig, residual: str, counters: Callable[[], dict[str, Any]]
     ) -> None:
-        scape, optimizer = config.sync.scape, config.optimizer
+        optimizer = config.optimizer
         played = config.topology.simulate_replicas
         self._counters = counters
+        self._layout = {*_LAYOUT, *config.sync.scape.layout()}
         self.values: dict[str, Any] = {
             "ranks": layout.world_size,
             "replicate": layout.replicate,
@@ -57,21 +46,7 @@ class RunMetadata(Stateful):
         if config.sync.method == "scape":
             self.values |= {
                 "residual": residual,
-                "density": scape.density,
-                "density_warmup_steps": scape.density_warmup_steps,
-                "block_size": scape.block_size,
-                "selection": scape.selection,
-                "dense_names": sorted(scape.dense_names),
-                "wait_scaling": scape.wait_scaling,
-                # Without wait scaling these do nothing.
-                "wait_by": scape.wait_by if scape.wait_scaling else None,
-                "keep_moment": scape.keep_moment if scape.wait_scaling else None,
-                "max_wait": scape.max_wait if scape.wait_scaling else None,
-                "clip_mode": scape.clip_mode,
-                "wire_dtype": scape.wire_dtype,
-                "parameters": scape.parameters,
-                "values_dtype": scape.values_dtype,
-                "weights_dtype": scape.weights_dtype,
+                **config.sync.scape.fingerprint(),
                 # Who selects in which run follows from these.
                 "exchange": config.topology.exchange,
                 "ranks_per_node": layout.ranks_per_node,
@@ -99,7 +74,7 @@ class RunMetadata(Stateful):
             return False, different
         if self.values["method"] != "scape":
             return saved["optimizer"] == self.values["optimizer"], different
-        laid_out = different.keys() & set(_LAYOUT)
+        laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
         # Errors of rounding are kept for the entries of a payload, which are others at another density.
         if "density" in different and "bfloat16" in (saved["wire_dtype"], self.values["wire_dtype"]):
             laid_out.add("density")

@@ -11,94 +11,8 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
-from torchtitan_scape.config.types import check_section
-from torchtitan_scape.sync.scape.options import check_scape_options
-
-
-@dataclass
-class Scape:
-    """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
-
-    density: float = 0.1
-    """Share of the entries that replicas exchange each step, in (0, 1]"""
-
-    density_warmup_steps: int = 0
-    """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
-
-    block_size: int = 1024
-    """Entries per block of the mask, a multiple of 8 up to 32768"""
-
-    selection: Literal["block", "tensor"] = "block"
-    """Top-k of every block, or of every tensor's part of a replica's run (the paper's form)"""
-
-    wait_scaling: bool = True
-    """Scale the step of newly entered entries by their mean waiting time (not in the paper)"""
-
-    max_wait: float = 1000
-    """Upper limit of that factor"""
-
-    wait_by: Literal["tensor", "row_column"] = "row_column"
-    """One mean waiting time for a tensor, or by how often the mask visits an entry's row and column"""
-
-    keep_moment: float = 0.5
-    """Share of its moment that a newly entered entry keeps after its scaled step, which has spent it; 1 keeps all"""
-
-    dense_names: list[str] = field(default_factory=list)
-    """Parameters exchanged whole although they have two dimensions or more"""
-
-    clip_mode: Literal["moment", "literal"] = "moment"
-    """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
-
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the payload between nodes; what rounding loses is kept (FP32, 4 bytes an entry sent) and sent later"""
-
-    parameters: Literal["local", "gather"] = "local"
-    """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
-
-    values_dtype: Literal["float32", "bfloat16"] = "float32"
-    """With "gather", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
-
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What every replica keeps of the weights. In BF16 their FP32 master is with each entry's owner alone ("gather"),
-    or with every replica ("local", which saves memory where the master is offloaded)"""
-
-    offload: list[str] = field(default_factory=list)
-    """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
-    others); two buffers of the largest tensor stay on the device for each"""
-
-    flush_at_end: bool = False
-    """Make the last step dense, so that no residual is left unsent; its norm is reported in any case"""
-
-    chunk_bytes: int = 0
-    """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
-
-    def __post_init__(self) -> None:
-        check_section(self, "sync.scape")
-        try:
-            check_scape_options(
-                density=self.density,
-                density_warmup_steps=self.density_warmup_steps,
-                block_size=self.block_size,
-                selection=self.selection,
-                max_wait=self.max_wait,
-                wait_by=self.wait_by,
-                keep_moment=self.keep_moment,
-                max_norm=None,
-                clip_mode=self.clip_mode,
-                reduction="sum",
-                wire_dtype=self.wire_dtype,
-                chunk_bytes=self.chunk_bytes or 4,
-                parameters=self.parameters,
-                values_dtype=self.values_dtype,
-                offload=self.offload,
-            )
-        except ValueError as error:
-            raise ValueError(f"[sync.scape] {error}") from None
-        if "master" in self.offload and self.weights_dtype == self.values_dtype == "float32":
-            raise ValueError(
-                "[sync.scape] offload has 'master', and with FP32 weights there is no master besides them; set "
-                "weights_dtype = 'bfloat16'"
-            )
+from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.types import check_section
 
 
 @dataclass
@@ -122,7 +36,7 @@ class Sync:
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
 
-    scape: Scape = field(default_factory=Scape)
+    scape: ScapeOptions = field(default_factory=ScapeOptions)
 
     def __post_init__(self) -> None:
         check_section(self, "sync")
@@ -245,11 +159,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
             "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
             "besides, with [sync.scape] weights_dtype"
         )
-    gathers = config.sync.method == "scape" and config.sync.scape.parameters == "gather"
-    if config.topology.simulate_replicas > 1 and gathers:
+    sharded = config.sync.method == "scape" and config.sync.scape.update == "sharded"
+    if config.topology.simulate_replicas > 1 and sharded:
         raise ValueError(
-            '[sync.scape] parameters = "gather" with simulated replicas: its losses are those of "local" up to FP32 '
-            'rounding; set parameters = "local"'
+            '[sync.scape] update = "sharded" with simulated replicas: its losses are those of "replicated" up to FP32 '
+            'rounding; set update = "replicated"'
         )
     if config.topology.simulate_replicas > 1 and config.sync.method == "scape":
         scape = config.sync.scape
@@ -291,7 +205,6 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "comm.train_timeout_seconds": (1, _SECONDS),
         "comm.trace_buf_size": (0, _INT32),
         "topology.simulate_replicas": (1, _INT32),
-        "sync.scape.chunk_bytes": (0, 2**63 - 1),
     },
     "validation.enable": {
         "validation.local_batch_size": (1, _INT32),

@@ -20,8 +20,15 @@ from unittest.mock import patch
 from torchtitan.config import ConfigManager
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.config.types import check_section, check_value
+from torchtitan_scape.sync.types import check_section, check_value
 
+# Keys that there were, and what to write today.
+GONE = {
+    "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
+    "sync.scape.wait_scaling": "it is now staleness_scaling",
+    "sync.scape.max_wait": "it is now max_staleness",
+    "sync.scape.wait_by": 'it is gone, leave it out: what was "row_column" is the only rule, as it was by default',
+}
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")
 
 
@@ -32,6 +39,9 @@ def parse(arguments: list[str]) -> JobConfig:
         if any(category(character) in ("Cc", "Cs") for character in argument):
             raise ValueError(f"command line: {argument!r} has a control character in it")
         key, equals, _ = argument.removeprefix("--").replace("-", "_").partition("=")
+        was = key.replace(".no_", ".")
+        if was in GONE:
+            raise ValueError(f"command line: {argument}: {GONE[was]}")
         if equals and key in switches:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
@@ -114,6 +124,8 @@ def check_table(section: Any, table: dict[str, Any], name: str) -> None:
     """Compares a TOML table with the dataclass of its section, nested ones too. Raises ValueError."""
     known = {field.name: field.type for field in fields(section)}
     for key, value in table.items():
+        if f"{name}.{key}" in GONE:
+            raise ValueError(f"[{name}] {key} = {value!r}: {GONE[f'{name}.{key}']}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

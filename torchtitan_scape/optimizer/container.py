@@ -4,6 +4,7 @@ TorchTitan clips before `step()`, where replicas still disagree. Its call is tur
 that `step()` fills in place and the trainer logs afterwards.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from topology.links import Links
 from topology.process_groups import collectives_of
 from topology.simulated import SimulatedCollectives, played_layout
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.config.job_config import Scape as ScapeConfig
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.planner.cost import Assumptions, best_chunk_bytes
@@ -32,6 +32,7 @@ from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shar
 from torchtitan_scape.sync.dense import DenseSync
 from torchtitan_scape.sync.guard import FiniteGuard
 from torchtitan_scape.sync.scape.optimizer import Scape
+from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
@@ -242,32 +243,19 @@ def build_optimizers(
     max_norm = float(job_config.training.max_norm)
     match sync.method, optimizer_config.name:
         case "scape", "AdamS":
+            chunk_bytes = scape.chunk_bytes or _chunk_bytes(model_parts, scape, layout, collectives)
             make: Any = partial(
                 Scape,
                 **common,
-                density=scape.density,
-                density_warmup_steps=scape.density_warmup_steps,
-                block_size=scape.block_size,
-                selection=scape.selection,
-                wait_scaling=scape.wait_scaling,
-                max_wait=scape.max_wait,
-                wait_by=scape.wait_by,
-                keep_moment=scape.keep_moment,
-                dense_names=scape.dense_names,
-                max_norm=max_norm,
-                clip_mode=scape.clip_mode,
-                reduction="sum",
+                options=replace(scape, chunk_bytes=chunk_bytes),
                 replicas=collectives,
+                max_norm=max_norm,
+                reduction="sum",
                 max_skipped_steps=sync.max_skipped_steps,
                 kernels=sync.kernels,
-                wire_dtype=scape.wire_dtype,
-                parameters=scape.parameters,
-                values_dtype=scape.values_dtype,
-                offload=scape.offload,
-                chunk_bytes=scape.chunk_bytes or _chunk_bytes(model_parts, scape, layout, collectives),
             )
             if scape.weights_dtype == "bfloat16":
-                hold_in_bfloat16(model_parts[0], scaled=scape.parameters == "gather")
+                hold_in_bfloat16(model_parts[0], scaled=scape.update == "sharded")
             optimizers: ReplicaOptimizers = ScapeOptimizers(model_parts, make)
             optimizers.repairs = sync.on_inconsistency == "repair"
             return optimizers
@@ -289,7 +277,7 @@ def build_optimizers(
 
 
 def _chunk_bytes(
-    model_parts: list[nn.Module], scape: ScapeConfig, layout: Layout, collectives: ReplicaCollectives
+    model_parts: list[nn.Module], scape: ScapeOptions, layout: Layout, collectives: ReplicaCollectives
 ) -> int:
     """The payload's chunk that the cost model finds best, from the nominal figures of the machine's preset."""
     shapes = [tuple(local(p).shape) for _, p in _named_parameters(model_parts)]

@@ -25,7 +25,7 @@ def method_of(config: JobConfig) -> Method:
             "scape",
             scape.density,
             scape.wire_dtype,
-            update="sharded" if scape.parameters == "gather" else "replicated",
+            update=scape.update,
             values=scape.values_dtype,
             weights=scape.weights_dtype,
             offload=tuple(scape.offload),

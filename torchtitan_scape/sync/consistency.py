@@ -79,7 +79,7 @@ def shared_by_scape(scape: "Scape") -> list[Shared]:
     found = []
     for number, (shard, own) in enumerate(zip(scape.ordered, cut, strict=True)):
         parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
-        if isinstance(passes, GatherPasses) and scape.narrow:
+        if isinstance(passes, GatherPasses) and scape.bf16_weights:
             parts.append(("scale", passes.scales[own[0] : own[-1] + 1] if own else passes.scales[:0]))
         if masters:
             parts.append(("master", masters[number]))

@@ -67,7 +67,7 @@ class FiniteGuard:
         self.applied.copy_(flags[0])
         if not self.applied.is_cuda:
             self._pending = (flags, None)
-        elif not torch.cuda.is_current_stream_capturing():
+        else:
             on_host = torch.empty(2, dtype=torch.bool, pin_memory=True)
             on_host.copy_(flags, non_blocking=True)
             event = torch.cuda.Event()

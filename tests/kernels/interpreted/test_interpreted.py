@@ -26,11 +26,13 @@ from tests.kernels.checks import (
 )
 from tests.replicas import run_replicas
 from tests.sync.scape.test_simulated import check_alike
-from tests.toy import DENSE, SPARSE, draw, flat, gradient, train
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, train
 from torchtitan_scape import Scape
 
 # Ties are the rule; signed zeros, denormals, infinities and the largest number included.
 VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))
+
+OFFLOAD = ["state", "master"]
 
 densities = st.sampled_from([1.0, 0.5, 0.3, 0.1, 0.01])
 sizes = st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple)
@@ -50,13 +52,12 @@ def cases(draw: Any, **fixed: Any) -> Case:
         block_size=draw(st.sampled_from([8, 16, 24, 64])),
         replicas=replicas,
         replica=draw(st.none() | st.integers(0, replicas - 1)),
-        selection=draw(st.sampled_from(["block", "tensor"])),
         density=draw(densities),
         in_use=draw(densities),
         previous=draw(densities),
         next=draw(densities),
         scale=draw(st.sampled_from([1.0, 3.0])),
-        max_wait=draw(st.sampled_from([None, 2.0, 1000.0])),
+        max_staleness=draw(st.sampled_from([None, 2.0, 1000.0])),
         clip_moment=draw(st.booleans()),
         gradient_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         parameter_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
@@ -74,7 +75,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
 @given(cases())
 @example(Case((1,), block_size=8, density=0.01, in_use=0.01, previous=0.01, next=0.01))
 @example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
-@example(Case((1,), block_size=8, density=0.1, in_use=1.0, previous=0.1, next=0.1, keeps=0.5))
+@example(Case((1,), block_size=8, density=0.1, in_use=1.0, previous=0.1, next=0.1, columns=(1,), keeps=0.5))
 def test_a_step_follows_the_twin(case: Case) -> None:
     check_step(case)
 
@@ -117,16 +118,14 @@ def check_selection(case: Case, density: float) -> None:
         assert torch.equal(selection_bits(case, ours, run), selection_bits(case, theirs, run))
 
 
-@pytest.mark.parametrize("selection", ["block", "tensor"])
 @pytest.mark.parametrize("values", [(0.0,), (1.0,), (0.0, -0.0, 1e-45)], ids=["zeros", "equal", "denormals"])
-def test_all_equal_values(selection: str, values: tuple[float, ...]) -> None:
-    check_selection(Case((100, 7), selection=selection, values=values, beta1=0.0, in_use=1.0, density=1.0), 0.1)
+def test_all_equal_values(values: tuple[float, ...]) -> None:
+    check_selection(Case((100, 7), values=values, beta1=0.0, in_use=1.0, density=1.0), 0.1)
 
 
 @pytest.mark.parametrize("block_size", [1024, 2048, 40])
 @pytest.mark.parametrize("density", [0.1, 0.01])
-@pytest.mark.parametrize("selection", ["block", "tensor"])
-def test_blocks_of_real_sizes(block_size: int, density: float, selection: str) -> None:
+def test_blocks_of_real_sizes(block_size: int, density: float) -> None:
     """More tiles than one, whole and not, owned and not."""
     check_step(
         Case(
@@ -135,7 +134,6 @@ def test_blocks_of_real_sizes(block_size: int, density: float, selection: str) -
             block_size,
             replicas=2,
             replica=0,
-            selection=selection,
             density=density,
             in_use=density,
             previous=density,
@@ -178,7 +176,7 @@ def test_masks_arrive(case: Case, density: float) -> None:
 def test_offsets_arrive(block_size: int, replicas: int) -> None:
     """Offsets of 3 to 10 bits, which straddle bytes; runs that end in the middle of a byte, and a short last one."""
     case = Case((10 * block_size + 3, 3), block_size=block_size, replicas=replicas, next=0.05)
-    assert case.layout.sends_offsets(case.next, case.selection)
+    assert case.layout.sends_offsets(case.next, "block")
     check_rotate(case)
 
 
@@ -217,14 +215,13 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
     [
         (1, dict(density=0.1)),
         (2, dict(density=0.3, density_warmup_steps=3)),
-        (2, dict(density=0.1, selection="tensor")),
-        (2, dict(density=0.1, wait_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
-        (2, dict(density=0.3, density_warmup_steps=3, narrow=True, offload=["state", "master"])),
-        (2, dict(density=0.3, parameters="gather", density_warmup_steps=3, wait_by="tensor", clip_mode="literal")),
-        (2, dict(density=0.1, parameters="gather", wire_dtype="bfloat16", values_dtype="bfloat16", dense_names=["p1"])),
-        (2, dict(density=0.3, parameters="gather", density_warmup_steps=3, narrow=True, offload=["state", "master"])),
+        (2, dict(density=0.1, staleness_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
+        (2, dict(density=0.3, density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
+        (2, dict(density=0.3, update="sharded", density_warmup_steps=3, clip_mode="literal")),
+        (2, dict(density=0.1, update="sharded", wire_dtype="bfloat16", values_dtype="bfloat16", dense_names=["p1"])),
+        (2, dict(density=0.3, update="sharded", density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
         # Whole tiles of aligned storage.
-        (3, dict(density=0.1, parameters="gather", shapes=[(40, 320), (9,)])),
+        (3, dict(density=0.1, update="sharded", shapes=[(40, 320), (9,)])),
     ],
 )
 def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +238,7 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
         return train(collectives, 6, probe=probe, kernels=kernels, **options)
 
     twin, kernel = (run_replicas(replicas, lambda c, k=k: work(c, k)) for k in ("torch", "triton"))
-    bound = 2.0**-7 if "narrow" in options else 1e-6
+    bound = 2.0**-7 if "bf16_weights" in options else 1e-6
     for ours, theirs in zip(twin[0], kernel[0], strict=True):
         assert (flat(ours) - flat(theirs)).norm() <= bound * flat(ours).norm()
     for our, their in zip(*masters.values(), strict=True):
@@ -256,9 +253,9 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(collectives: Any) -> None:
         parameters = [torch.nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        options: dict[str, Any] = dict(density=0.1, density_warmup_steps=2, parameters="gather", kernels="triton")
+        options: dict[str, Any] = dict(density=0.1, density_warmup_steps=2, update="sharded", kernels="triton")
         options |= dict(lr=1e-2, block_size=16, values_dtype="bfloat16")
-        optimizer = Scape(parameters, replicas=collectives, **options)
+        optimizer = make_scape(parameters, replicas=collectives, **options)
         passes: Any = optimizer.passes
         for step in range(4):
             for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
@@ -278,7 +275,6 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     "options",
     [
         dict(density=0.1, density_warmup_steps=3, wire_dtype="bfloat16"),
-        dict(density=0.1, density_warmup_steps=3, selection="tensor"),
     ],
 )
 def test_simulated_replicas_are_the_replicas(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, train
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, train
 from torchtitan_scape import AdamS, Scape
 
 GRID = [
-    {"replicas": n, "density": d, "wait_scaling": w, **extra}
+    {"replicas": n, "density": d, "staleness_scaling": w, **extra}
     for (n, d, w), extra in zip(
         itertools.product((1, 2, 3, 4), (1.0, 0.5, 0.1, 0.01), (True, False)),
         itertools.cycle(
@@ -23,9 +23,9 @@ GRID = [
                 {"selection": "tensor"},
                 {"clip_mode": "literal", "density_warmup_steps": 20},
                 {"max_norm": None},
-                {"density_warmup_steps": 20, "max_wait": 3.0},
-                {"wait_by": "tensor", "keep_moment": 1.0},
-                {"wait_by": "tensor", "selection": "tensor", "density_warmup_steps": 20},
+                {"density_warmup_steps": 20, "max_staleness": 3.0},
+                {"keep_moment": 1.0, "max_staleness": 10.0},
+                {"selection": "tensor", "density_warmup_steps": 20},
                 {"keep_moment": 1.0},
                 {"keep_moment": 0.0, "max_norm": None},
             )
@@ -67,7 +67,7 @@ def test_follows_the_literal_form_for_any_shapes(
     density: float,
     block_size: int,
     selection: str,
-    wait_scaling: bool,
+    staleness_scaling: bool,
     warmup: int,
 ) -> None:
     shapes = sparse + (dense or [(3,)])
@@ -75,7 +75,7 @@ def test_follows_the_literal_form_for_any_shapes(
         "density": density,
         "block_size": block_size,
         "selection": selection,
-        "wait_scaling": wait_scaling,
+        "staleness_scaling": staleness_scaling,
         "density_warmup_steps": warmup,
     }
     expected = literal(replicas, 6, shapes, **options)
@@ -109,7 +109,7 @@ def test_sum_reduction_is_mean_of_scaled_gradients() -> None:
 
     def scaled(collectives: ThreadCollectives) -> list[Tensor]:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives, reduction="sum")
+        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, reduction="sum")
         for step in range(10):
             for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
                 p.grad = g / 2

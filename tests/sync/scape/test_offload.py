@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from kernels.common.offload import InTurn, Window, _left_in_groups, walk
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient
+from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
 from torchtitan_scape.sync.scape.weights import ScaledTensor, hold_in_bfloat16
 from torchtitan_scape.sync.shards import stored
@@ -32,14 +32,14 @@ class Model(nn.Module):
 
 
 def run(
-    collectives: ThreadCollectives | None, steps: int, narrow: bool = False, probe: Any = None, **options: Any
+    collectives: ThreadCollectives | None, steps: int, bf16_weights: bool = False, probe: Any = None, **options: Any
 ) -> tuple[list[list[Tensor]], Scape, Model]:
     """Values after every step. What a window's buffers hold is destroyed between steps."""
     model = Model()
     options = {"lr": 1e-2, "block_size": 16, "density": 0.1, **options}
-    if narrow:
-        hold_in_bfloat16(model, scaled=options.get("parameters") == "gather")
-    optimizer = Scape(model.named_parameters(), replicas=collectives, **options)
+    if bf16_weights:
+        hold_in_bfloat16(model, scaled=options.get("update") == "sharded")
+    optimizer = make_scape(model.named_parameters(), replicas=collectives, **options)
     replica, history = collectives.replica if collectives else 0, []
     for step in range(steps):
         for p, g in zip(model.parameters(), gradient(step, replica, SHAPES), strict=True):
@@ -58,19 +58,19 @@ def run(
 
 
 def kept(optimizer: Scape) -> dict[str, Tensor]:
-    tensors = {k: v for k, v in optimizer.state_dict()["scape"].items() if isinstance(v, Tensor)}
-    return {k: v.clone() for k, v in tensors.items()}
+    saved = optimizer.state_dict()["scape"]
+    return {k: v.clone() for k, v in (saved["tensors"] | saved["extras"]).items()}
 
 
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"density_warmup_steps": 5, "max_norm": None, "chunk_bytes": 64},
-    {"wire_dtype": "bfloat16", "chunk_bytes": 128, "narrow": True},
-    {"selection": "tensor", "narrow": True, "density_warmup_steps": 3, "dense_names": ["p.0"]},
-    {"parameters": "gather"},
-    {"parameters": "gather", "values_dtype": "bfloat16", "density_warmup_steps": 5},
-    {"parameters": "gather", "values_dtype": "bfloat16", "wire_dtype": "bfloat16", "narrow": True},
-    {"parameters": "gather", "selection": "tensor", "narrow": True, "density_warmup_steps": 3, "max_norm": None},
+    {"wire_dtype": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
+    {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "dense_names": ["p.0"]},
+    {"update": "sharded"},
+    {"update": "sharded", "values_dtype": "bfloat16", "density_warmup_steps": 5},
+    {"update": "sharded", "values_dtype": "bfloat16", "wire_dtype": "bfloat16", "bf16_weights": True},
+    {"update": "sharded", "selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "max_norm": None},
 ]
 
 
@@ -78,14 +78,14 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None:
     """Property 5: parameters, state and log figures are those of a run that keeps all on the device, bit for bit."""
-    master = options.get("narrow") or ("values_dtype" in options and replicas > 1)
+    master = options.get("bf16_weights") or ("values_dtype" in options and replicas > 1)
 
     def work(collectives: ThreadCollectives) -> None:
         expected, resident, _ = run(collectives, 10, **options)
         for offload in [["state"], *([["master"], ["state", "master"]] if master else [])]:
             got, optimizer, _ = run(collectives, 10, offload=offload, **options)
             # A share of a few tensors would fill its buffers, and stays on the device.
-            small = {"master"} if options.get("parameters") == "gather" and replicas > 2 else set()
+            small = {"master"} if options.get("update") == "sharded" and replicas > 2 else set()
             assert set(offload) - small <= set(optimizer.passes.windows) <= set(offload)
             for step, (want, values) in enumerate(zip(expected, got, strict=True)):
                 assert torch.equal(flat(want), flat(values)), (offload, step)
@@ -168,7 +168,7 @@ class Lazy(InTurn):
         self.done = len(self.queue)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[-1]], ids=["local", "gather"])
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[-1]], ids=["replicated", "sharded"])
 def test_no_pass_runs_ahead_of_the_copies(options: dict[str, Any]) -> None:
     expected, _, _ = run(None, 8, **options)
 
@@ -224,27 +224,27 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
 
 def test_too_little_host_memory_is_refused() -> None:
     with patch("kernels.common.offload.free_host_memory", lambda: 1000):
-        for options in ({}, {"parameters": "gather"}):
+        for options in ({}, {"update": "sharded"}):
             with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
-                Scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
+                make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
         # Two of which each alone would fit.
         model = Model([(10, 20)])
         hold_in_bfloat16(model, scaled=False)
         with pytest.raises(ValueError, match="offload needs"):
-            Scape(model.named_parameters(), lr=0.1, offload=["state", "master"])
+            make_scape(model.named_parameters(), lr=0.1, offload=["state", "master"])
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="offload has 'moment'; it may have 'state' and 'master'"):
-        Scape(Model().named_parameters(), lr=0.1, offload=["moment"])
-    with pytest.raises(ValueError, match="offload has 'master', and there is none"):
-        Scape(Model().named_parameters(), lr=0.1, offload=["master"])
+    with pytest.raises(ValueError, match=r"offload = \['moment'\]; it may have"):
+        make_scape(Model().named_parameters(), lr=0.1, offload=["moment"])
+    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no master besides"):
+        make_scape(Model().named_parameters(), lr=0.1, offload=["master"])
     model = Model()
     hold_in_bfloat16(model, scaled=False)
     with pytest.raises(ValueError, match="hold_in_bfloat16"):
-        Scape(model.named_parameters(), lr=0.1, parameters="gather")
+        make_scape(model.named_parameters(), lr=0.1, update="sharded")
     with pytest.raises(ValueError, match=r"'q' is not kept in BF16, and others are"):
-        Scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1)
+        make_scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1)
 
 
 # ------------------------------------------------------------------------------------ weights in BF16
@@ -257,7 +257,7 @@ def test_local_weights_are_the_rounded_master(replicas: int) -> None:
     def work(collectives: ThreadCollectives) -> None:
         options: dict[str, Any] = {"density_warmup_steps": 3, "wire_dtype": "bfloat16"}
         wide, _, _ = run(collectives, 8, **options)
-        narrow, optimizer, model = run(collectives, 8, narrow=True, **options)
+        narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
         for want, got in zip(wide, narrow, strict=True):
             assert torch.equal(flat(want).bfloat16().float(), flat(got))
         assert torch.equal(flat(optimizer.passes.masters), flat(wide[-1]))
@@ -270,7 +270,7 @@ def test_local_weights_are_the_rounded_master(replicas: int) -> None:
 def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -> None:
     """However long an entry waits, it differs from the master by one rounding to BF16: decay is never lost, although
     a step of it is less than BF16 can tell. Masters are those of FP32 weights that travel in BF16, bit for bit."""
-    rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "parameters": "gather"}
+    rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
     rates |= {"density_warmup_steps": warmup, "values_dtype": "bfloat16"}
     steps = 40
 
@@ -285,7 +285,7 @@ def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -
                 error = (own[i] - passes.masters[i]).abs()
                 assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
 
-        narrow, optimizer, _ = run(collectives, steps, narrow=True, probe=probe, **rates)
+        narrow, optimizer, _ = run(collectives, steps, bf16_weights=True, probe=probe, **rates)
         if replicas > 1:
             run(collectives, steps, probe=lambda o, m, s: check(o.passes, masters[s]), **rates)
         assert float(optimizer.passes.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
@@ -303,8 +303,8 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
     """By powers of two: values are those of a scale that may become as small as it likes."""
 
     def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], Tensor]:
-        options: dict[str, Any] = {"lr": 0.4, "weight_decay": 1.0, "parameters": "gather", "max_norm": 0.1}
-        history, optimizer, _ = run(collectives, 30, narrow=True, **options)
+        options: dict[str, Any] = {"lr": 0.4, "weight_decay": 1.0, "update": "sharded", "max_norm": 0.1}
+        history, optimizer, _ = run(collectives, 30, bf16_weights=True, **options)
         return history, optimizer.passes.scales  # type: ignore[attr-defined]
 
     (folded, scales), _ = run_replicas(2, work)
@@ -314,14 +314,14 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
     for a, b in zip(folded, plain, strict=True):
         assert torch.equal(flat(a), flat(b))
     with pytest.raises(ValueError, match=r"lr \* weight_decay is 0\.6; with weights in BF16 it must be 0\.5 or less"):
-        run(None, 1, narrow=True, lr=0.6, weight_decay=1.0, parameters="gather")
+        run(None, 1, bf16_weights=True, lr=0.6, weight_decay=1.0, update="sharded")
 
 
 def test_another_optimizer_takes_the_weights_over() -> None:
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 1.0, "parameters": "gather", "block_size": 16}
-    _, optimizer, model = run(None, 6, narrow=True, **options)
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 1.0, "update": "sharded", "block_size": 16}
+    _, optimizer, model = run(None, 6, bf16_weights=True, **options)
     before = [p.detach() * 1.0 for p in model.parameters()]
-    again = Scape(model.named_parameters(), **options)
+    again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
     assert torch.equal(again.passes.scales, optimizer.passes.scales)  # type: ignore[attr-defined]
     again.passes.start_master(again._local_parameters())
@@ -335,7 +335,7 @@ def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
     options = {"density_warmup_steps": 2, **options}
 
     def work(collectives: ThreadCollectives) -> None:
-        narrow = options.get("narrow", False)
+        bf16_weights = options.get("bf16_weights", False)
         saved: dict[str, Any] = {}
 
         def save(optimizer: Scape, model: Model, step: int) -> None:
@@ -344,12 +344,12 @@ def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
                 saved["model"] = {k: v.clone() for k, v in model.state_dict().items()}
 
         expected, one, _ = run(collectives, 9, probe=save, **options)
-        model, more = Model(), {k: v for k, v in options.items() if k != "narrow"}
-        if narrow:
-            hold_in_bfloat16(model, scaled=options.get("parameters") == "gather")
+        model, more = Model(), {k: v for k, v in options.items() if k != "bf16_weights"}
+        if bf16_weights:
+            hold_in_bfloat16(model, scaled=options.get("update") == "sharded")
         for p in model.parameters():
             p.data.zero_()
-        resumed = Scape(
+        resumed = make_scape(
             model.named_parameters(),
             lr=1e-2,
             block_size=16,

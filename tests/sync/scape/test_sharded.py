@@ -12,7 +12,7 @@ from kernels.scape.ownership import deal_out
 from kernels.scape.reference import unpack_bits
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.sync.scape.test_literal import GRID
-from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, literal, positions, train
+from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, literal, make_scape, positions, train
 from topology.simulated import SimulatedCollectives
 from torchtitan_scape import Scape
 
@@ -25,8 +25,8 @@ ROUNDED = [
 
 
 def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]], **options: Any) -> None:
-    expected = literal(replicas, steps, shapes, parameters="gather", **options)
-    results = run_replicas(replicas, lambda c: train(c, steps, shapes, parameters="gather", **options))
+    expected = literal(replicas, steps, shapes, update="sharded", **options)
+    results = run_replicas(replicas, lambda c: train(c, steps, shapes, update="sharded", **options))
     for step, want in enumerate(expected):
         got = flat(results[0][step])
         assert (got - flat(want)).norm() <= bound * flat(want).norm(), step
@@ -89,8 +89,8 @@ def test_nothing_is_lost(selection: str) -> None:
 
     def work(collectives: ThreadCollectives) -> None:
         parameters = [nn.Parameter(p) for p in draw(0, shapes)]
-        options: dict[str, Any] = {"density": 0.1, "selection": selection, "parameters": "gather"}
-        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **options)
+        options: dict[str, Any] = {"density": 0.1, "selection": selection, "update": "sharded"}
+        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **options)
         passes: Any = optimizer.passes
         sent: list[Tensor] = []
         reduce_scatter = collectives.reduce_scatter
@@ -156,15 +156,15 @@ def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], mo
 
         return sum(run_replicas(replicas, work))
 
-    assert sent(parameters="gather", **options) <= most * sent()
+    assert sent(update="sharded", **options) <= most * sent()
 
 
 @pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16", "values_dtype": "bfloat16"}])
 def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        more: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 4, "parameters": "gather", **options}
-        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
+        more: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 4, "update": "sharded", **options}
+        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
         passes: Any = optimizer.passes
         for step in range(10):
             for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
@@ -172,7 +172,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
             bad = step in (0, 2, 7)
             if bad and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            kept = [*parameters, passes.state, passes.common, passes.master, passes.errors]
+            kept = [*parameters, passes.state, passes.common, passes.master, passes.wire_residual]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
             if step == 0:  # the master is made in the first step
@@ -192,9 +192,9 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
     """Property 8."""
 
     def work(collectives: ThreadCollectives) -> None:
-        more: dict[str, Any] = {"density_warmup_steps": 4, **options, "parameters": "gather"}
+        more: dict[str, Any] = {"density_warmup_steps": 4, **options, "update": "sharded"}
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        optimizer = Scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
+        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
         for step in range(10):
             for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
                 p.grad = g
@@ -202,14 +202,14 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
             if step == at:
                 saved = copied(optimizer.state_dict())
                 copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-                resumed = Scape(copies, lr=1e-2, block_size=16, replicas=collectives, **more)
+                resumed = make_scape(copies, lr=1e-2, block_size=16, replicas=collectives, **more)
                 resumed.load_state_dict(saved)
             if step > at:
                 for p, g in zip(copies, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
                     p.grad = g
                 resumed.step()
         assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
-        for name in ("state", "common", "master", "errors"):
+        for name in ("state", "common", "master", "wire_residual"):
             assert torch.equal(getattr(resumed.passes, name), getattr(optimizer.passes, name)), name
 
     run_replicas(2, work)
@@ -220,8 +220,8 @@ def test_weights_loaded_behind_the_constructor_count() -> None:
 
     def work(collectives: ThreadCollectives) -> float:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        more: dict[str, Any] = {"parameters": "gather", "values_dtype": "bfloat16"}
-        optimizer = Scape(parameters, lr=1e-3, block_size=16, replicas=collectives, **more)
+        more: dict[str, Any] = {"update": "sharded", "values_dtype": "bfloat16"}
+        optimizer = make_scape(parameters, lr=1e-3, block_size=16, replicas=collectives, **more)
         loaded = draw(9, SPARSE + DENSE)
         for p, value, g in zip(parameters, loaded, gradient(0, 0, SPARSE + DENSE), strict=True):
             p.data.copy_(value)
@@ -237,9 +237,9 @@ def test_the_payload_is_the_only_buffer() -> None:
 
     def work(collectives: ThreadCollectives) -> None:
         passes: list[Any] = []
-        more: dict[str, Any] = {"density": 0.1, "parameters": "gather"}
+        more: dict[str, Any] = {"density": 0.1, "update": "sharded"}
         train(collectives, 2, [(64, 64), (100,)], lambda o, s: passes.append(o.passes), **more)
-        assert passes[0].last.numel() == passes[0].errors.numel() == passes[0].master.numel() == 0
+        assert passes[0].moment_on_mask.numel() == passes[0].wire_residual.numel() == passes[0].master.numel() == 0
         assert passes[0].common.numel() == 64 * 64 // 2 + 52
         assert passes[0].state.numel() == 64 * 64
         assert passes[0].longest_row == 64 * 64 // 2 + 52
@@ -250,12 +250,12 @@ def test_the_payload_is_the_only_buffer() -> None:
 def test_wrong_options_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     for options, message in (
-        ({"parameters": "shared"}, "parameters is 'shared'; it must be 'local' or 'gather'"),
-        ({"values_dtype": "bfloat16"}, "values_dtype is 'bfloat16', and parameters is 'local'"),
-        ({"parameters": "gather", "values_dtype": "half"}, "values_dtype is 'half'; it must be"),
-        ({"parameters": "gather", "replicas": SimulatedCollectives(2)}, "'gather', and replicas are simulated"),
+        ({"update": "shared"}, r"update = 'shared'; it must be 'replicated' \| 'sharded'"),
+        ({"values_dtype": "bfloat16"}, "values_dtype = 'bfloat16'; it is for update = \"sharded\""),
+        ({"update": "sharded", "values_dtype": "half"}, "values_dtype = 'half'; it must be"),
+        ({"update": "sharded", "replicas": SimulatedCollectives(2)}, "'sharded', and replicas are simulated"),
     ):
         with pytest.raises(ValueError, match=message):
-            Scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]
+            make_scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'group0\.0' is not contiguous"):
-        Scape([nn.Parameter(torch.ones(4, 6).t())], lr=0.1, parameters="gather")
+        make_scape([nn.Parameter(torch.ones(4, 6).t())], lr=0.1, update="sharded")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, draw, gradient
+from tests.toy import DENSE, SPARSE, draw, gradient, make_scape
 from topology.simulated import SimulatedCollectives
 from torchtitan_scape import Scape
 from torchtitan_scape.sync.guard import NonFiniteGradientError
@@ -24,7 +24,7 @@ class Chunked(SimulatedCollectives):
 
 def make(collectives: Any, **options: Any) -> Scape:
     named = [(f"p{i}", nn.Parameter(p)) for i, p in enumerate(draw(0, SHAPES))]
-    return Scape(named, lr=1e-2, block_size=16, replicas=collectives, **options)
+    return make_scape(named, lr=1e-2, block_size=16, replicas=collectives, **options)
 
 
 def put_gradients(optimizer: Scape, step: int, replica: int, nan_at: int | None) -> None:
@@ -39,10 +39,18 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
         "states": torch.cat(optimizer.passes.states, dim=-1).clone(),
-        "errors": optimizer.passes.errors_by_tensor().clone(),
+        "wire_residual": wire_residual(optimizer),
         "norm": optimizer.grad_norm.clone(),
         "factor": optimizer.clip_factor.clone(),
     }
+
+
+def wire_residual(optimizer: Scape) -> Tensor:
+    """Tensor behind tensor, however the payload is cut into parts."""
+    passes = optimizer.passes
+    if not passes.wire_residual.numel():
+        return passes.wire_residual.clone()
+    return torch.cat([passes.wire_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
 
 
 def bits(optimizer: Scape) -> Tensor:
@@ -79,10 +87,10 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
     [
         (2, None, {"density": 1.0}),
         (3, None, {"density": 0.1}),
-        (3, 8, {"density": 0.1, "density_warmup_steps": 5, "wait_by": "tensor"}),
+        (3, 8, {"density": 0.1, "density_warmup_steps": 5}),
         (2, 8, {"density": 0.1, "density_warmup_steps": 5}),
         (3, 3, {"density": 0.1, "density_warmup_steps": 5, "selection": "tensor", "chunk_bytes": 400}),
-        (3, None, {"density": 0.03, "wait_scaling": False, "clip_mode": "literal", "reduction": "sum"}),
+        (3, None, {"density": 0.03, "staleness_scaling": False, "clip_mode": "literal", "reduction": "sum"}),
         (2, 5, {"density": 0.1, "max_norm": None, "chunk_bytes": 200, "dense_names": ["p1"]}),
         (3, 6, {"density": 0.1, "wire_dtype": "bfloat16", "chunk_bytes": 200}),
         (4, None, {"density": 0.1, "wire_dtype": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
@@ -102,7 +110,7 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
             assert torch.equal(one[key].nan_to_num(-1), expected.nan_to_num(-1)), (step, key)
         for replica, (theirs, *_) in enumerate(ranks):
             assert torch.equal(one["states"][replica], theirs[step]["states"]), (step, replica)
-            assert torch.equal(one["errors"][replica], theirs[step]["errors"]), (step, replica)
+            assert torch.equal(one["wire_residual"][replica], theirs[step]["wire_residual"]), (step, replica)
     assert torch.equal(mask, ranks[0][3])
     assert figures == pytest.approx(ranks[0][1], rel=1e-12)
     assert sent == pytest.approx(ranks[0][2]) and planned == ranks[0][4]
@@ -132,7 +140,7 @@ def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
 
 def test_a_real_replica_does_not_collect() -> None:
     with pytest.raises(ValueError, match="collect\\(\\) is for simulated replicas"):
-        Scape([("w", torch.nn.Parameter(torch.ones(2, 2)))], lr=0.1).collect()
+        make_scape([("w", torch.nn.Parameter(torch.ones(2, 2)))], lr=0.1).collect()
 
 
 def test_what_can_go_wrong_is_named() -> None:

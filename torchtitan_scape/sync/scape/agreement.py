@@ -1,5 +1,6 @@
 """What parameters and replicas must have in common for SCAPE."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,18 @@ def check_one_device(shards: list[Shard]) -> None:
             )
 
 
-def check_one_form(shards: list[Shard]) -> bool:
-    """Whether parameters are kept in BF16. Raises ValueError where some are and some are not."""
-    narrow = [isinstance(local(s.parameter), ScaledTensor) for s in shards]
-    if any(narrow) and not all(narrow):
-        other = shards[narrow.index(False)].name
+def check_weights(shards: list[Shard], weights_dtype: str) -> None:
+    """Raises ValueError for parameters that are not kept as `weights_dtype` says."""
+    in_bf16 = [isinstance(local(s.parameter), ScaledTensor) for s in shards]
+    if any(in_bf16) and not all(in_bf16):
+        other = shards[in_bf16.index(False)].name
         raise ValueError(f"{other!r} is not kept in BF16, and others are; give all of them to hold_in_bfloat16")
-    return all(narrow)
+    if in_bf16[0] != (weights_dtype == "bfloat16"):
+        kept = "in BF16" if in_bf16[0] else "as they are"
+        advice = (
+            "set it to 'bfloat16'" if in_bf16[0] else "give the model to hold_in_bfloat16, or leave it at 'float32'"
+        )
+        raise ValueError(f"weights_dtype is {weights_dtype!r}, and the parameters are kept {kept}: {advice}")
 
 
 def split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
@@ -41,6 +47,12 @@ def split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard],
     sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
     dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
     return sparse, dense
+
+
+def describe(shards: Sequence[Shard], sparsified: int) -> dict[str, Any]:
+    """The model as state is laid out over it, for comparison."""
+    listed = [(s.name, s.size, s.columns, s.group) for s in shards]
+    return {"parameters": zlib.crc32(repr(listed).encode()), "sparsified": sparsified}
 
 
 def check_replicas_agree(

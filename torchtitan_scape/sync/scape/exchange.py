@@ -1,7 +1,7 @@
 """How SCAPE's payload reaches those who update: the two forms of the algorithm.
 
-"local": every replica receives the mean and updates its own copy (SCAPE paper, Algorithm 1). "gather": the mean goes to
-the owner of an entry, which updates it and sends its new value to all (Algorithm 2, the sharded form).
+"replicated": every replica receives the mean and updates its own copy (SCAPE paper, Algorithm 1). "sharded": the mean
+goes to the owner of an entry, which updates it and sends its new value to all (Algorithm 2).
 """
 
 import torch

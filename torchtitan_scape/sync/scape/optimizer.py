@@ -1,7 +1,7 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from kernels.scape.blocks import BlockLayout, density_at
 from kernels.scape.gather_passes import GatherPasses
 from kernels.scape.ownership import Ownership, Piece
 from kernels.scape.passes import Part, Rates, ScapePasses
+from kernels.scape.visits import Staleness
 from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
@@ -22,11 +23,11 @@ from topology.lanes import Handle
 from topology.process_groups import collectives_of
 from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
-from torchtitan_scape.sync.scape.agreement import check_one_device, check_one_form, check_replicas_agree, split
+from torchtitan_scape.sync.options import check_hyperparameters
+from torchtitan_scape.sync.scape.agreement import check_one_device, check_replicas_agree, check_weights, describe, split
 from torchtitan_scape.sync.scape.exchange import GatherExchange, LocalExchange
 from torchtitan_scape.sync.scape.masks import DelayedMasks
-from torchtitan_scape.sync.scape.options import check_hyperparameters, check_scape_options
-from torchtitan_scape.sync.scape.resume import checked, describe, restore, saved_state
+from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.statistics import statistics
 from torchtitan_scape.sync.scape.weights import share_scale
@@ -47,56 +48,24 @@ class Scape(Optimizer):
             `weight_decay`, `betas` or `eps`; plain tensors or DTensors. Keep them in FP32, or in what
             `weights.hold_in_bfloat16` makes of them: of others no master copy is kept, so that updates smaller than
             their rounding are lost.
-        density: share of the entries that is exchanged, in (0, 1].
-        density_warmup_steps: the density falls exponentially from 1 over so many steps; 0 for none.
-        block_size: entries per block of the mask, a multiple of 8 up to 32768.
-        selection: "block" (top-k of every block) or "tensor" (the paper's top-k of every tensor, here per
-            owned run).
-        wait_scaling: multiply the step of newly entered entries by their mean waiting time, at most
-            `max_wait` (not in the paper).
-        wait_by: "tensor" (one mean waiting time for a tensor) or "row_column" (by how often the mask visits an
-            entry's row and column; costs a number for each of them).
-        keep_moment: share of its moment that an entry keeps after its scaled step, in [0, 1]. The step has spent the
-            moment, and what is kept is spent again; yet it is all that replicas know of each other's gradients off
-            the mask, which helps them to select. Below 1, at the target density, such an entry is not selected for
-            the next mask while there is another.
-        dense_names: parameters that are exchanged whole although they have two dimensions or more.
-        max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
-        clip_mode: "moment" clips the gradient that enters both moments; "literal" is the paper's printed
-            form, whose first moment stays unclipped.
-        reduction: whether the replicas' gradients are to be averaged ("mean") or summed ("sum", for losses
-            already divided by the global token count).
+        options: what there is to choose of SCAPE, see `ScapeOptions`.
         replicas: the ranks that hold the same parameters: a ProcessGroup, `topology.groups.ReplicaGroups`,
             `ReplicaCollectives`, or None for a single replica.
+        max_norm: clips the synchronised gradient's norm over the whole model; None for no clipping.
+        reduction: whether the replicas' gradients are to be averaged ("mean") or summed ("sum", for losses
+            already divided by the global token count).
         max_skipped_steps: so many steps in a row with a non-finite gradient anywhere raise
             `NonFiniteGradientError`. Single ones are skipped by all ranks, with nothing changed.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
-        wire_dtype: of the payload between replicas at the target density (between nodes, where the exchange goes
-            level by level): "float32" or "bfloat16". What rounding loses is kept, FP32 per entry sent, and sent
-            later. While the mask is denser the payload goes in FP32.
-        chunk_bytes: the payload goes in parts of about so many bytes (FP32), each some tensors: one part is packed
-            while the one before it is exchanged, and without `max_norm` updated while the one behind it is. With
-            "gather" it goes in one part.
-        parameters: "local": every replica updates its own copy, from the payload's mean. "gather", the sharded form of
-            the paper's Algorithm 2: an entry's owner alone receives the mean, holds the moment, updates, and sends the
-            new value to all. As many bytes in FP32, with parameters that follow "local" to rounding; costs 4 bytes
-            for each of the n/N entries that a replica owns, and saves last step's moment on the mask.
-        values_dtype: with "gather", of the new values on the wire at the target density. In "bfloat16" their owner
-            keeps an FP32 master of its n/N entries, and all, the owner included, hold what arrived.
-        offload: any of "state" (moment and residual) and "master" (FP32 weights), to lie in host memory (see
-            `kernels.common.offload`). The result is the same to the last bit.
 
-    Parameters that `weights.hold_in_bfloat16` has made are kept in BF16, with an FP32 master here: with "gather" of the
-    n/N entries that this replica owns, in "local" of all.
+    Parameters that `weights.hold_in_bfloat16` has made are kept in BF16, with an FP32 master here: of the n/N entries
+    that this replica owns where the update is sharded, else of all.
 
     With `replicas=topology.simulated.SimulatedCollectives(N)` this process plays all N replicas: call `collect()` after
     the backward pass of each, then `step()` once. N states and N gradients exist at the same time, N x 8 bytes a
     parameter: no state may be written before all gradients are known to be finite.
 
-    On a GPU the host never waits for the step it is in, only for the finite check of the one before. At a fixed
-    density, with FP32 gradients that keep their storage, a step of a single replica can be captured in a CUDA graph
-    after three steps. Replays keep the learning rates of the capture, leave `attempted_steps` as it is, and skip steps
-    on the device without counting or reporting them.
+    On a GPU the host never waits for the step it is in, only for the finite check of the one before.
 
     Raises ValueError for arguments out of range, integer parameters, and replicas that disagree on any of this.
     """
@@ -108,132 +77,99 @@ class Scape(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        density: float = 0.1,
-        density_warmup_steps: int = 0,
-        block_size: int = 1024,
-        selection: str = "block",
-        wait_scaling: bool = True,
-        max_wait: float = 1000,
-        wait_by: str = "row_column",
-        keep_moment: float = 0.5,
-        dense_names: Sequence[str] = (),
-        max_norm: float | None = 1.0,
-        clip_mode: str = "moment",
-        reduction: str = "mean",
+        options: ScapeOptions | None = None,
         replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
+        *,
+        max_norm: float | None = 1.0,
+        reduction: str = "mean",
         max_skipped_steps: int = 10,
         kernels: str = "auto",
-        wire_dtype: str = "float32",
-        chunk_bytes: int = 4 * CHUNK_ENTRIES,
-        parameters: str = "local",
-        values_dtype: str = "float32",
-        offload: Sequence[str] = (),
     ) -> None:
+        options = options or ScapeOptions()
         check_hyperparameters(lr, betas, eps, weight_decay)
-        check_scape_options(
-            density,
-            density_warmup_steps,
-            block_size,
-            selection,
-            max_wait,
-            wait_by,
-            keep_moment,
-            max_norm,
-            clip_mode,
-            reduction,
-            wire_dtype,
-            chunk_bytes,
-            parameters,
-            values_dtype,
-            offload,
-        )
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.density, self.density_warmup_steps = density, density_warmup_steps
-        self.max_wait = float(max_wait) if wait_scaling else None
-        self.max_norm, self.clip_moment = max_norm, clip_mode == "moment"
+        self.options, self.max_norm, self.clip_moment = options, max_norm, options.clip_mode == "moment"
+        density, block_size = options.density, options.block_size
         self._shards = collect_shards(self.param_groups)
         check_one_device(self._shards)
-        self.narrow = check_one_form(self._shards)
-        if "master" in offload and not self.narrow and values_dtype == "float32":
-            raise ValueError("offload has 'master', and there is none: weights are FP32, and so are values that travel")
+        check_weights(self._shards, options.weights_dtype)
+        self.bf16_weights = options.weights_dtype == "bfloat16"
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = collectives_of(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
-        self._rounds = wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
+        self._rounds = options.wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
 
-        self._sparse, self._dense = split(self._shards, dense_names)
+        self._sparse, self._dense = split(self._shards, options.dense_names)
         self.ordered = self._sparse + self._dense  # the order of the state and of the payload
         self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank == 0 and selection == "block" and self._sparse and round(density * block_size) == 0:
+        if rank == 0 and options.selection == "block" and self._sparse and round(density * block_size) == 0:
             logger.warning(
                 f"density {density:g} of a block of {block_size} entries is less than one: one is selected in each, "
                 f"which is a density of {self._layout.share(density):.3g}"
             )
         self.fingerprint = {
             **describe(self.ordered, len(self._sparse)),
-            "block_size": block_size,
             "replicas": replicas.replicas,
-            "selection": selection,
-            "density": density,
-            "density_warmup_steps": density_warmup_steps,
-            "max_wait": self.max_wait,
-            "wait_by": wait_by if wait_scaling else None,
-            "keep_moment": keep_moment if wait_scaling else 1.0,
             "max_norm": max_norm,
-            "clip_mode": clip_mode,
             "reduction": reduction,
-            "wire_dtype": wire_dtype,
-            "form": parameters,
-            "values_dtype": values_dtype,
-            "weights_dtype": "bfloat16" if self.narrow else "float32",
+            **options.fingerprint(),
         }
-        others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": chunk_bytes}
+        others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": options.chunk_bytes}
         check_replicas_agree(replicas, self.fingerprint | others, self.param_groups)
         replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
-        if replicas.simulated and (offload or self.narrow):
+        if replicas.simulated and (options.offload or self.bf16_weights):
             raise ValueError("replicas are simulated, which keep all their state on the device, weights in FP32")
 
         device = local(self._shards[0].parameter).device
-        backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
+        backend = passes_backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
+        if options.selection == "tensor" and backend == "triton":
+            if kernels == "triton":
+                raise ValueError(
+                    "kernels is 'triton', and selection 'tensor' runs in PyTorch only; choose kernels 'auto', or "
+                    "selection 'block'"
+                )
+            passes_backend = "torch"
+            if rank == 0:
+                logger.warning("selection 'tensor' runs in PyTorch, not in Triton")
         self.timer = PhaseTimer(device.type)
         # What the passes call tensors: (number in `ordered`, the part of it or None).
         self.pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
+        staleness = None
+        if options.staleness_scaling:
+            columns = tuple(shard.columns for shard in self._sparse)
+            staleness = Staleness(columns, options.max_staleness, options.keep_moment)
         common: dict[str, Any] = dict(
-            selection=selection,
+            selection=options.selection,
             density=density,
             device=device,
             granularity=replicas.granularity(self._rounds),
             carries=self._rounds,
-            columns=[s.columns for s in self._sparse] if wait_scaling and wait_by == "row_column" else None,
-            keeps=keep_moment if wait_scaling else 1.0,
-            offload=offload,
+            staleness=staleness,
+            offload=options.offload,
         )
-        self._gathers = parameters == "gather"
+        self._sharded = options.update == "sharded"
         self.passes: ScapePasses
         self.exchange: LocalExchange
-        if self._gathers:
-            if selection == "tensor":
-                if kernels == "triton":
-                    raise ValueError(
-                        "kernels is 'triton', and selection 'tensor' with parameters 'gather' runs in PyTorch only; "
-                        "choose kernels 'auto', or selection 'block'"
-                    )
-                if backend == "triton":
-                    logger.warning("selection 'tensor' with parameters 'gather' runs in PyTorch, not in Triton")
-            passes = self._gather_passes("torch" if selection == "tensor" else backend, values_dtype, common)
+        if self._sharded:
+            passes = self._gather_passes(passes_backend, common)
             self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
         else:
+            chunk_bytes = options.chunk_bytes or 4 * CHUNK_ENTRIES
             self.passes = scape_passes(
-                backend,
+                passes_backend,
                 self._layout,
                 [s.size for s in self._dense],
                 # In a dry run nobody else selects.
                 replica="all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
                 chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
-                holds_master=self.narrow,
+                holds_master=self.bf16_weights,
                 **common,
             )
             self.exchange = LocalExchange(self.passes, replicas, self._rounds)
@@ -257,33 +193,33 @@ class Scape(Optimizer):
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
 
-    def _gather_passes(self, backend: str, values_dtype: str, options: dict[str, Any]) -> GatherPasses:
+    def _gather_passes(self, backend: str, common: dict[str, Any]) -> GatherPasses:
         """The passes of the sharded form. From here on the tensors are pieces that belong to one replica each."""
         replicas = self.collectives
         if replicas.simulated:
-            raise ValueError("parameters is 'gather', and replicas are simulated; 'local' gives the same losses")
+            raise ValueError("update is 'sharded', and replicas are simulated; 'replicated' gives the same losses")
         ownership = Ownership.of(self._layout, [s.size for s in self._dense])
         for shards, pieces in ((self._sparse, ownership.sparse), (self._dense, ownership.whole)):
             for piece in pieces:
                 if not stored(shards[piece.tensor].parameter).is_contiguous():
                     name = shards[piece.tensor].name
                     raise ValueError(
-                        f"{name!r} is not contiguous; 'gather' cuts tensors into parts: make it contiguous"
+                        f"{name!r} is not contiguous; update = 'sharded' cuts tensors into parts: make it contiguous"
                     )
-        self._layout = ownership.layout
+        self._layout, several = ownership.layout, replicas.replicas > 1
         passes = gather_passes(
             backend,
             ownership,
             replica=None if replicas.is_fake else replicas.replica,
             owner=replicas.replica,
-            rounds_values=values_dtype == "bfloat16" and replicas.replicas > 1 and self.density < 1.0,
-            scaled=self.narrow,
-            **options,
+            rounds_values=self.options.values_dtype == "bfloat16" and several and self.options.density < 1.0,
+            scaled=self.bf16_weights,
+            **common,
         )
         count = len(self._sparse)
         self.pieces = [(p.tensor, p) for p in ownership.sparse]
         self.pieces += [(count + p.tensor, p) for p in ownership.whole]
-        for (shard, _), scale in zip(self.pieces, passes.scales, strict=self.narrow):
+        for (shard, _), scale in zip(self.pieces, passes.scales, strict=self.bf16_weights):
             share_scale(self.ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
         passes.load_scales(passes.scales)
         return passes
@@ -306,7 +242,7 @@ class Scape(Optimizer):
             # Not before: weights may be loaded into the parameters until then.
             passes.start_master(self._local_parameters())
         self.attempted_steps += 1
-        next_density = density_at(self.attempted_steps + 1, self.density, self.density_warmup_steps)
+        next_density = density_at(self.attempted_steps + 1, self.options.density, self.options.density_warmup_steps)
 
         with phase("check"):
             applied = self.guard.check(gradients)
@@ -338,7 +274,7 @@ class Scape(Optimizer):
                 handle.wait()
             with phase("clip"):
                 if errors is not None:
-                    passes.keep_errors(part, errors, applied)
+                    passes.keep_wire_residual(part, errors, applied)
                 squares += passes.squares(part)
             if self.max_norm is None:  # else the norm of all parts must be known
                 self._update(part, applied)
@@ -354,7 +290,7 @@ class Scape(Optimizer):
         passes.release()
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
-            masks.exchange(selected, next_density, applied)
+            masks.exchange(selected, next_density)
         return loss
 
     @torch.no_grad()
@@ -385,7 +321,7 @@ class Scape(Optimizer):
     def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the passes work on, from the tensors of all shards (of every simulated replica in turn)."""
         pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces if p is not None]
-        return pieces if self._gathers else tensors
+        return pieces if self._sharded else tensors
 
     def _local_parameters(self) -> list[Tensor]:
         return self._cut([stored(shard.parameter) for shard in self.ordered])
@@ -403,21 +339,16 @@ class Scape(Optimizer):
 
     def _update(self, part: Part, applied: Tensor) -> None:
         with self.timer.phase("update"):
-            self.passes.update(part, self.clip_factor, self.clip_moment, self.applied_steps, self.max_wait, applied)
+            self.passes.update(part, self.clip_factor, self.clip_moment, self.applied_steps, applied)
 
     def settle(self) -> None:
         """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
-        if self.grad_norm.is_cuda and torch.cuda.is_current_stream_capturing():
-            if self.passes.windows:
-                raise RuntimeError("a step with offload cannot be captured in a CUDA graph; leave offload empty for it")
-            self.masks.rotate_captured()
-            return
         try:
             was_applied = self.guard.settle()
         except NonFiniteGradientError:
-            self.masks.drop()
+            self.masks.rotate(False)
             raise
-        self.masks.rotate(was_applied)
+        self.masks.rotate(bool(was_applied))
 
     @torch.no_grad()
     def send_all(self) -> None:
@@ -426,7 +357,7 @@ class Scape(Optimizer):
         if self.attempted_steps == 0 or self.masks.in_use.dense:
             return
         self.passes.finish()
-        StateByParameter(self).release_errors()
+        StateByParameter(self).release_wire_residual()
         self.masks.in_use.density = 1.0
 
     def _clip(self, squares: Tensor, applied: Tensor) -> None:
@@ -440,7 +371,7 @@ class Scape(Optimizer):
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
         lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
-        if self._gathers and self.narrow and lr * weight_decay > 0.5:
+        if self._sharded and self.bf16_weights and lr * weight_decay > 0.5:
             raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
         return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
 
@@ -456,29 +387,36 @@ class Scape(Optimizer):
     def statistics(self) -> dict[str, float]:
         """Of the last step: density, nnz, overlap with the mask before, residual norm. A collective call.
 
-        nnz counts one replica's sparsified entries; `residual_norm` is the root mean square over replicas (with
-        "gather" without the part that they have in common). Reads the whole state: for log lines, not for every step.
+        nnz counts one replica's sparsified entries; `residual_norm` is the root mean square over replicas (without
+        the part that they have in common, where the update is sharded). Reads the whole state: for log lines, not for
+        every step.
         """
         return statistics(self)
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
-        own = self._layout.wire_bytes(self.density, self.passes.selection)
+        own = self._layout.wire_bytes(self.options.density, self.passes.selection)
         return self.exchange.planned_bytes() + self.collectives.gathered_bytes(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything an exact resume needs, this replica's residual included; waits for masks in flight.
+        """Everything an exact resume needs, this replica's residual included. A collective call.
 
-        Replicas differ: every rank has to save its own.
+        Waits for masks in flight. Replicas differ: every rank has to save its own.
         """
         self.settle()
-        return super().state_dict() | {"state": {}, "scape": saved_state(self)}
+        return super().state_dict() | {"state": {}, "scape": StateByParameter(self).whole()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back `state_dict()` of the same replica, layout and options; else raises ValueError."""
-        saved = checked(self, state_dict)
+        if "scape" not in state_dict:
+            raise ValueError(
+                "the state has no 'scape' entry; save what Scape.state_dict() returns, each rank its own (helpers that "
+                "gather optimizer state by parameter drop the residuals and masks)"
+            )
+        state = StateByParameter(self)
+        state.check_same(state_dict["scape"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.settle()
         self._show_state()
-        restore(self, saved)
+        state.put_whole(state_dict["scape"])

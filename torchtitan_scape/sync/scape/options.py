@@ -1,69 +1,87 @@
-"""What an optimizer option may be. Every error names the value and what is allowed."""
+"""What can be chosen of SCAPE: the section [sync.scape] of a recipe."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-
-def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raises ValueError for a value out of range."""
-    if lr < 0:
-        raise ValueError(f"lr is {lr}; it must be 0 or more")
-    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} is {beta}; it must lie in [0, 1)")
-    if eps < 0 or weight_decay < 0:
-        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}; both must be 0 or more")
+from torchtitan_scape.sync.options import FREE, LAYOUT, Options
 
 
-def check_scape_options(
-    density: float,
-    density_warmup_steps: int,
-    block_size: int,
-    selection: str,
-    max_wait: float,
-    wait_by: str,
-    keep_moment: float,
-    max_norm: float | None,
-    clip_mode: str,
-    reduction: str,
-    wire_dtype: str,
-    chunk_bytes: int,
-    parameters: str,
-    values_dtype: str,
-    offload: Sequence[str],
-) -> None:
-    """Raises ValueError for an option out of range, with the value and what is allowed."""
-    if not 0.0 < density <= 1.0:
-        raise ValueError(f"density is {density}; it must lie in (0, 1], for example 0.1")
-    if density_warmup_steps < 0:
-        raise ValueError(f"density_warmup_steps is {density_warmup_steps}; it must be 0 (none) or more")
-    if block_size % 8 or not 8 <= block_size <= 32768:
-        raise ValueError(f"block_size is {block_size}; it must be a multiple of 8 from 8 to 32768")
-    if selection not in ("block", "tensor"):
-        raise ValueError(f"selection is {selection!r}; it must be 'block' or 'tensor'")
-    if not max_wait >= 1:
-        raise ValueError(f"max_wait is {max_wait}; it must be 1 or more")
-    if wait_by not in ("tensor", "row_column"):
-        raise ValueError(f"wait_by is {wait_by!r}; it must be 'tensor' or 'row_column'")
-    if not 0.0 <= keep_moment <= 1.0:
-        raise ValueError(f"keep_moment is {keep_moment}; it must lie in [0, 1]")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
-    if clip_mode not in ("moment", "literal"):
-        raise ValueError(f"clip_mode is {clip_mode!r}; it must be 'moment' or 'literal'")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    if wire_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"wire_dtype is {wire_dtype!r}; it must be 'float32' or 'bfloat16'")
-    if chunk_bytes < 4:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be 4 or more, for example {1 << 24}")
-    if parameters not in ("local", "gather"):
-        raise ValueError(f"parameters is {parameters!r}; it must be 'local' or 'gather'")
-    if values_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"values_dtype is {values_dtype!r}; it must be 'float32' or 'bfloat16'")
-    if values_dtype != "float32" and parameters == "local":
-        raise ValueError(
-            f"values_dtype is {values_dtype!r}, and parameters is 'local', where no values travel; it is for 'gather'"
-        )
-    for name in offload:
-        if name not in ("state", "master"):
-            raise ValueError(f"offload has {name!r}; it may have 'state' and 'master'")
+@dataclass
+class ScapeOptions(Options):
+    """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
+
+    section: ClassVar[str] = "sync.scape"
+
+    density: float = 0.1
+    """Share of the entries that replicas exchange each step, in (0, 1]"""
+
+    density_warmup_steps: int = 0
+    """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
+
+    block_size: int = field(default=1024, metadata=LAYOUT)
+    """Entries per block of the mask, a multiple of 8 up to 32768"""
+
+    selection: Literal["block", "tensor"] = field(default="block", metadata=LAYOUT)
+    """Top-k of every block, or of every tensor's part of a replica's run (the paper's form, always in PyTorch)"""
+
+    staleness_scaling: bool = True
+    """Scale the step of entries that enter the mask by how long they were outside it, in the mean over steps of their
+    row and column (not in the paper)"""
+
+    max_staleness: float = 1000
+    """Upper limit of that factor"""
+
+    keep_moment: float = 0.5
+    """Share of its moment that a newly entered entry keeps after its scaled step, which has spent it; 1 keeps all.
+    Below 1, at the target density, such an entry is not selected for the next mask while there is another"""
+
+    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
+    """Parameters exchanged whole although they have two dimensions or more"""
+
+    clip_mode: Literal["moment", "literal"] = "moment"
+    """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
+
+    wire_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
+    """Of the payload between nodes; what rounding loses is kept (FP32, 4 bytes an entry sent) and sent later"""
+
+    update: Literal["replicated", "sharded"] = field(default="replicated", metadata=LAYOUT)
+    """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
+
+    values_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
+    """With "sharded", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
+
+    weights_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
+    """What every replica keeps of the weights. In BF16 their FP32 master is with each entry's owner alone ("sharded"),
+    or with every replica ("replicated", which saves memory where the master is offloaded)"""
+
+    offload: list[str] = field(default_factory=list, metadata=FREE)
+    """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
+    others); two buffers of the largest tensor stay on the device for each"""
+
+    flush_at_end: bool = field(default=False, metadata=FREE)
+    """Make the last step dense, so that no residual is left unsent; its norm is reported in any case"""
+
+    chunk_bytes: int = field(default=0, metadata=FREE)
+    """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
+        self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
+        whole = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
+        self.require(whole, "block_size", "it must be a multiple of 8 from 8 to 32768")
+        self.require(self.max_staleness >= 1, "max_staleness", "it must be 1 or more")
+        self.require(0.0 <= self.keep_moment <= 1.0, "keep_moment", "it must lie in [0, 1]")
+        cut = self.chunk_bytes == 0 or self.chunk_bytes >= 4
+        self.require(cut, "chunk_bytes", f"it must be 4 or more, for example {1 << 24}, or 0 for the cost model's")
+        travel = self.update == "sharded" or self.values_dtype == "float32"
+        self.require(travel, "values_dtype", 'it is for update = "sharded"; nothing of that kind travels without')
+        self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may have "state" and "master"')
+        has_master = "bfloat16" in (self.weights_dtype, self.values_dtype)
+        advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
+        self.require(has_master or "master" not in self.offload, "offload", advice)
+
+    def fingerprint(self) -> dict[str, Any]:
+        # What does nothing is no difference.
+        unused = {} if self.staleness_scaling else {"max_staleness": None, "keep_moment": None}
+        return super().fingerprint() | unused

@@ -4,7 +4,7 @@ In the optimizer the state lies in the order of blocks, runs and payloads, which
 for every entry of a local shard:
 
     moment    FP32, the same on all replicas: the first moment on P, the mask of the last step; off P the part of the
-              residual that replicas have in common (that of "gather", or the replicas' mean, see `residual`)
+              residual that replicas have in common (with a sharded update, or the replicas' mean, see `residual`)
     residual  FP32, this replica's own: the residual off P; on P what rounding the payload lost. Where nothing is
               rounded and every replica holds the moment ("one buffer") it has the moment on P, and there is no `moment`
     mask      uint8, of sparsified parameters: 1 for the mask to be used next (A), plus 2 for P
@@ -45,7 +45,7 @@ class StateByParameter:
         gathers = isinstance(self.passes, GatherPasses)
         self.blocks: BlockLayout = self.passes.ownership.tensors if gathers else self.passes.layout  # type: ignore
         self.gathers = gathers
-        self.rounds = self.passes.errors.numel() > 0
+        self.rounds = self.passes.wire_residual.numel() > 0
         self.names = [shard.name for shard in scape.ordered]
         self.sparsified = len(self.blocks.sizes)
         # Tensors of the passes that make up a parameter: (number, first entry, end).
@@ -93,7 +93,7 @@ class StateByParameter:
                 found["moment", name] = moment.view(shape).cpu()
             if (master := self._master(i)) is not None:
                 found["master", name] = master.view(shape)
-            if self.gathers and self.scape.narrow:
+            if self.gathers and self.scape.bf16_weights:
                 found["weight", name] = stored(shard.parameter)
         return found
 
@@ -108,7 +108,7 @@ class StateByParameter:
             "residual": 4 * rows * (every if self.rounds else sparse),
             "mask": sparse,
             "master": 4 * every if self.has_master else 0,
-            "weight": 2 * every if self.gathers and self.scape.narrow else 0,
+            "weight": 2 * every if self.gathers and self.scape.bf16_weights else 0,
         }
         return {kind: size for kind, size in found.items() if size}
 
@@ -153,7 +153,7 @@ class StateByParameter:
 
     def learned_extras(self) -> None:
         """To be called behind filling `extras`."""
-        if isinstance(self.passes, GatherPasses) and self.scape.narrow:
+        if isinstance(self.passes, GatherPasses) and self.scape.bf16_weights:
             self.passes.load_scales(self.passes.scales)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class StateByParameter:
         moment = moment.to(device)
         if own is not None:
             own = own.to(device)
-            self._put_errors(i, own, held)
+            self._put_wire_residual(i, own, held)
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
         kept = self.passes.kept("state")
         for number, start, end in self.pieces[i]:
@@ -199,9 +199,63 @@ class StateByParameter:
     def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
         """Takes the counters, and the densities of A and P."""
         self.masks.in_use.density, self.masks.previous.density = densities
-        self.passes.errors.zero_()
+        self.passes.wire_residual.zero_()
         self.scape.attempted_steps = saved["attempted_steps"]
         self.scape.applied_steps.fill_(saved["applied_steps"])
+
+    # ------------------------------------------------------------------------------- the same layout again
+
+    def whole(self) -> dict[str, Any]:
+        """Of this replica, behind `settle`: all that steps to come depend on but the parameters. A collective call."""
+        guard = self.scape.guard
+        return {
+            "fingerprint": {**self.scape.fingerprint, "replica": self.scape.collectives.replica},
+            "tensors": {f"{kind}.{name}": values for (kind, name), values in self.tensors().items()},
+            "extras": self.extras(),
+            "record": self.record(),
+            "skipped": (guard.skipped, guard.skipped_in_a_row),
+        }
+
+    def check_same(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError where `whole` is of another layout, another replica or other options."""
+        mine = {**self.scape.fingerprint, "replica": self.scape.collectives.replica}
+        for key, value in mine.items():
+            if saved["fingerprint"].get(key) != value:
+                raise ValueError(
+                    f"the saved state has {key}={saved['fingerprint'].get(key)!r}, this run has {value!r}; "
+                    "SCAPE resumes on the same layout and options only"
+                )
+
+    @torch.no_grad()
+    def put_whole(self, saved: dict[str, Any]) -> None:
+        """Takes back `whole`."""
+        self.passes.finish()
+        self.put_record(saved["record"], saved["record"]["densities"])
+        for i, name in enumerate(self.names):
+            flat = {k: saved["tensors"].get(f"{k}.{name}") for k in ("moment", "residual", "mask", "master", "weight")}
+            held, own = None, flat["residual"]
+            if flat["mask"] is not None:
+                bits = flat["mask"].view(-1)
+                self.put_mask(i, bits % 2 > 0, self.masks.in_use)
+                self.put_mask(i, bits > 1, self.masks.previous)
+                held = None if self.masks.previous.dense else (bits > 1).to(self.passes.device)
+            if own is not None:
+                own = own.reshape(len(own), -1).to(self.passes.device)
+            moment = flat["moment"]
+            if moment is None:  # one buffer, in which the moment is what lies on P
+                assert own is not None
+                moment = own[0] if held is None else own[0].masked_fill(~held, 0.0)
+                own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+            self.put(i, moment.reshape(-1), own, held)
+            if flat["master"] is not None:
+                self.put_master(i, flat["master"].view(-1))
+            if flat["weight"] is not None:
+                weight = stored(self.scape.ordered[i].parameter)
+                weight.copy_(flat["weight"].view(weight.shape))
+        for kind, values in self.extras().items():
+            values.copy_(saved["extras"][kind])
+        self.learned_extras()
+        self.scape.guard.skipped, self.scape.guard.skipped_in_a_row = saved["skipped"]
 
     # ---------------------------------------------------------------------------------------- internals
 
@@ -241,7 +295,7 @@ class StateByParameter:
         if self._carries:
             for number, start, end in self.pieces[i]:
                 where = self._where(held, start, end)
-                own[:, start:end][:, where] = torch.atleast_2d(self.passes.errors_of(number))
+                own[:, start:end][:, where] = torch.atleast_2d(self.passes.wire_residual_of(number))
         return moment, own
 
     def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
@@ -263,18 +317,18 @@ class StateByParameter:
     def _where(self, held: Tensor | None, start: int, end: int) -> Any:
         return slice(None) if held is None else held[start:end].nonzero().view(-1)
 
-    def _put_errors(self, i: int, own: Tensor, held: Tensor | None) -> None:
+    def _put_wire_residual(self, i: int, own: Tensor, held: Tensor | None) -> None:
         if self._carries:
             for number, start, end in self.pieces[i]:
-                errors = self.passes.errors_of(number)
+                errors = self.passes.wire_residual_of(number)
                 errors.copy_(own[:, start:end][:, self._where(held, start, end)].view(errors.shape))
 
     @torch.no_grad()
-    def release_errors(self) -> None:
+    def release_wire_residual(self) -> None:
         """Moves what rounding lost into the first moment, for a step whose payload has no place for it. Collective."""
         if not self._carries:
             return
-        errors, replicas = self.passes.errors, self.scape.collectives.replicas
+        errors, replicas = self.passes.wire_residual, self.scape.collectives.replicas
         mean = torch.atleast_2d(errors).sum(0)
         self.scape.collectives.sum_over_replicas(mean)
         errors.copy_(mean.div_(replicas).expand_as(errors))
@@ -282,7 +336,10 @@ class StateByParameter:
         for i in range(len(self.names)):
             held = self._held(i)
             for number, start, end in self.pieces[i]:
-                where, lost = self._where(held, start, end), for_moment(self.passes.errors_of(number), self.beta1(i))
+                where, lost = (
+                    self._where(held, start, end),
+                    for_moment(self.passes.wire_residual_of(number), self.beta1(i)),
+                )
                 if not self.gathers:
                     state = kept[number]  # on the host, where it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where

@@ -113,7 +113,9 @@ def share_scale(parameter: Tensor, scale: Tensor) -> None:
     """Moves the parameter's scale, and that of all its views, into this float64 ()."""
     own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     if not isinstance(own, ScaledTensor) or own.scale is None:
-        raise ValueError("'gather' needs weights with a scale; make them by hold_in_bfloat16(module, scaled=True)")
+        raise ValueError(
+            "update = 'sharded' needs weights with a scale; make them by hold_in_bfloat16(module, scaled=True)"
+        )
     scale.copy_(own.scale)
     own.scale.set_(scale)
 
@@ -126,7 +128,7 @@ def hold_in_bfloat16(module: nn.Module, scaled: bool) -> None:
 
     Call it behind `fully_shard` and initialisation, before the first forward pass.
 
-    scaled: with a scale of their own, for `Scape(parameters="gather")`.
+    scaled: with a scale of their own, for a sharded update.
 
     Raises ValueError for a parameter whose shards differ in size: FSDP2 would pad it with FP32 numbers.
     """
