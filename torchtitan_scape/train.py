@@ -43,12 +43,9 @@ from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.report.forecast import Forecast, check_memory  # noqa: E402
+from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
 from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
-from torchtitan_scape.report.metrics import (  # noqa: E402
-    InterfaceCount,
-    ReplicaMetrics,
-    a_step_follows,
-)
+from torchtitan_scape.report.metrics import ReplicaMetrics  # noqa: E402
 from torchtitan_scape.report.stragglers import timed_token_count  # noqa: E402
 from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E402
 from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa: E402
@@ -211,9 +208,15 @@ class ScapeTrainer(Trainer):
             self.optimizers.collectives.groups.set_timeout(timeout)
             if self.step > 1:  # a resumed run has no step 1, behind which TorchTitan does this
                 dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
-        self.interfaces.after_step(a_step_follows(self))
+        self.interfaces.after_step(self._a_step_follows())
         if self.shutdown is not None:
             self.shutdown.after_step(self, first=self.steps_taken == 1)
+
+    def _a_step_follows(self) -> bool:
+        """Whether the next step comes before a validation, a checkpoint and the end."""
+        last = self.step == self.job_config.training.steps
+        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
+        return not (last or validates or self.checkpointer.saves_at(self.step, last))
 
     def should_continue_training(self) -> bool:
         """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""

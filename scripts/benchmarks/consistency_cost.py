@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from scripts.common import RESULTS, markdown, write
 from torchtitan_scape import train
-from torchtitan_scape.report.metrics import size_text
+from torchtitan_scape.report.text import size_text
 from torchtitan_scape.sync import consistency
 
 OUTPUT = RESULTS / "consistency"

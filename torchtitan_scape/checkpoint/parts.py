@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_scape.checkpoint.state import Frame, saved_state
-from torchtitan_scape.report.metrics import size_text
+from torchtitan_scape.report.text import size_text
 from torchtitan_scape.sync.scape.optimizer import Scape
 from torchtitan_scape.sync.scape.state import RESIDUALS, StateByParameter
 

@@ -15,7 +15,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
-from torchtitan_scape.report.metrics import size_text
+from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
 
 
 def method_of(config: JobConfig) -> Method:
@@ -73,7 +73,7 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
     total = sum(kinds.values())
     text = (
         f"{played} simulated replicas need {size_text(total)} a rank without activations "
-        f"({', '.join(f'{name} {size_text(value)}' for name, value in kinds.items())}); {size_text(free)} are free"
+        f"({kinds_text(kinds)}); {size_text(free)} are free"
     )
     logger.info(text)
     if total > free and config.comm.mode != "fake_backend":
@@ -114,9 +114,10 @@ class Forecast:
 
     def line(self) -> str:
         """For every log line."""
+        run, dense = seconds_text(self.run.step), seconds_text(self.dense.step)
         return (
-            f"predicted on {self.layout.machine.name} (nominal): {self.run.method.name} {_ms(self.run.step)} a step, "
-            f"dense AdamS {_ms(self.dense.step)}, {self.speedup:.2f} x"
+            f"predicted on {self.layout.machine.name} (nominal): {self.run.method.name} {run} a step, "
+            f"dense AdamS {dense}, {self.speedup:.2f} x"
         )
 
     def lines(self) -> list[str]:
@@ -126,11 +127,7 @@ class Forecast:
         return [
             f"predicted on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) "
             f"of {layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f} x against dense AdamS",
-            *(
-                f"  {name:<12} {_ms(p.step)} a step: compute {_ms(p.compute)}, exchange {_ms(p.exchange)}, optimizer "
-                f"{_ms(p.optimizer)}" + (f", FSDP {_ms(p.shard)}" if p.shard else "")
-                for name, p in rows
-            ),
+            *(f"  {name:<12} {_parts(p)}" for name, p in rows),
         ]
 
     def figures(self) -> dict[str, Any]:
@@ -147,6 +144,13 @@ class Forecast:
         }
 
 
+def _parts(p: Prediction) -> str:
+    parts = {"compute": p.compute, "exchange": p.exchange, "optimizer": p.optimizer}
+    parts |= {"FSDP": p.shard} if p.shard else {}
+    told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+    return f"{seconds_text(p.step)} a step: {told}"
+
+
 def _figures(p: Prediction) -> dict[str, Any]:
     return {
         "method": p.method.name,
@@ -158,7 +162,3 @@ def _figures(p: Prediction) -> dict[str, Any]:
         "hidden_exchange": p.hidden,
         "bytes_sent_per_step_and_rank": p.sent,
     }
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"

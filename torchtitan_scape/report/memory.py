@@ -9,7 +9,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 from torchtitan_scape.report.forecast import method_of, workload_of
-from torchtitan_scape.report.metrics import size_text
+from torchtitan_scape.report.text import kinds_text, size_text
 
 # Of the model's shape and the recomputation chosen: not known as bytes of tensors are.
 ESTIMATED = ("working copy", "activations")
@@ -77,7 +77,7 @@ class MemoryReport:
         if sum(self.host.values()) > self.host_capacity:
             raise ValueError(
                 f"[sync.scape] offload needs {size_text(sum(self.host.values()))} of host memory a rank "
-                f"({_text(self.host)}), and {size_text(self.host_capacity)} are free for it; offload less, raise "
+                f"({kinds_text(self.host)}), and {size_text(self.host_capacity)} are free for it; offload less, raise "
                 "parallelism.data_parallel_shard_degree, or put fewer ranks on a node"
             )
 
@@ -91,18 +91,14 @@ class MemoryReport:
         ]
         if self.host:
             of = f"{size_text(sum(self.host.values()))} of {size_text(self.host_capacity)}"
-            lines.append(f"  in host memory    {of}: {_text(self.host)}")
+            lines.append(f"  in host memory    {of}: {kinds_text(self.host)}")
         return lines + ([f"  that is           {self.against}"] if self.against else [])
 
     def _of(self, estimated: bool) -> str:
-        return _text({kind: value for kind, value in self.kinds.items() if (kind in ESTIMATED) == estimated})
+        return kinds_text({kind: value for kind, value in self.kinds.items() if (kind in ESTIMATED) == estimated})
 
     def line(self, peak: float) -> str:
         """Beside the measured peak, for the summary."""
         measured = "the process's, libraries included" if self.device == "CPU" else "allocated"
         predicted = f"{size_text(sum(self.kinds.values()))} predicted ({size_text(self.tensors)} of it held throughout)"
         return f"memory            {size_text(peak)} at most ({measured}), {predicted}"
-
-
-def _text(kinds: dict[str, float]) -> str:
-    return ", ".join(f"{kind} {size_text(value)}" for kind, value in kinds.items())

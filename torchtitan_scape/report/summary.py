@@ -2,19 +2,45 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.report.metrics import interface_lines, sent_text, size_text
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.optimizer.container import ReplicaOptimizers
+from torchtitan_scape.report.forecast import Forecast
+from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
+from torchtitan_scape.report.memory import MemoryReport
+from torchtitan_scape.report.metrics import ReplicaMetrics
+from torchtitan_scape.report.text import sent_text, size_text
 
-if TYPE_CHECKING:
-    from torchtitan_scape.train import ScapeTrainer
+
+class Run(Protocol):
+    """What is asked of a trainer."""
+
+    job_config: JobConfig
+    optimizers: ReplicaOptimizers
+    metrics_processor: ReplicaMetrics
+    interfaces: InterfaceCount
+    forecast: Forecast | None
+    memory: MemoryReport | None
+    parallel_dims: Any
+    dataloader: Any
+    validator: Any
+    step: int
+    ntokens_seen: int
+    steps_taken: int
+    train_seconds: float
+    played: int
+    ran_out: bool
+
+    @property
+    def described(self) -> str: ...
 
 
-def summarise(trainer: "ScapeTrainer") -> None:
+def summarise(trainer: Run) -> None:
     """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
     trainer.optimizers.settle()
     traffic = trainer.optimizers.collectives.traffic
@@ -85,7 +111,7 @@ def summarise(trainer: "ScapeTrainer") -> None:
         logger.info(line)
 
 
-def report_dry_run(trainer: "ScapeTrainer") -> None:
+def report_dry_run(trainer: Run) -> None:
     """What a step of this run would send, known without taking one."""
     sent, dense = trainer.optimizers.planned_bytes(), trainer.optimizers.dense_bytes()
     logger.info("Dry run: everything was built, nothing was trained")

@@ -1,0 +1,29 @@
+"""Figures for people, as all reports write them."""
+
+
+def size_text(count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def sent_text(sent: dict[str, float], dense: float) -> str:
+    """Bytes by level, and the factor against dense."""
+    if not sent:
+        return "nothing (one replica)"
+    levels = ", ".join(f"{level} {size_text(value)}" for level, value in sent.items())
+    if dense == 0:
+        return f"{levels} (one replica: scalars alone)"
+    return f"{levels} (dense {size_text(dense)}, {dense / sum(sent.values()):.1f} x)"
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+
+
+def kinds_text(kinds: dict[str, float]) -> str:
+    """Bytes by kind."""
+    return ", ".join(f"{kind} {size_text(value)}" for kind, value in kinds.items())
