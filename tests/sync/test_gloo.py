@@ -1,9 +1,7 @@
 """The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and bad replicas."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -213,25 +211,6 @@ def test_all_ranks_cut_the_payload_alike(hierarchical: bool, pool4: Pool) -> Non
     sizes = set(pool4(chunk_of_a_large_payload, hierarchical))
     assert len(sizes) == 1
     assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one part"
-
-
-def run_readme_example() -> float:
-    """The loop that the README shows, as it stands there."""
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    code = text.split("```python\n")[1].split("```")[0]
-    scope: dict[str, Any] = {}
-    torch.manual_seed(dist.get_rank())
-    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
-        exec(code, scope)
-    weights = torch.cat([p.detach().view(-1) for p in scope["model"].parameters()])
-    gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, weights)
-    assert all(torch.equal(weights, other) for other in gathered)
-    return float(scope["loss"])
-
-
-def test_the_readme_loop_trains(pool2: Pool) -> None:
-    assert all(loss < 1.0 for loss in pool2(run_readme_example))
 
 
 def train_with_holes() -> list[Tensor]:

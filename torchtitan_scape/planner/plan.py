@@ -158,7 +158,7 @@ def _table(case: Case) -> Iterator[str]:
 
 def _leaner(case: Case, advice: Advice) -> Iterator[str]:
     shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
-    yield "With less memory, on the same layout (README, Memory; copies to the host as fast as data sheets have it):"
+    yield "With less memory, on the same layout (docs/memory.md; copies to the host as fast as data sheets have it):"
     for c in (advice.sparse, *leaner(case, advice.sparse)):
         host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
@@ -183,7 +183,7 @@ def _losses(case: Case, advice: Advice) -> Iterator[str]:
     below = [str(n) for n, _, a in rows if not a.compress]
     gains = ", ".join(f"{n}: {a.gain:.2f} x (batch {batch})" for n, batch, a in rows)
     yield f"- nodes at which the gain is below 3 %: {', '.join(below) or 'none'} of these: {gains}"
-    yield "- in loss, where training is short (the README's results); this is a model of time alone"
+    yield "- in loss, where training is short (docs/results.md); this is a model of time alone"
 
 
 def _ms(seconds: float) -> str:

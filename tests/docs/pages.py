@@ -1,0 +1,65 @@
+"""README and docs/ as text, blocks of code, commands, links and what stands in backticks."""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+_ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
+
+
+@dataclass
+class Command:
+    """A line of a shell block: variables in front, what is started, and its arguments."""
+
+    page: str
+    text: str
+    program: str
+    arguments: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [code for found, code in _BLOCK.findall(read(page)) if found == language]
+
+
+def prose(page: str) -> str:
+    """The page without its blocks."""
+    return _BLOCK.sub("", read(page))
+
+
+def quoted(page: str) -> list[str]:
+    """What stands in backticks."""
+    return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def links(page: str) -> list[str]:
+    """Targets of links and images inside the repository."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
+
+
+def headings(page: str) -> set[str]:
+    """The anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def parse_command(page: str, text: str) -> Command | None:
+    words = shlex.split(text, comments=True)
+    variables = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    return Command(page, text, words[0], words[1:], variables) if words else None
+
+
+def commands(page: str) -> list[Command]:
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [command for line in lines if (command := parse_command(page, line)) is not None]

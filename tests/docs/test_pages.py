@@ -1,0 +1,149 @@
+"""README and docs/: what they name exists, and each page is one that a reader finds."""
+
+import json
+import re
+import tomllib
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.parsing import check_table
+from torchtitan_scape.config.types import check_value
+
+ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
+QUESTIONS = {
+    f"docs/{name}.md"
+    for name in (
+        *("recipes", "data", "checkpoints", "failures", "simulation", "planning", "exchange", "memory", "kernels"),
+        *("results", "architecture", "adding_a_method"),
+    )
+}
+SOURCES = {".py", ".sh", ".sbatch", ".toml"}
+# Programs, variables and keys of others.
+FOREIGN = {"PATH", "WORLD_SIZE", "text", "offload"}
+
+
+def key_type(path: str) -> Any:
+    """The declared type of a key such as "sync.scape.density". Raises KeyError where the config has none."""
+    section: Any = JobConfig
+    for name in path.split("."):
+        if not is_dataclass(section):
+            raise KeyError(path)
+        section = {f.name: f.type for f in fields(section)}[name]
+    return section
+
+
+@cache
+def keys() -> dict[str, list[Any]]:
+    """Key -> its types, in whichever section."""
+    found: dict[str, list[Any]] = {}
+
+    def walk(section: Any) -> None:
+        for f in fields(section):
+            if is_dataclass(f.type):
+                walk(f.type)
+            else:
+                found.setdefault(f.name, []).append(f.type)
+
+    walk(JobConfig)
+    return found
+
+
+@cache
+def words() -> set[str]:
+    """Every word of the sources."""
+    files = [path for room in ROOMS[:6] for path in (ROOT / room).rglob("*") if path.suffix in SOURCES]
+    text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.sh"), ROOT / "pyproject.toml"])
+    return set(re.findall(r"\w+", text))
+
+
+def value_of(text: str) -> Any:
+    """A TOML value, or None where it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def test_the_readme_is_short_and_the_pages_are_all_there() -> None:
+    assert len(read("README.md").splitlines()) <= 150
+    assert set(PAGES) - {"README.md"} == QUESTIONS
+    assert set(links("README.md")) >= QUESTIONS
+
+
+@pytest.mark.parametrize("page", sorted(QUESTIONS))
+def test_a_page_opens_with_its_question(page: str) -> None:
+    first = read(page).splitlines()[0]
+    assert first.startswith("# ") and first.endswith("?")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in headings(str(target.resolve().relative_to(ROOT))), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_paths_exist(page: str) -> None:
+    for text in quoted(page):
+        for word in text.split():
+            word = word.rstrip(",:;")
+            if word.split("/")[0] in ROOMS and "/" in word and "NAME" not in word:
+                assert list(ROOT.glob(word.rstrip("/"))), word
+            if word.endswith(".toml") and "/" not in word and "*" not in word:
+                assert (ROOT / "train_configs" / word).exists() or (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_keys_are_known_and_their_values_fit(page: str) -> None:
+    sections = {f.name for f in fields(JobConfig)}
+    for text in quoted(page):
+        for section, key, value in re.findall(r"^\[([a-z_.]+)\](?: ([a-z_0-9]+)(?: = (.+))?)?$", text):
+            found = key_type(f"{section}.{key}" if key else section)
+            if value:
+                check_value(section, key, value_of(value), found)
+        for path, value in re.findall(r"^(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:\s*=\s*(.+))?$", text):
+            if path.split(".")[0] not in sections or path.endswith((".py", ".sh", ".toml", ".json", ".sbatch")):
+                continue
+            found = key_type(path)
+            if value and not text.startswith("--"):
+                check_value(*path.rsplit(".", 1), value_of(value), found)
+        for key, value in re.findall(r"(?:^|, )([a-z_0-9]+) = ([^,]+(?:,[^=]*\])?)", text):
+            if text.startswith("[") or "." in text.split("=")[0] or value_of(value) is None:
+                continue
+            assert key in keys(), f"{text}: no section has the key {key!r}"
+            for declared in keys()[key]:
+                try:
+                    check_value("", key, value_of(value), declared)
+                    break
+                except ValueError:
+                    continue
+            else:
+                raise AssertionError(f"{text}: the value does not fit")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_names_are_in_the_sources(page: str) -> None:
+    """A name that was changed in the sources is changed here, too."""
+    for text in quoted(page):
+        name = text.removeprefix("--").removesuffix("()")
+        if re.fullmatch(r"[A-Za-z_][\w.\-]*(=\w+)?", name):
+            path = name.split("=")[0]
+            missing = [w for w in re.split(r"[.\-]", path) if w and w not in words() and w not in FOREIGN]
+            assert not missing or (ROOT / path).exists() or list(ROOT.glob(f"*/**/{path}")), text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_of_configuration_are_valid(page: str) -> None:
+    for block in blocks(page, "toml"):
+        check_table(JobConfig, tomllib.loads(block), "")
+    for block in blocks(page, "json"):
+        json.loads(block)
