@@ -12,7 +12,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
-from torchtitan_scape.config.types import check_value
+from torchtitan_scape.sync.types import check_value
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 QUESTIONS = {
