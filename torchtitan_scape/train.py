@@ -35,7 +35,8 @@ from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
 from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
 from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
-from torchtitan_scape.config.job_config import JobConfig, check_config  # noqa: E402
+from torchtitan_scape.config.checks import check_config  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_scape.config.job_config import check_config
+from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.train import layout_of, parse
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_scape.config.job_config import JobConfig, check_config
+from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.train import layout_of, parse
 
 ROOT = Path(__file__).resolve().parents[2]

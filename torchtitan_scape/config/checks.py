@@ -1,0 +1,142 @@
+"""What a section cannot see by itself: which of them do not go together, and what TorchTitan's own may be."""
+
+from operator import attrgetter
+
+from torchtitan_scape.config.job_config import JobConfig
+
+
+def check_config(config: JobConfig, device_type: str) -> None:
+    """Refuses what would be silently wrong, or is not built. Raises ValueError with the fix."""
+    optimizer, parallelism = config.optimizer, config.parallelism
+    if optimizer.name not in ("AdamW", "AdamS"):
+        raise ValueError(f"[optimizer] name = {optimizer.name!r}; it must be 'AdamW' or 'AdamS'")
+    if config.sync.method == "scape" and optimizer.name != "AdamS":
+        raise ValueError(
+            f"[sync] method = 'scape' with [optimizer] name = {optimizer.name!r}: SCAPE is built on AdamS; "
+            "set [optimizer] name = 'AdamS', or [sync] method = 'dense'"
+        )
+    refused = {
+        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
+        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
+        "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "fault_tolerance.enable": config.fault_tolerance.enable,
+    }
+    for key, on in refused.items():
+        if on:
+            raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
+    if device_type == "cpu" and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
+            "attention has no CPU form; set it to 1, or run on GPUs"
+        )
+    if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
+        raise ValueError(
+            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: nothing is staged from a device there; set "
+            "'async'"
+        )
+    if config.comm.mode == "local_tensor":
+        raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
+    if config.training.dtype != "float32":
+        raise ValueError(
+            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
+            "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
+            "besides, with [sync.scape] weights_dtype"
+        )
+    sharded = config.sync.method == "scape" and config.sync.scape.update == "sharded"
+    if config.topology.simulate_replicas > 1 and sharded:
+        raise ValueError(
+            '[sync.scape] update = "sharded" with simulated replicas: its losses are those of "replicated" up to FP32 '
+            'rounding; set update = "replicated"'
+        )
+    if config.topology.simulate_replicas > 1 and config.sync.method == "scape":
+        scape = config.sync.scape
+        if scape.offload or scape.weights_dtype != "float32":
+            raise ValueError(
+                f"[sync.scape] offload = {scape.offload} and weights_dtype = {scape.weights_dtype!r} with simulated "
+                "replicas, which keep all their state on the device: leave both at their defaults"
+            )
+    if config.training.max_norm <= 0:
+        raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
+    _check_ranges(config)
+
+
+_INT32 = 2**31 - 1
+_SECONDS = 10**8  # three years; more overflows the clocks of process groups
+# Key -> least and largest value, None being allowed where the key's type has it. Later code fails beyond, or runs on
+# and is wrong. Of sections that are off nothing is asked.
+_RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "": {
+        "training.local_batch_size": (1, _INT32),
+        "training.seq_len": (1, _INT32),
+        "training.global_batch_size": (-1, _INT32),
+        "training.steps": (0, _INT32),
+        "training.gc_freq": (1, _INT32),
+        "training.dataloader.num_workers": (0, _INT32),
+        "training.dataloader.prefetch_factor": (1, _INT32),
+        "metrics.log_freq": (1, _INT32),
+        "optimizer.lr": (0, 1e6),
+        "optimizer.beta1": (0, 1 - 1e-12),
+        "optimizer.beta2": (0, 1 - 1e-12),
+        "optimizer.eps": (0, 1),
+        "optimizer.weight_decay": (0, 1e6),
+        "lr_scheduler.warmup_steps": (0, _INT32),
+        "lr_scheduler.total_steps": (1, _INT32),
+        "lr_scheduler.decay_ratio": (0, 1),
+        "lr_scheduler.min_lr_factor": (0, 1),
+        "activation_checkpoint.memory_budget": (0, 1),
+        "comm.init_timeout_seconds": (1, _SECONDS),
+        "comm.train_timeout_seconds": (1, _SECONDS),
+        "comm.trace_buf_size": (0, _INT32),
+        "topology.simulate_replicas": (1, _INT32),
+    },
+    "validation.enable": {
+        "validation.local_batch_size": (1, _INT32),
+        "validation.seq_len": (1, _INT32),
+        "validation.freq": (1, _INT32),
+        "validation.steps": (1, _INT32),
+        "validation.dataloader.num_workers": (0, _INT32),
+        "validation.dataloader.prefetch_factor": (1, _INT32),
+    },
+    "checkpoint.enable": {
+        "checkpoint.interval": (1, _INT32),
+        "checkpoint.keep_latest_k": (0, _INT32),
+        "checkpoint.load_step": (-1, _INT32),
+    },
+    "profiling.enable_profiling": {
+        "profiling.profile_freq": (1, _INT32),
+        "profiling.profiler_active": (1, _INT32),
+        "profiling.profiler_warmup": (0, _INT32),
+    },
+}
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for switch, ranges in _RANGES.items():
+        if switch and not attrgetter(switch)(config):
+            continue
+        for key, (least, most) in ranges.items():
+            value = attrgetter(key)(config)
+            if value is not None and not least <= value <= most:
+                section, _, name = key.rpartition(".")
+                bound = f"{least:g} or more" if value < least else f"{most:g} or less"
+                raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
+    if config.training.global_batch_size == 0:
+        raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch a rank")
+    if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
+        raise ValueError("[checkpoint] keep_latest_k = 1; it must be 0 (all) or 2 or more: one may be half written")
+    profiling = config.profiling
+    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
+        raise ValueError(
+            f"[profiling] profile_freq = {profiling.profile_freq}; it must be profiler_active + profiler_warmup = "
+            f"{profiling.profiler_active + profiling.profiler_warmup} or more"
+        )
+    option = config.activation_checkpoint.selective_ac_option
+    if (
+        config.activation_checkpoint.mode == "selective"
+        and option != "op"
+        and not (option.isascii() and option.isdigit() and int(option) > 0)
+    ):
+        raise ValueError(
+            f"[activation_checkpoint] selective_ac_option = {option!r}; it must be 'op' or a number from '1'"
+        )
