@@ -228,14 +228,14 @@ def build_dataloader(
     job_config: JobConfig,
     simulated: int = 1,
 ) -> TextDataLoader | SimulatedDataLoader:
-    """The training data's loader, behind checks.
+    """The training data's loader, after checks.
 
     Args:
         dp_world_size: number of data-parallel ranks, replicas times shards.
         dp_rank: this rank's place among them.
         tokenizer: encodes each document, with BOS and EOS around it.
         job_config: its sections `training`, `training.dataloader` and `data` are read.
-        simulated: replicas that this rank plays: it reads what as many ranks would, one behind the other.
+        simulated: replicas of this rank: it reads what as many ranks would, one after the other.
 
     Returns:
         Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token

@@ -1,7 +1,7 @@
 """Which documents a data-parallel reader reads, how far it is, and how the rest is dealt to another number of readers.
 
 A position is what is left of an epoch, as JSON: `left[0]` of the present epoch, `left[1]` of the one after it, and so
-on; behind them come ordinary shares. What is left consists of units:
+on; after them come ordinary shares. What is left consists of units:
 
     map-style   [begin, end): documents by index
     streamed    a file, or the whole stream, with the library's own position in it
@@ -67,7 +67,7 @@ class Documents:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by TorchTitan behind the last document of an epoch."""
+        """Called by TorchTitan after the last document of an epoch."""
         self.epoch = epoch
         self.left.pop(0)
         self.whole = not self.left
@@ -125,7 +125,7 @@ class StoredDocuments(Documents):
 
 
 def _cut(ranges: Units, rank: int, world: int) -> Units:
-    """Part `rank` of `world` of ranges behind each other; where it does not divide, the first parts are longer by 1."""
+    """Part `rank` of `world` of ranges one after the other; where it does not divide, the first parts are longer by 1."""
     each, more = divmod(sum(end - begin for begin, end in ranges), world)
     skip, take = rank * each + min(rank, more), each + (rank < more)
     part = []

@@ -123,14 +123,14 @@ class TextDataLoader(ParallelAwareDataloader):
                              (documents passed over), left (see documents.py), tokens (not yet given out)
         world_size: int      data-parallel ranks; with simulated replicas, of all of them
 
-    It is the state behind the last batch that was given out, whatever a worker process has read beyond it, and does
+    It is the state after the last batch that was given out, whatever a worker process has read beyond it, and does
     not depend on the number of workers (0 or 1), the batch size or the sequence length.
     """
 
     dataset: TextDataset
 
     def position(self) -> str:
-        """JSON of the position behind the last batch."""
+        """JSON of the position after the last batch."""
         if self.num_workers == 0 or self._iterator is None:
             return str(self.dataset.state_dict()["position"])
         workers = StatefulDataLoader.state_dict(self)["_snapshot"]["_worker_snapshots"]

@@ -1,4 +1,4 @@
-"""The data of several replicas that one rank plays: each reads what a rank of its own would read."""
+"""The data of several replicas of one rank: each reads what a rank of its own would read."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -110,7 +110,7 @@ class FixedValidator(Validator):
         readers = dp_world_size * simulated
         check_dataset("validation", validation, readers)
         self._metrics = _ValidationMetrics(metrics_processor)
-        if simulated > 1:  # the batches of all replicas, one behind the other
+        if simulated > 1:  # the batches of all replicas, one after the other
             job_config = replace(job_config, validation=replace(validation, steps=validation.steps * simulated))
         super().__init__(
             job_config=job_config,

@@ -1,5 +1,7 @@
 """TorchTitan's Llama at our sizes."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -10,48 +12,16 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan_scape.sync.shards import local, plain_name
 
 # Llama 3.1's stretching of the rotary frequencies is off: none of these models was trained with it.
-_PLAIN_ROPE = RoPEScalingArgs(scaling_factor=1.0)
+_sizes = partial(TransformerModelArgs, rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0))
 
 LLAMA_ARGS = {
     # 2.2 M parameters: what two CPU cores train in two minutes.
-    "embedded": TransformerModelArgs(
-        dim=128,
-        n_layers=6,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=4096,
-        multiple_of=64,
-        rope_scaling_args=_PLAIN_ROPE,
-    ),
+    "embedded": _sizes(dim=128, n_layers=6, n_heads=4, n_kv_heads=2, vocab_size=4096, multiple_of=64),
     # 200,720 parameters on bytes (256 and two special tokens, four rows spare): for studies of many short runs.
-    "study": TransformerModelArgs(
-        dim=80,
-        n_layers=2,
-        n_heads=2,
-        n_kv_heads=2,
-        vocab_size=260,
-        multiple_of=32,
-        rope_scaling_args=_PLAIN_ROPE,
-    ),
+    "study": _sizes(dim=80, n_layers=2, n_heads=2, n_kv_heads=2, vocab_size=260, multiple_of=32),
     # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
-    "500M": TransformerModelArgs(
-        dim=1536,
-        n_layers=16,
-        n_heads=16,
-        n_kv_heads=8,
-        vocab_size=32000,
-        rope_theta=100000,
-        rope_scaling_args=_PLAIN_ROPE,
-    ),
-    "1.8B": TransformerModelArgs(
-        dim=2560,
-        n_layers=24,
-        n_heads=32,
-        n_kv_heads=8,
-        vocab_size=32000,
-        rope_theta=10000,
-        rope_scaling_args=_PLAIN_ROPE,
-    ),
+    "500M": _sizes(dim=1536, n_layers=16, n_heads=16, n_kv_heads=8, vocab_size=32000, rope_theta=100000),
+    "1.8B": _sizes(dim=2560, n_layers=24, n_heads=32, n_kv_heads=8, vocab_size=32000, rope_theta=10000),
 }
 
 
