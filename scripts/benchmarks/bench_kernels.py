@@ -29,6 +29,7 @@ from kernels.scape.passes import Rates
 from kernels.scape.torch_passes import TorchScape
 from kernels.scape.triton_passes import TritonScape
 from kernels.scape.visits import Staleness
+from torchtitan_scape.planner.volumes import Method, kernel_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 8
@@ -84,17 +85,7 @@ def copy_bandwidth(clock: Clock, device: torch.device, gigabytes: float) -> floa
 
 def minimal_bytes(shapes: list[tuple[int, ...]], density: float) -> dict[str, float]:
     """What each kernel cannot do without: each input read once, each output written once."""
-    sparse, whole = sizes_of(shapes)
-    layout = BlockLayout(sparse, 1024, REPLICAS)
-    n, masks = sum(sparse) + sum(whole), 2 * layout.mask_bytes()
-    k = sum(layout.nnz(i, density, "block") for i in range(len(sparse))) + sum(whole)
-    return {
-        "finite": 4 * n,
-        "pack": 12 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
-        "squares": 8 * k,
-        # Parameter twice; payload and last moment, new moment; the masks once more for what enters each row and column.
-        "update": 8 * n + 2 * masks + 8 * k + 4 * k,
-    }
+    return kernel_bytes(Method("scape", density), shapes, REPLICAS)
 
 
 def sizes_of(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -125,7 +125,7 @@ class StoredDocuments(Documents):
 
 
 def _cut(ranges: Units, rank: int, world: int) -> Units:
-    """Part `rank` of `world` of ranges one after the other; where it does not divide, the first parts are longer by 1."""
+    """Part `rank` of `world` of ranges in a row; where it does not divide, the first parts are longer by 1."""
     each, more = divmod(sum(end - begin for begin, end in ranges), world)
     skip, take = rank * each + min(rank, more), each + (rank < more)
     part = []

@@ -231,20 +231,30 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
     return [Message("scatter", payload, method.wire), Message("gather", values), masks]
 
 
-def _scape_passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
-    """As in results/bench_kernels/bytes.md."""
+def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    """Bytes that each of SCAPE's passes cannot do without: every input read once, every output written once."""
     n, k = entries_of(shapes), payload_entries(shapes, method.density, method.block)
     masks = 2 * _layout(shapes, replicas, method.block).mask_bytes()
-    if method.sharded:
-        # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter
-        # for norm and update; all write the values.
-        owned, sent = _owned_entries(method, shapes, replicas), k / replicas
-        pack, update = 12.0 * n + masks + 4 * k + 8 * owned, 24 * sent + masks + 4 * k
-        update += 0 if method.bf16_weights else 8 * n  # the decay of BF16 weights is that of their scale
-        return pack, 4.0 * n + update + (8 * owned if method.has_master(replicas) else 0.0)
-    # A master is decayed and updated in the place of weights, and then read to be rounded.
-    update = (14 if method.bf16_weights else 8) * n + 2 * masks + 12 * k
-    return 12.0 * n + masks + 8 * k, 4.0 * n + 8 * k + update
+    if not method.sharded:
+        return {
+            "finite": 4.0 * n,
+            "pack": 12.0 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
+            "squares": 8.0 * k,
+            # Parameter twice, and a master besides: decayed and updated in its place, and then read to be rounded.
+            # Payload and last moment, new moment; the masks once more for what enters each row and column.
+            "update": (14.0 if method.bf16_weights else 8.0) * n + 2 * masks + 12 * k,
+        }
+    # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter for norm
+    # and update; all write the values. The decay of BF16 weights is that of their scale.
+    owned, sent = _owned_entries(method, shapes, replicas), k / replicas
+    update = 24 * sent + masks + 4 * k + (0 if method.bf16_weights else 8 * n)
+    update += 8 * owned if method.has_master(replicas) else 0.0
+    return {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
+
+
+def _scape_passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    passes = kernel_bytes(method, shapes, replicas)
+    return passes.pop("pack"), sum(passes.values())
 
 
 def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
