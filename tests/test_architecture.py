@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,11 @@ class Imports(ast.NodeVisitor):
             self.visit(node)
 
 
+@cache
+def imports_of(path: Path) -> Imports:
+    return Imports(path)
+
+
 def named(imported: str) -> str | None:
     """The module of the product that an import names: `a.b.name` is a name in `a.b`, or a module itself."""
     while imported and imported not in FILES:
@@ -92,8 +98,7 @@ def graph(later: bool = False) -> dict[str, set[str]]:
     """What every module imports of the product: while it is imported, or besides that."""
     found = {}
     for module, path in FILES.items():
-        imports = Imports(path)
-        names = imports.later if later else imports.at_once
+        names = imports_of(path).later if later else imports_of(path).at_once
         found[module] = {name for name in map(named, names) if name not in (None, module)}
     return found
 
@@ -152,7 +157,7 @@ def test_kernels_topology_and_sync_do_not_know_torchtitan() -> None:
     wrong = []
     for module, path in FILES.items():
         if module.startswith(("kernels", "topology", "torchtitan_scape.sync")):
-            imports = Imports(path)
+            imports = imports_of(path)
             known = [name for name in imports.at_once | imports.later if f"{name}.".startswith("torchtitan.")]
             wrong += [f"{module} -> {name}" for name in known]
     assert not wrong
@@ -167,13 +172,11 @@ def test_no_circle_is_hidden_in_a_function_or_a_type() -> None:
     assert circles(both()) == []
 
 
-@UNTIL_ALL_IS_MOVED
 def test_files_are_short() -> None:
     counts = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
     assert {module: count for module, count in counts.items() if count > LONGEST} == {}
 
 
-@UNTIL_ALL_IS_MOVED
 def test_scripts_are_started_as_modules() -> None:
     scripts = {name: path for name, path in FILES.items() if name.startswith("scripts")}
     assert list(lines(r"\bsys\.path\b", scripts)) == []

@@ -83,11 +83,6 @@ def copy_bandwidth(clock: Clock, device: torch.device, gigabytes: float) -> floa
     return 2 * source.nbytes / (clock(lambda: target.copy_(source)) / 1e3)
 
 
-def minimal_bytes(shapes: list[tuple[int, ...]], density: float) -> dict[str, float]:
-    """What each kernel cannot do without: each input read once, each output written once."""
-    return kernel_bytes(Method("scape", density), shapes, REPLICAS)
-
-
 def sizes_of(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Entries of the sparsified tensors, and of those that are sent whole."""
     sparse = tuple(torch.Size(s).numel() for s in shapes if len(s) > 1)
@@ -105,7 +100,10 @@ def bytes_table(models: list[str], densities: list[float]) -> str:
     ]
     for name in models:
         for density in densities:
-            least, n = minimal_bytes(MODELS[name], density), sum(map(sum, sizes_of(MODELS[name])))
+            least, n = (
+                kernel_bytes(Method("scape", density), MODELS[name], REPLICAS),
+                sum(map(sum, sizes_of(MODELS[name]))),
+            )
             figures = [*least.values(), least["pack"] + least["update"], sum(least.values())]
             cells = [name, f"{n:,}", str(density), *(f"{f / n:.2f}" for f in figures)]
             lines.append("| " + " | ".join(cells) + " |")
@@ -284,7 +282,7 @@ def memory(shapes: list[tuple[int, ...]], density: float, device: torch.device) 
 def measure(name: str, density: float, clock: Clock, device: torch.device, bandwidth: float) -> dict[str, Any]:
     bench = Bench(MODELS[name], density, device)
     entries = sum(p.numel() for p in bench.parameters)
-    times, least = bench.times(clock), minimal_bytes(MODELS[name], density)
+    times, least = bench.times(clock), kernel_bytes(Method("scape", density), MODELS[name], REPLICAS)
     result: dict[str, Any] = {
         "model": name,
         "density": density,
