@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RunError, guarded, parser
+from scripts.common import ROOT, RunError, guarded, parser
 from topology.interfaces import parse_counters
 
 NIC = "eth0"
@@ -242,6 +242,26 @@ class Cluster:
             return 0
         finally:
             self.end_processes()
+
+    def torchrun(
+        self,
+        arguments: Sequence[str],
+        ranks_per_node: int,
+        log_dir: Path,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Runs `arguments` ("-m", a module, its own) on all ranks. Raises RunError with the reason, in one line."""
+        command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nnodes={self.nodes}"]
+        command += [f"--nproc_per_node={ranks_per_node}", "--rdzv_backend=c10d"]
+        command += [f"--rdzv_endpoint={self.addresses[0]}:{PORT}", "--local-ranks-filter=0", "--tee=3", *arguments]
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+        if code := self.run(command, ranks_per_node, env, log_dir, timeout, show=False):
+            lines = (log_dir / "node0.log").read_text(errors="replace").splitlines()
+            said = [line for line in lines if "error:" in line.lower()]
+            why = said[-1].strip() if said else "no error was printed"
+            raise RunError(f"{arguments[1]} ended with exit code {code}: {why} (log in {log_dir})")
 
     def end_processes(self) -> None:
         """Ends what was started here, then what is left in the nodes: torchrun's workers have sessions of their own."""

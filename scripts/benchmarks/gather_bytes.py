@@ -22,7 +22,6 @@ from scripts.common import (
     EMBEDDED,
     OUTPUTS,
     RESULTS,
-    ROOT,
     RunError,
     command_of,
     guarded,
@@ -89,12 +88,9 @@ def train(plan: Plan, form: Form, steps: int, folder: Path, timeout: float) -> d
     if plan.shard > 1:
         options.append(f"--parallelism.data_parallel_shard_degree={plan.shard}")
     (folder / "summary.json").unlink(missing_ok=True)
-    command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *options]
-    env = {"CONFIG_FILE": EMBEDDED}
+    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", *options]
     with Cluster(plan.nodes) as cluster:
-        code = cluster.run(command, plan.ranks_per_node, env, folder, timeout, show=False)
-    if code:
-        raise RunError(f"{folder.name} ended with exit code {code}; its logs are in {folder}")
+        cluster.torchrun(given, plan.ranks_per_node, folder, timeout)
     summary = json.loads((folder / "summary.json").read_text())
     if summary["interfaces"] is None or summary["skipped_steps"]:
         raise RunError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")

@@ -2,19 +2,17 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, write
-from scripts.emulated_cluster import PORT, Cluster
+from scripts.common import RunError, read, write
+from scripts.emulated_cluster import Cluster
 from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
 from torchtitan_scape.planner.cost import predict_step
 from torchtitan_scape.planner.volumes import Method, payload_bytes, powersgd_rank
 
-REAL = "real"
-RANK = ("-m", "scripts.studies.scaling_rank")
+RANK = ["-m", "scripts.studies.scaling_rank"]
 
 
 class Emulated:
@@ -23,7 +21,8 @@ class Emulated:
     def __init__(self, sweep: Sweep) -> None:
         self.sweep, self.args = sweep, sweep.args
         self.folder = sweep.folder / "calibration"
-        self.real = self.args.compute == REAL
+        self.logs = sweep.outputs
+        self.real = self.args.compute == "real"
         self.rate: float | None = self.args.rate or None
         per_node = self.args.ranks_per_node
         if per_node < 1 or any(size % per_node for size in sweep.sizes):
@@ -32,42 +31,25 @@ class Emulated:
             raise ValueError(f"--compute is {self.args.compute!r}; give seconds, or real")
         if any(plan.peer for plan in sweep.plans) and not self.real:
             raise ValueError("DDP synchronises during a real backward pass: its methods need --compute real")
-        for recipe in sweep.recipes if self.real else ():
-            for size in sweep.sizes:
-                if self.batch(recipe) % size:
-                    raise ValueError(
-                        f"a global batch of {self.batch(recipe)} is no multiple of {size} ranks; set --batch"
-                    )
+        for cell in sweep.cells() if self.real else ():
+            if (batch := self.batch(cell.recipe)) % cell.size:
+                raise ValueError(f"a global batch of {batch} is no multiple of {cell.size} ranks; set --batch")
         if self.args.slowdown and not (self.args.slowdown > 1 and self.real and len(sweep.sizes) == 1):
             raise ValueError("--slowdown takes a factor above 1, --compute real and one size")
 
     # -------------------------------------------------------------------------------------------- runs
 
-    def start(self, size: int, arguments: list[str], log: Path, rate: float | None, env: dict[str, str]) -> str:
-        """Runs torchrun's arguments on all nodes. Returns "" or the reason of a failure, in one line."""
-        nodes = size // self.args.ranks_per_node
-        with Cluster(nodes, rate) as cluster:
-            command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nnodes={nodes}"]
-            command += [f"--nproc_per_node={self.args.ranks_per_node}", "--rdzv_backend=c10d"]
-            command += [f"--rdzv_endpoint={cluster.addresses[0]}:{PORT}", "--local-ranks-filter=0", "--tee=3"]
-            path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-            env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **env}
-            code = cluster.run(
-                [*command, *arguments], self.args.ranks_per_node, env, log, self.args.timeout, show=False
-            )
-        if code == 0:
-            return ""
-        lines = (log / "node0.log").read_text(errors="replace").splitlines()
-        said = [line for line in lines if "error:" in line.lower()]
-        return f"exit code {code}: {said[-1].strip() if said else 'no error was printed'} (log in {log})"
+    def start(self, size: int, arguments: list[str], log: Path, rate: float | None, **env: str) -> None:
+        """Runs torchrun's arguments on all nodes. Raises RunError."""
+        per_node = self.args.ranks_per_node
+        with Cluster(size // per_node, rate) as cluster:
+            cluster.torchrun(arguments, per_node, log, self.args.timeout, env)
 
     def trainer(self, recipe: Path, size: int, log: Path, steps: int) -> list[str]:
         """The command line of a run, but for its method."""
-        batch = self.batch(recipe)
-        each = batch // size if self.real else 1
+        each = self.batch(recipe) // size if self.real else 1
         return [
-            "--job.config_file",
-            str(recipe),
+            f"--job.config_file={recipe}",
             f"--job.dump_folder={log}",
             f"--training.steps={steps}",
             f"--training.local_batch_size={each}",
@@ -84,26 +66,48 @@ class Emulated:
         """Sequences a step, over all ranks: of the smallest size, each with the recipe's local batch."""
         return self.args.batch or recipe_value(recipe, "training", "local_batch_size") * self.sweep.sizes[0]
 
-    def measure(self, cell: Cell, steps: int, rate: float | None, name: str, **wanted: Any) -> tuple[str, Path]:
-        """Trains; (reason of a failure or "", where the measurement is)."""
-        log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / name
+    def measure(self, cell: Cell, steps: int, rate: float | None, name: str) -> Path:
+        """Trains; where the measurement is. Raises RunError."""
+        log = self.logs / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        wanted = {"output": str(raw), "warm_up": self.args.warm_up, "plain": self.args.plain, **wanted}
+        wanted: dict[str, Any] = {"output": str(raw), "warm_up": self.args.warm_up, "plain": self.args.plain}
         if not self.real:
             wanted["compute"] = self.compute(cell.size)
         if cell.plan.peer:
-            wanted |= {"peer": cell.plan.peer, "rank": cell.plan.rank or self.equal_rank(cell.recipe)}
-        arguments = [
-            *RANK,
-            *self.trainer(cell.recipe, cell.size, log, steps),
-            *cell.plan.options,
-        ]
-        why = self.start(cell.size, arguments, log, rate, {"SCALING": json.dumps(wanted)})
-        return why or ("" if raw.exists() else f"nothing was measured (log in {log})"), raw
+            wanted |= {"peer": cell.plan.peer, "rank": self.rank_of(cell)}
+        arguments = [*RANK, *self.trainer(cell.recipe, cell.size, log, steps), *cell.plan.options]
+        self.start(cell.size, arguments, log, rate, SCALING=json.dumps(wanted))
+        if not raw.exists():
+            raise RunError(f"nothing was measured (log in {log})")
+        return raw
 
     def compute(self, size: int) -> float:
         return float(self.args.compute) * self.sweep.sizes[0] / size
+
+    def cell(self, cell: Cell) -> dict[str, Any]:
+        """Measures a cell. What is missing for its prediction or its loss does not undo the measurement."""
+        args = self.args
+        content = from_raw(self.measure(cell, args.warm_up + args.steps, self.rate, cell.name), self.batch(cell.recipe))
+        content |= {"nodes": cell.size // args.ranks_per_node, "ranks_per_node": args.ranks_per_node}
+        content |= {"compute": "real" if self.real else "wait", "rate_mbit": self.rate}
+        if not self.real or args.loss_steps:
+            content["validation_loss"] = None  # of a few steps, or of gradients that are always the same
+        if cell.plan.peer == "powersgd":
+            content["label"] = f"PowerSGD, rank {self.rank_of(cell)}"
+        print(f"    {1e3 * content['step_seconds']:.0f} ms a step", flush=True)
+        try:
+            content["predicted"] = self.predicted(cell, content)
+        except (RunError, ValueError) as error:
+            print(f"    not predicted: {error}", flush=True)
+        if args.loss_steps:
+            print(f"    now {args.loss_steps} steps for the loss ...", flush=True)
+            try:
+                longer = read(self.measure(cell, args.loss_steps, None, f"{cell.name}-loss"))["summary"]
+                content |= {"validation_loss": longer["validation_loss"], "steps_trained": longer["steps"]}
+            except RunError as error:
+                print(f"    no loss: {error}", flush=True)
+        return content
 
     # ------------------------------------------------------------------------------------ calibration
 
@@ -111,33 +115,22 @@ class Emulated:
         """The preflight of this size, at this rate."""
         path = self.folder / f"links-{size}.json"
         if not path.exists():
-            arguments = [
-                "-m",
-                "torchtitan_scape.planner.preflight",
-                "--output",
-                str(path.resolve()),
-                "--machine",
-                "local",
-            ]
-            arguments += ["--ranks-per-node", str(self.args.ranks_per_node), "--largest", "16"]
-            log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / f"links-{size}"
-            if why := self.start(size, arguments, log, self.rate, {}):
-                raise RunError(f"the preflight on {size} ranks failed: {why}")
+            arguments = ["-m", "torchtitan_scape.planner.preflight", f"--output={path.resolve()}", "--machine=local"]
+            arguments += [f"--ranks-per-node={self.args.ranks_per_node}", "--largest=16"]
+            self.start(size, arguments, self.logs / path.stem, self.rate)
         return Links.from_json(path)
 
     def passes(self, recipe: Path, size: int) -> dict[str, Any]:
         """What a step of every method costs with this number of ranks on the host's cores, no compute, no exchange."""
         path = self.folder / f"passes-{recipe.stem}-{size}.json"
         wanted = {plan.name: list(plan.options) for plan in self.sweep.plans if not plan.peer}
-        if not path.exists() or set(wanted) - set(json.loads(path.read_text())):
-            log = ROOT / "outputs" / "strong_scaling" / self.sweep.folder.name / f"passes-{recipe.stem}-{size}"
+        if set(wanted) - set(read(path) or {}):
+            log = self.logs / path.stem
             scaling = {"output": str(path.resolve()), "calibrate": wanted, "warm_up": self.args.warm_up, "compute": 0}
             scaling["plain"] = self.args.plain
-            steps = self.args.warm_up + self.args.steps
-            arguments = [*RANK, *self.trainer(recipe, size, log, steps)]
-            if why := self.start(size, arguments, log, None, {"SCALING": json.dumps(scaling)}):
-                raise RunError(f"the calibration of the optimizers on {size} ranks failed: {why}")
-        return json.loads(path.read_text())
+            arguments = [*RANK, *self.trainer(recipe, size, log, self.args.warm_up + self.args.steps)]
+            self.start(size, arguments, log, None, SCALING=json.dumps(scaling))
+        return read(path)
 
     def shapes(self, recipe: Path) -> list[tuple[int, ...]]:
         """The model's tensors."""
@@ -145,24 +138,21 @@ class Emulated:
         if not path.exists():
             from torchtitan_scape import train  # decides on the device, before TorchTitan is imported
 
-            write(path, train.parameter_shapes(train.parse(["--job.config_file", str(recipe), *self.args.rest])))
-        return [tuple(shape) for shape in json.loads(path.read_text())]
+            write(path, train.parameter_shapes(train.parse([f"--job.config_file={recipe}", *self.args.rest])))
+        return [tuple(shape) for shape in read(path)]
 
-    def equal_rank(self, recipe: Path) -> int:
-        """PowerSGD's rank with no more bytes than SCAPE at 0.01 all-reduces."""
-        shapes = self.shapes(recipe)
-        return powersgd_rank(shapes, payload_bytes(shapes, 0.01))
+    def rank_of(self, cell: Cell) -> int:
+        """PowerSGD's: as given, or that with no more bytes than SCAPE at 0.01 all-reduces."""
+        shapes = self.shapes(cell.recipe)
+        return cell.plan.rank or powersgd_rank(shapes, payload_bytes(shapes, 0.01))
 
-    def calibrate_rate(self, cell: Cell) -> None:
+    def calibrate_rate(self) -> None:
         """Sets the rate so that the dense step takes `slowdown` times what it takes, exchange aside, without limits."""
-        path = self.folder / "rate.json"
+        path, cell = self.folder / "rate.json", Cell(self.sweep.recipes[0], Plan.parse("adams"), self.sweep.sizes[0])
         if not path.exists():
 
             def measured(rate: float | None) -> tuple[float, float]:
-                why, raw = self.measure(cell, self.args.warm_up + 6, rate, "rate")
-                if why:
-                    raise RunError(f"the calibration of the links' rate failed: {why}")
-                found = json.loads(raw.read_text())
+                found = read(self.measure(cell, self.args.warm_up + 6, rate, "rate"))
                 return found["step_seconds"] - found["phases"]["exposed"], found["phases"]["exposed"]
 
             print("[calibration] dense AdamS, links not limited ...", flush=True)
@@ -178,25 +168,20 @@ class Emulated:
                     break
                 rate *= exposed / max(exposed + goal - (own + exposed), 0.1 * exposed)
             write(path, {"rate": rate, "not_limited": alone, "tried": tried})
-        self.rate = json.loads(path.read_text())["rate"]
+        self.rate = read(path)["rate"]
 
     # ------------------------------------------------------------------------------------- prediction
 
     def predicted(self, cell: Cell, measured: dict[str, Any]) -> dict[str, float] | None:
         """The step by the cost model, from measured links, passes and the given (or this run's own) compute."""
-        plan = cell.plan
+        plan, per_node = cell.plan, self.args.ranks_per_node
         if plan.peer or any(option.startswith("--parallelism") for option in self.args.rest):
             return None  # DDP overlaps in its own way; the model below is of replicas without shards
-        silent = self.passes(cell.recipe, cell.size)[plan.name]
+        silent, shapes = self.passes(cell.recipe, cell.size)[plan.name], self.shapes(cell.recipe)
         passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
-        shapes = self.shapes(cell.recipe)
-        method = Method(plan.dense or "scape", plan.density, plan.wire)
-        per_node = self.args.ranks_per_node
         tiers = [("node", per_node), ("network", cell.size // per_node)]
-        chunks = measured["payload_parts"]
-        entries = payload_bytes(shapes, plan.density)
         found = predict_step(
-            method,
+            Method(plan.dense or "scape", plan.density, plan.wire),
             [tier for tier in tiers if tier[1] > 1],
             self.links(cell.size),
             shapes,
@@ -204,61 +189,22 @@ class Emulated:
             pack_seconds=passes.get("pack", 0.0),
             rest_seconds=optimizer - passes.get("pack", 0.0),
             fixed_seconds=max(0.0, silent["step_seconds"] - silent["phases"]["compute"] - optimizer),
-            chunk_bytes=-(-entries // chunks) if plan.dense == "" else 0,
+            chunk_bytes=0 if plan.dense else -(-payload_bytes(shapes, plan.density) // measured["payload_parts"]),
             flat="--topology.exchange flat" in " ".join(self.args.rest).replace("=", " "),
         )
-        return {
-            "step_seconds": found.step,
-            "compute": found.compute,
-            "exposed": found.exchange,
-            "optimizer": found.optimizer,
-        }
+        parts = {"compute": found.compute, "exposed": found.exchange, "optimizer": found.optimizer}
+        return {"step_seconds": found.step, **parts}
 
 
 def run(sweep: Sweep) -> int:
     """Runs what is missing and writes the report. Returns the number of failed cells."""
-    emulated, args = Emulated(sweep), sweep.args
+    emulated = Emulated(sweep)
     machine = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
     sweep.store(machine)  # so that another set-up cannot be mixed in
-    if args.slowdown:
-        emulated.calibrate_rate(Cell(sweep.recipes[0], Plan.parse("adams"), sweep.sizes[0]))
+    if sweep.args.slowdown:
+        emulated.calibrate_rate()
     sweep.notes = notes(emulated)
-    for cell in sweep.missing():
-        try:
-            one(emulated, cell)
-        except (RunError, ValueError) as error:  # of a cluster that could not be made, too
-            sweep.fail(cell, str(error))
-    return sweep.finish(machine)
-
-
-def one(emulated: Emulated, cell: Cell) -> None:
-    """Measures a cell. What is missing for its prediction or its loss does not undo the measurement."""
-    sweep, args = emulated.sweep, emulated.args
-    why, raw = emulated.measure(cell, args.warm_up + args.steps, emulated.rate, cell.name)
-    if why:
-        sweep.fail(cell, why)
-        return
-    content = from_raw(raw, emulated.batch(cell.recipe))
-    content |= {"nodes": cell.size // args.ranks_per_node, "ranks_per_node": args.ranks_per_node}
-    content |= {"compute": "real" if emulated.real else "wait", "rate_mbit": emulated.rate}
-    if not emulated.real or args.loss_steps:
-        content["validation_loss"] = None  # of a few steps, or of gradients that are always the same
-    if cell.plan.peer == "powersgd":
-        content["label"] = f"PowerSGD, rank {cell.plan.rank or emulated.equal_rank(cell.recipe)}"
-    print(f"    {1e3 * content['step_seconds']:.0f} ms a step", flush=True)
-    try:
-        content["predicted"] = emulated.predicted(cell, content)
-    except (RunError, ValueError) as error:
-        print(f"    not predicted: {error}", flush=True)
-    if args.loss_steps:
-        print(f"    now {args.loss_steps} steps for the loss ...", flush=True)
-        why, raw = emulated.measure(cell, args.loss_steps, None, f"{cell.name}-loss")
-        if why:
-            print(f"    no loss: {why}", flush=True)
-        else:
-            longer = json.loads(raw.read_text())["summary"]
-            content |= {"validation_loss": longer["validation_loss"], "steps_trained": longer["steps"]}
-    sweep.keep(cell, content)
+    return sweep.run(emulated.cell, machine)
 
 
 def notes(emulated: Emulated) -> list[str]:
@@ -273,23 +219,18 @@ def notes(emulated: Emulated) -> list[str]:
         "without compute and exchange; compute as given or, where real, this run's own. So what is put to the test is "
         "the exchange and how the parts add up, not the passes.",
     ]
-    if emulated.real:
-        told.insert(0, "Forward and backward are real.")
-        told.append("DDP's exchange overlaps its backward pass and is counted as compute; ours starts behind it.")
-        told.append(
-            "No method has FSDP around its model."
-            if args.plain
-            else "DDP's model has no FSDP around it and ours have, whose forward and backward are slower for it here."
-        )
-    else:
-        told.insert(
-            0,
-            f"Forward and backward are a wait of {emulated.compute(emulated.sweep.sizes[0]):g} s on "
-            f"{emulated.sweep.sizes[0]} ranks and in proportion less on more; nothing is learnt.",
-        )
-    stored = emulated.folder / "rate.json"
-    if args.slowdown and stored.exists():
-        found = json.loads(stored.read_text())
+    if not emulated.real:
+        seconds, first = emulated.compute(emulated.sweep.sizes[0]), emulated.sweep.sizes[0]
+        wait = f"Forward and backward are a wait of {seconds:g} s on {first} ranks and in proportion less on more"
+        return [f"{wait}; nothing is learnt.", *told]
+    told = ["Forward and backward are real.", *told]
+    told.append("DDP's exchange overlaps its backward pass and is counted as compute; ours starts after it.")
+    told.append(
+        "No method has FSDP around its model."
+        if args.plain
+        else "DDP's model has no FSDP around it and ours have, whose forward and backward are slower for it here."
+    )
+    if args.slowdown and (found := read(emulated.folder / "rate.json")):
         last = found["tried"][-1]
         told.append(
             f"The rate was chosen for a dense AdamS step of {args.slowdown:g} x its compute-only step, "

@@ -1,18 +1,19 @@
 """The launcher of strong_scaling.py that runs nothing: steps by the cost model, from a machine and a recipe's model."""
 
+from typing import Any
+
 from scripts.studies.scaling_sweep import Cell, Sweep
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.planner.cost import Assumptions, predict
 from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import WORKLOADS, Workload, get_workload
+from torchtitan_scape.planner.workloads import WORKLOADS, get_workload
 
 
 def run(sweep: Sweep) -> int:
     """Predicts what is missing and writes the report. Returns the number of failed cells."""
-    args = sweep.args
-    machine = get_machine(args.machine)
+    args, machine = sweep.args, get_machine(sweep.args.machine)
     links = Links.from_json(args.links) if args.links else Links.from_machine(machine)
     if args.network:
         links = links.with_bandwidth("network", args.network * 1e9)
@@ -20,49 +21,25 @@ def run(sweep: Sweep) -> int:
     sweep.notes = [
         f"Nothing was run. Links: {links.source}; forward and backward at {100 * args.mfu:g} % of the device's peak; "
         f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
-        "Dense gradients are taken as exchanged behind the backward pass, as here, not overlapped with it.",
+        "Dense gradients are taken as exchanged after the backward pass, as here, not overlapped with it.",
     ]
-    sweep.store(args.machine)
-    for cell in sweep.cells():
-        if sweep.done(cell):
-            continue
-        if cell.recipe.stem not in WORKLOADS:
-            sweep.fail(cell, f"the cost model knows no model of {cell.recipe}; known are {', '.join(WORKLOADS)}")
-            continue
-        workload = get_workload(cell.recipe.stem)
-        try:
-            sweep.keep(cell, predicted(cell, workload, links, assumptions, sweep))
-        except ValueError as error:
-            sweep.fail(cell, str(error))
-    return sweep.finish(args.machine)
+    return sweep.run(lambda cell: predicted(cell, links, assumptions, sweep), args.machine)
 
 
-def predicted(
-    cell: Cell, workload: Workload, links: Links, assumptions: Assumptions, sweep: Sweep
-) -> dict[str, object]:
-    """A cell. Sequences at a time: as many of a rank's share as are at most 4."""
-    args, plan = sweep.args, cell.plan
-    machine = get_machine(args.machine)
-    layout = plan_layout(
-        cell.size,
-        ranks_per_node=min(machine.ranks_per_node or cell.size, cell.size),
-        machine=machine,
-        replicate=-1,
-        shard=args.shard,
-    )
-    batch = args.batch or workload.batch
+def predicted(cell: Cell, links: Links, assumptions: Assumptions, sweep: Sweep) -> dict[str, Any]:
+    """A cell. Sequences at a time: as many of a rank's share as are at most 4. Raises ValueError."""
+    if cell.recipe.stem not in WORKLOADS:
+        raise ValueError(f"the cost model knows no model of {cell.recipe}; known are {', '.join(WORKLOADS)}")
+    plan, machine, workload = cell.plan, get_machine(sweep.args.machine), get_workload(cell.recipe.stem)
+    per_node = min(machine.ranks_per_node or cell.size, cell.size)
+    layout = plan_layout(cell.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=sweep.args.shard)
+    batch = sweep.args.batch or workload.batch
     each = max(1, batch // cell.size)
-    kinds = {"ddp": "adams", "ddp-bf16": "bf16"}
-    kind = plan.dense or kinds.get(plan.peer, plan.peer) or "scape"
-    found = predict(
-        Method(kind, plan.density, plan.wire, plan.rank),
-        workload,
-        layout,
-        links,
-        batch=batch,
-        micro_batch=next(n for n in (4, 3, 2, 1) if each % n == 0),
-        assumptions=assumptions,
-    )
+    micro_batch = next(n for n in (4, 3, 2, 1) if each % n == 0)
+    kind = plan.dense or {"ddp": "adams", "ddp-bf16": "bf16"}.get(plan.peer, plan.peer) or "scape"
+    method = Method(kind, plan.density, plan.wire, plan.rank)
+    found = predict(method, workload, layout, links, batch=batch, micro_batch=micro_batch, assumptions=assumptions)
+    phases = {"compute": found.compute, "exposed": found.exchange + found.shard}
     return {
         "nodes": layout.nodes,
         "ranks_per_node": layout.ranks_per_node,
@@ -70,19 +47,9 @@ def predicted(
         "steps": [found.step],
         "step_seconds": found.step,
         "quartiles": [found.step, found.step],
-        "phases": {
-            "compute": found.compute,
-            "exposed": found.exchange + found.shard,
-            "optimizer": found.optimizer,
-            "other": found.fixed,
-        },
+        "phases": phases | {"optimizer": found.optimizer, "other": found.fixed},
         "tokens_per_step": batch * workload.sequence,
         "peak_memory_bytes": sum(found.memory.values()),
         "memory_kind": "predicted",
         "sent": found.sent,
-        "nic": None,
-        "counted": None,
-        "predicted": None,
-        "validation_loss": None,
-        "steps_trained": 0,
     }

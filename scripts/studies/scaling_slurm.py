@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from scripts.common import ROOT, write
+from scripts.common import ROOT, read, write
 from scripts.studies.scaling_sweep import NEVER, Cell, Sweep, from_raw, recipe_value
 
 RANKS_PER_NODE = {"vista": 1, "frontier": 8}
@@ -48,20 +48,19 @@ class Jobs:
             command = shlex.join(["timeout", f"{self.args.timeout:g}", "bash", str(machine), *self.options(cell)])
             failed = shlex.quote(str(raw.with_suffix(".error")))
             lines += ["", f"rm -f {failed}", f'{assigned} {command} || echo "exit code $?" >{failed}']
+        (self.sweep.folder / "raw").mkdir(parents=True, exist_ok=True)
         path = folder / f"size-{size}.sh"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (self.sweep.folder / "raw").mkdir(exist_ok=True)
-        path.write_text("\n".join(lines) + "\n")
+        write(path, "\n".join(lines) + "\n")
         return path
 
     def options(self, cell: Cell) -> list[str]:
         """The trainer's command line. The global batch stays; a rank's share goes in micro-batches of the recipe's."""
         batch, micro = self.batch(cell), recipe_value(cell.recipe, "training", "local_batch_size")
-        each = batch // cell.size
         if batch % cell.size:
             raise ValueError(
                 f"the global batch {batch} of {cell.recipe} is no multiple of {cell.size} ranks; set --batch"
             )
+        each = batch // cell.size
         return [
             f"--job.dump_folder={self.sweep.folder.resolve() / 'runs' / cell.name}",
             f"--training.steps={self.args.warm_up + self.args.steps}",
@@ -81,19 +80,11 @@ class Jobs:
 
     def submit(self, size: int, cells: list[Cell]) -> None:
         """Submits the job of a size, unless it is queued or running already."""
-        number = self.number(size)
-        if number and self.alive(number):
-            print(f"[{size} ranks] job {number} is in the queue")
+        if self.alive(size):
+            print(f"[{size} ranks] job {self.number(size)} is in the queue")
             return
-        path = self.write_job(size, cells)
-        command = [
-            "sbatch",
-            "--parsable",
-            f"--nodes={size // self.per_node}",
-            *shlex.split(self.args.sbatch),
-            str(path),
-        ]
-        told = subprocess.run(command, capture_output=True, text=True)
+        command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *shlex.split(self.args.sbatch)]
+        told = subprocess.run([*command, str(self.write_job(size, cells))], capture_output=True, text=True)
         if told.returncode:
             raise ValueError(f"sbatch refused the job of {size} ranks: {' '.join(told.stderr.split())}")
         number = told.stdout.strip().split(";")[0]
@@ -101,32 +92,35 @@ class Jobs:
         print(f"[{size} ranks] submitted job {number} with {len(cells)} runs")
 
     def number(self, size: int) -> str:
-        path = self.sweep.folder / "jobs" / f"size-{size}.json"
-        return json.loads(path.read_text())["job"] if path.exists() else ""
+        return (read(self.sweep.folder / "jobs" / f"size-{size}.json") or {"job": ""})["job"]
 
-    def alive(self, number: str) -> bool:
+    def alive(self, size: int) -> bool:
+        if not (number := self.number(size)):
+            return False
         told = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
         if told.returncode:  # a controller that does not answer says nothing about the job
             return "Invalid job id" not in told.stderr
         return bool(told.stdout.strip())
 
-    def collect(self, cell: Cell) -> bool:
-        """Takes a measurement that is there. Returns whether the cell is done."""
-        raw = self.raw(cell)
-        if not self.sweep.done(cell) and raw.exists():
-            content = from_raw(raw, self.batch(cell))
-            content |= {"nodes": cell.size // self.per_node, "ranks_per_node": self.per_node, "compute": "real"}
-            self.sweep.keep(cell, content)
-            print(f"    {cell.plan.label} on {cell.size} ranks, {cell.recipe.stem}: {content['step_seconds']:.3f} s")
-        return self.sweep.done(cell)
+    def missing(self) -> list[Cell]:
+        """The cells that are not done, once what was measured meanwhile is taken."""
+        left = []
+        for cell in self.sweep.cells():
+            if not self.sweep.done(cell) and self.raw(cell).exists():
+                content = from_raw(self.raw(cell), self.batch(cell))
+                content |= {"nodes": cell.size // self.per_node, "ranks_per_node": self.per_node, "compute": "real"}
+                self.sweep.keep(cell, content)
+                print(
+                    f"    {cell.plan.label} on {cell.size} ranks, {cell.recipe.stem}: {content['step_seconds']:.3f} s"
+                )
+            left += [] if self.sweep.done(cell) else [cell]
+        return left
 
     def why(self, cell: Cell) -> str:
         """Why a job that has ended left nothing."""
         told = self.raw(cell).with_suffix(".error")
-        logs = f"logs in {self.sweep.folder / 'jobs'}"
-        if told.exists():
-            return f"{told.read_text().strip()}; {logs}"
-        return f"job {self.number(cell.size)} ended before this run (time limit, cancelled, or a node failed); {logs}"
+        ended = f"job {self.number(cell.size)} ended before this run (time limit, cancelled, or a node failed)"
+        return f"{told.read_text().strip() if told.exists() else ended}; logs in {self.sweep.folder / 'jobs'}"
 
 
 def run(sweep: Sweep) -> int:
@@ -137,26 +131,16 @@ def run(sweep: Sweep) -> int:
         "All methods of a size ran on the same nodes, one after the other; sizes are jobs of their own.",
         "DDP's exchange overlaps its backward pass and is counted as compute; ours starts after it.",
     ]
-    sweep.store(args.machine)
     for cell in sweep.cells():
         jobs.options(cell)  # refuses here, not in a job that has waited for hours
-    for size in sweep.sizes:
-        missing = [cell for cell in sweep.cells() if cell.size == size and not jobs.collect(cell)]
-        if missing:
-            jobs.submit(size, missing)
-    begin = time.monotonic()
-    while not args.submit_only:
-        missing = [cell for cell in sweep.cells() if not jobs.collect(cell)]
-        waiting = sorted({cell.size for cell in missing if jobs.alive(jobs.number(cell.size))})
-        if not waiting:
-            break
-        done, minutes = len(sweep.cells()) - len(missing), (time.monotonic() - begin) / 60
+    sweep.store(args.machine)
+    missing, begin = jobs.missing(), time.monotonic()
+    for size in dict.fromkeys(cell.size for cell in missing):
+        jobs.submit(size, [cell for cell in missing if cell.size == size])
+    while waiting := [size for size in sorted({cell.size for cell in jobs.missing()}) if jobs.alive(size)]:
+        done, minutes = len(sweep.cells()) - len(jobs.missing()), (time.monotonic() - begin) / 60
         print(f"[{done}/{len(sweep.cells())}] {minutes:.0f} min; jobs in the queue: {waiting}", flush=True)
         time.sleep(args.poll)
-    if args.submit_only:
-        print("the same command without --submit-only waits and collects")
-        return 0
-    for cell in sweep.cells():
-        if not jobs.collect(cell):
-            sweep.fail(cell, jobs.why(cell))
+    for cell in jobs.missing():
+        sweep.fail(cell, jobs.why(cell))
     return sweep.finish(args.machine)

@@ -6,12 +6,12 @@ import re
 import statistics
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common import command_of, read, write
+from scripts.common import OUTPUTS, RunError, command_of, read, write
 from scripts.studies.scaling_report import write_report
 
 NEVER = 1_000_000  # steps between two logs or validations
@@ -67,13 +67,8 @@ class Cell(NamedTuple):
         return f"{self.recipe.stem}-{self.plan.name}-{self.size}"
 
     def head(self, launcher: str) -> dict[str, Any]:
-        return {
-            "launcher": launcher,
-            "recipe": self.recipe.stem,
-            "method": self.plan.name,
-            "label": self.plan.label,
-            "size": self.size,
-        }
+        named = {"recipe": self.recipe.stem, "method": self.plan.name, "label": self.plan.label, "size": self.size}
+        return {"launcher": launcher, **named}
 
 
 class Sweep:
@@ -81,6 +76,7 @@ class Sweep:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, args.output
+        self.outputs = OUTPUTS / "strong_scaling" / args.output.name
         self.plans = [Plan.parse(name) for name in args.methods]
         self.recipes = [Path(recipe) for recipe in args.recipes]
         for recipe in self.recipes:
@@ -117,8 +113,12 @@ class Sweep:
         print(f"    failed: {why}", flush=True)
         self.keep(cell, {"error": why})
 
-    def missing(self) -> Iterator[Cell]:
-        """The cells to do, one after the other, with progress and the time that is left, by the mean so far."""
+    def run(self, measure: Callable[[Cell], dict[str, Any]], machine: str) -> int:
+        """Measures the missing cells one after the other, with the time that is left by the mean so far; reports.
+
+        Returns how many failed. What `measure` raises as RunError or ValueError is the cell's error.
+        """
+        self.store(machine)
         cells, taken = self.cells(), list[float]()
         to_do = [cell for cell in cells if not self.done(cell)]
         for i, cell in enumerate(to_do):
@@ -127,8 +127,12 @@ class Sweep:
             where = f"{cell.plan.label} on {cell.size} ranks, {cell.recipe.stem}"
             print(f"[{number}/{len(cells)}] {where} ...{left}", flush=True)
             begin = time.monotonic()
-            yield cell
+            try:
+                self.keep(cell, measure(cell))
+            except (RunError, ValueError) as error:  # of a cluster that could not be made, too
+                self.fail(cell, str(error))
             taken.append(time.monotonic() - begin)
+        return self.finish(machine)
 
     def store(self, machine: str) -> None:
         """Notes what is swept and how, before cells of another set-up can be mixed in."""

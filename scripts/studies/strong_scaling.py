@@ -10,7 +10,8 @@ emulated    network namespaces on this host (scripts/emulated_cluster.py). Its c
             forward and backward are a wait: --compute SECONDS at the smallest size, in proportion less at larger ones.
             Exchange and optimizer are real; they share the host's cores. --compute real computes instead.
             --slowdown X chooses the links' rate so that a dense AdamS step takes X times its compute-only step.
-slurm       writes one job a size into OUTPUT/jobs, submits it, waits, and collects. Jobs run all methods.
+slurm       writes one job a size into OUTPUT/jobs, submits it, waits, and collects. Jobs run all methods. Who does not
+            want to wait stops it: the same command collects later.
 predicted   the cost model alone.
 report      the report anew, from what a sweep has stored.
 
@@ -65,7 +66,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--machine", choices=("vista", "frontier"), required=True)
     add("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')
     add("--poll", type=float, default=30.0, help="seconds between looks at the jobs")
-    add("--submit-only", action="store_true", help="do not wait; the same command collects later")
     add = launcher("predicted", "4,8,16,32,64", PAPER)
     add("--machine", default="vista", help="preset of topology/machines.py")
     add("--network", type=float, default=0.0, help="GB/s that a rank sends over the network; 0: the preset's")
