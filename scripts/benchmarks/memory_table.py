@@ -88,8 +88,8 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
         options = ScapeOptions(
             density=method.density,
             update="sharded" if method.sharded else "replicated",
-            values_dtype=method.values,
-            weights_dtype=method.weights,
+            values_dtype=method.values,  # type: ignore[arg-type]
+            weights_dtype=method.weights,  # type: ignore[arg-type]
             offload=list(method.offload),
         )
         kept = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)

@@ -66,13 +66,15 @@ def as_stored(options: Options) -> Options:
 
 
 @functools.cache
-def defaults() -> Options:
-    """Those of [sync.scape] that a simulation takes."""
+def defaults(method: str) -> Options:
+    """Those of the method's section that a simulation takes; none of a method without one."""
     others = ("dense_names", "update", "values_dtype", "weights_dtype", "offload", "flush_at_end")
     # Late: the trainer has to be imported before TorchTitan is.
-    from torchtitan_scape.sync.scape.options import ScapeOptions
+    from torchtitan_scape.config.job_config import Sync
 
-    return {f"sync.scape.{f.name}": f.default for f in dataclasses.fields(ScapeOptions) if f.name not in others}
+    section = getattr(Sync(), method, None)
+    known = () if section is None else dataclasses.fields(section)
+    return {f"sync.{method}.{f.name}": getattr(section, f.name) for f in known if f.name not in others}
 
 
 @dataclass(frozen=True)
@@ -203,19 +205,22 @@ class Grid:
             **({"topology.simulate_replicas": one.replicas} if one.replicas else {}),  # 0: as the recipe says
             **one.options,
         }
-        dense = (self.base | shared | own).get("sync.method") == "dense"
-        if not dense:
+        kind = str((self.base | shared | own)["sync.method"])
+        section, spelled_out = f"sync.{kind}.", defaults(kind)  # a changed default makes another cell
+        if f"{section}density_warmup_steps" in spelled_out:
             share = self.methods[method].get("density_warmup", self.density_warmup)
-            own = {"sync.scape.density_warmup_steps": round(share * one.steps), **own}
+            own = {f"{section}density_warmup_steps": round(share * one.steps), **own}
         overrides = shared | own | {"optimizer.lr": learning_rate, "debug.seed": seed}
-        ignored = (*_WITHOUT_EFFECT, *(("sync.scape.",) if dense else ()))
-        # Defaults are spelled out: a changed one makes another cell.
-        known = _STORED_BESIDES | as_stored(defaults() | self.base | overrides)
-        options = {k: v for k, v in known.items() if not k.startswith(ignored)}
+
+        def counts(key: str) -> bool:
+            elsewhere = key.startswith("sync.") and key.count(".") > 1 and not key.startswith(section)
+            return not elsewhere and not key.startswith(_WITHOUT_EFFECT)
+
+        known = _STORED_BESIDES | as_stored(spelled_out | self.base | overrides)
+        options = {key: value for key, value in sorted(known.items()) if counts(key)}
         varied = ("sync.", "optimizer.name", "optimizer.lr", "debug.seed", *_WITHOUT_EFFECT)
         common = {k: v for k, v in (self.base | shared).items() if not k.startswith(varied)}
         label = str(self.methods[method].get("label", method))
-        options = dict(sorted(options.items()))
         return Cell(one, method, label, learning_rate, seed, overrides, options, digest(common), digest(as_stored(own)))
 
 

@@ -13,7 +13,7 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.volumes import VOLUMES, Method
 from torchtitan_scape.planner.workloads import get_workload
 
 WORKLOAD = "llama_1_8b"
@@ -51,15 +51,19 @@ def step_seconds(machine: str, method: Method) -> float:
 
 
 def method_of(options: dict[str, Any], step: int) -> Method | None:
-    """The method of a run at a step; None where no cost model is asked here. Densities of the warm-up have 3 digits."""
-    match options["sync.method"]:
-        case "dense":
-            return Method(options["optimizer.name"].lower())
-        case "scape":
-            warmup = int(options.get("sync.scape.density_warmup_steps", 0))
-            density = density_at(step, float(options["sync.scape.density"]), warmup) if step > 1 else 1.0
-            return Method("scape", float(f"{density:.3g}"), options.get("sync.scape.wire_dtype", "float32"))
-    return None
+    """The method of a run at a step; None where it has no closed form. Densities of the warm-up have three digits."""
+    kind, given = options["sync.method"], {}
+    if kind == "dense":
+        return Method(options["optimizer.name"].lower())
+    if kind not in VOLUMES:
+        return None
+    for key, field in VOLUMES[kind].recipe.items():
+        if (value := options.get(f"sync.{kind}.{key}")) is not None:
+            given[field] = value
+    if "density" in given:
+        warmup = int(options.get(f"sync.{kind}.density_warmup_steps", 0))
+        given["density"] = float(f"{density_at(step, given['density'], warmup) if step > 1 else 1.0:.3g}")
+    return Method(kind, **given)
 
 
 def elapsed(options: dict[str, Any], machine: str, steps: int) -> list[float]:

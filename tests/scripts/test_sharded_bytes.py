@@ -1,4 +1,4 @@
-"""scripts/benchmarks/gather_bytes.py: ratios and verdicts from runs that can be worked out by hand, stored table."""
+"""scripts/benchmarks/sharded_bytes.py: ratios and verdicts from runs that can be worked out by hand, stored table."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.gather_bytes import FORMS, PLANS, rows_of, spread, table, verdict
+from scripts.benchmarks.sharded_bytes import FORMS, PLANS, rows_of, spread, table, verdict
 from scripts.common import RESULTS, ROOT
 
 STORED = RESULTS / "gather_bytes"
@@ -23,7 +23,7 @@ def run(replicas: int, network: list[dict[str, Any]], inside: list[dict[str, Any
     return {"replicas": replicas, "options": [], "interfaces": {"steps": 4, "sent_per_step": sent}}
 
 
-# Without masks "local" sends 2.00 MB a replica on the counter, 1.95 counted.
+# Without masks the replicated form sends 2.00 MB a replica on the counter, 1.95 counted.
 LOCAL = run(2, [node(2.5e6, mask=0.5e6, payload=1.95e6), node(2.5e6, mask=0.5e6, payload=1.95e6)])
 
 
@@ -32,10 +32,10 @@ def test_ratios_are_without_masks_and_per_replica() -> None:
     gather = run(2, [node(2.6e6, mask=0.25e6, payload=1.0e6, values=0.989e6), node(2.5e6, mask=0.25e6, values=1.989e6)])
     first, second = rows_of({"2x1": {"local": LOCAL, "gather": gather}}, "network")
     assert (first["counter"], first["counted"], first["masks"]) == ("2.500", "2.450", "0.500")
-    assert (first["against local, counter"], first["target"], first["holds"]) == ("1.000", "-", "-")
-    assert second["cluster"] == "2 nodes of 1 rank" and second["form"] == "gather, FP32"
+    assert (first["against replicated, counter"], first["target"], first["holds"]) == ("1.000", "-", "-")
+    assert second["cluster"] == "2 nodes of 1 rank" and second["form"] == "sharded, FP32"
     assert (second["counter"], second["counter without masks"]) == ("2.550", "2.300")
-    assert (second["against local, counter"], second["against local, counted"]) == ("1.150", "1.020")
+    assert (second["against replicated, counter"], second["against replicated, counted"]) == ("1.150", "1.020")
     assert (second["target"], second["holds"]) == ("1.02", "as counted only")
 
 
@@ -52,7 +52,9 @@ def test_a_link_without_payload_is_not_judged() -> None:
     rows = rows_of(runs, "node")
     assert [row["cluster"] for row in rows] == [PLANS["2x2-shard"].title] * 2
     assert rows[1]["counter"] == "30.000"
-    assert {rows[1][key] for key in ("against local, counter", "against local, counted", "target", "holds")} == {"-"}
+    assert {
+        rows[1][key] for key in ("against replicated, counter", "against replicated, counted", "target", "holds")
+    } == {"-"}
 
 
 @pytest.mark.parametrize("ratios, told", [((1.02, 1.0), "yes"), ((1.03, 1.0), "as counted only"), ((1.0, 1.03), "no")])
@@ -75,13 +77,14 @@ def test_the_stored_table_is_that_of_the_stored_runs() -> None:
     for cluster, forms in stored["runs"].items():
         assert list(forms) == list(FORMS)
         for name, one in forms.items():
-            assert set(FORMS[name].options) <= set(one["options"]) and one["replicas"] == PLANS[cluster].replicas
+            ran_with = {option.replace("parameters=gather", "update=sharded") for option in one["options"]}
+            assert set(FORMS[name].options) <= ran_with and one["replicas"] == PLANS[cluster].replicas
     holds = [row["holds"] for row in rows_of(stored["runs"], "network")]
     assert set(holds) == {"-", "yes"} and holds.count("-") == len(PLANS)
 
 
 def test_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.benchmarks.gather_bytes", "report", f"--output={tmp_path}"]
+    command = [sys.executable, "-m", "scripts.benchmarks.sharded_bytes", "report", f"--output={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "runs.json" in done.stderr
     (tmp_path / "runs.json").write_bytes((STORED / "runs.json").read_bytes())

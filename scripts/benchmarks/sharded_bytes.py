@@ -1,8 +1,7 @@
-"""Bytes of SCAPE's sharded form against the all-reduce of the form "local", on the counters of an emulated cluster.
+"""Bytes of SCAPE's sharded update against the all-reduce of the replicated one, on an emulated cluster's counters.
 
-    # every form on every cluster, one after another: six minutes, as root
-    python -m scripts.benchmarks.gather_bytes run
-    python -m scripts.benchmarks.gather_bytes report     # table.md, from the stored runs alone
+    python -m scripts.benchmarks.sharded_bytes run        # every form on every cluster: six minutes, as root
+    python -m scripts.benchmarks.sharded_bytes report     # table.md, from the stored runs alone
 
 A run trains a few steps of the embedded recipe on scripts/emulated_cluster.py, its links not limited. Bytes are those
 of the training steps after the first, which is dense ("interfaces" in summary.json). runs.json holds them by node,
@@ -12,38 +11,23 @@ table.md by replica. Mask bytes, as the ranks count them, are left out of both s
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from scripts.common import (
-    EMBEDDED,
-    OUTPUTS,
-    RESULTS,
-    RunError,
-    command_of,
-    guarded,
-    markdown,
-    megabytes,
-    parser,
-    write,
-)
+from scripts.common import EMBEDDED, OUTPUTS, RESULTS, RunError, command_of, guarded, markdown, megabytes, parser, write
 from scripts.emulated_cluster import Cluster
 
 
-@dataclass(frozen=True)
-class Form:
-    """target: bytes against "local" at most; None for "local" itself."""
+class Form(NamedTuple):
+    """target: bytes against the replicated form at most; None for that itself."""
 
     title: str
     options: tuple[str, ...] = ()
     target: float | None = None
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A cluster, and how many ranks of a node hold a replica together."""
 
     title: str
@@ -56,12 +40,13 @@ class Plan:
         return self.nodes * self.ranks_per_node // self.shard
 
 
-GATHER, VALUES = "--sync.scape.update=sharded", "--sync.scape.values_dtype=bfloat16"
+SHARDED, VALUES = "--sync.scape.update=sharded", "--sync.scape.values_dtype=bfloat16"
+# By the names under which runs are stored: update = "replicated" was "local", "sharded" was "gather".
 FORMS = {
-    "local": Form("local, FP32 (all-reduce)"),
-    "gather": Form("gather, FP32", (GATHER,), 1.02),
-    "gather-values": Form("gather, values in BF16", (GATHER, VALUES), 0.77),
-    "gather-both": Form("gather, BF16 both ways", (GATHER, VALUES, "--sync.scape.wire_dtype=bfloat16"), 0.52),
+    "local": Form("replicated, FP32 (all-reduce)"),
+    "gather": Form("sharded, FP32", (SHARDED,), 1.02),
+    "gather-values": Form("sharded, values in BF16", (SHARDED, VALUES), 0.77),
+    "gather-both": Form("sharded, BF16 both ways", (SHARDED, VALUES, "--sync.scape.wire_dtype=bfloat16"), 0.52),
 }
 PLANS = {
     "2x1": Plan("2 nodes of 1 rank", 2),
@@ -70,21 +55,15 @@ PLANS = {
     "2x2": Plan("2 nodes of 2 ranks, 4 replicas, level by level", 2, 2),
     "2x2-shard": Plan("2 nodes of 2 ranks, 2 replicas x 2 shards", 2, 2, 2),
 }
-OPTIONS = (
-    "--training.local_batch_size=1",
-    "--validation.steps=1",
-    "--validation.local_batch_size=1",
-    "--sync.scape.density_warmup_steps=0",
-    "--metrics.log_freq=100",
-)
-
-
-# ---------------------------------------------------------------------------------------------------- runs
+OPTIONS = """
+    --training.local_batch_size=1 --validation.steps=1 --validation.local_batch_size=1
+    --sync.scape.density_warmup_steps=0 --metrics.log_freq=100
+"""
 
 
 def train(plan: Plan, form: Form, steps: int, folder: Path, timeout: float) -> dict[str, Any]:
     """One run, its dump and logs in `folder`. Raises RunError where it fails."""
-    options = [f"--training.steps={steps}", *OPTIONS, *form.options]
+    options = [f"--training.steps={steps}", *OPTIONS.split(), *form.options]
     if plan.shard > 1:
         options.append(f"--parallelism.data_parallel_shard_degree={plan.shard}")
     (folder / "summary.json").unlink(missing_ok=True)
@@ -101,45 +80,42 @@ def train(plan: Plan, form: Form, steps: int, folder: Path, timeout: float) -> d
 def run(args: argparse.Namespace) -> None:
     runs: dict[str, dict[str, Any]] = {}
     for cluster, plan in PLANS.items():
-        runs[cluster] = {}
         for name, form in FORMS.items():
             print(f"{plan.title}: {form.title} ...", flush=True)
-            runs[cluster][name] = train(plan, form, args.steps, args.work.resolve() / f"{cluster}-{name}", args.timeout)
-    write(args.output / "runs.json", {"command": command_of("scripts.benchmarks.gather_bytes"), "runs": runs})
+            found = train(plan, form, args.steps, args.work.resolve() / f"{cluster}-{name}", args.timeout)
+            runs.setdefault(cluster, {})[name] = found
+    write(args.output / "runs.json", {"command": command_of("scripts.benchmarks.sharded_bytes"), "runs": runs})
     report(args)
 
 
 # -------------------------------------------------------------------------------------------------- report
 
 
-@dataclass(frozen=True)
-class Volume:
+class Volume(NamedTuple):
     """Bytes per step over one kind of link: on the interfaces, as the ranks count them, and the masks among these."""
 
     counter: float
     counted: float
     masks: float
 
-    def __add__(self, other: "Volume") -> "Volume":
-        return Volume(self.counter + other.counter, self.counted + other.counted, self.masks + other.masks)
-
-    def against(self, local: "Volume") -> tuple[float, float]:
+    def against(self, other: "Volume") -> tuple[float, float]:
         """Ratios without masks, (on the counter, as counted)."""
         return (
-            (self.counter - self.masks) / (local.counter - local.masks),
-            (self.counted - self.masks) / (local.counted - local.masks),
+            (self.counter - self.masks) / (other.counter - other.masks),
+            (self.counted - self.masks) / (other.counted - other.masks),
         )
 
 
 def volume(nodes: Sequence[Mapping[str, Any]], replicas: int = 1) -> Volume:
-    """What a replica sends, from the nodes' entries of one level in summary.json."""
+    """What a replica sends, from nodes' entries in summary.json."""
     counter, counted = (sum(node[key] for node in nodes) / replicas for key in ("interface", "counted"))
     return Volume(counter, counted, sum(node["by_kind"].get("mask", 0.0) for node in nodes) / replicas)
 
 
-def sent(forms: Mapping[str, Any], level: str) -> dict[str, list[dict[str, Any]]]:
-    """The nodes' entries of one level, "network" or "node", by form."""
-    return {name: run["interfaces"]["sent_per_step"][level] for name, run in forms.items()}
+def sent(forms: Mapping[str, Any], *levels: str) -> dict[str, list[dict[str, Any]]]:
+    """The nodes' entries of "network", "node", or both, by form."""
+    measured = {name: run["interfaces"]["sent_per_step"] for name, run in forms.items()}
+    return {name: [node for level in levels for node in found[level]] for name, found in measured.items()}
 
 
 def verdict(ratios: tuple[float, float], target: float) -> str:
@@ -155,16 +131,16 @@ def rows_of(runs: Mapping[str, Any], level: str) -> list[dict[str, str]]:
         if not any(node["counted"] for node in entries["local"]):
             continue
         exchanged = any("payload" in node["by_kind"] for node in entries["local"])
-        local = volume(entries["local"], forms["local"]["replicas"])
+        replicated = volume(entries["local"], forms["local"]["replicas"])
         for name, nodes in entries.items():
             own, target = volume(nodes, forms[name]["replicas"]), FORMS[name].target
             row = {"cluster": PLANS[cluster].title, "form": FORMS[name].title}
             row |= {"counter": megabytes(own.counter), "counted": megabytes(own.counted)}
             row |= {"masks": megabytes(own.masks), "counter without masks": megabytes(own.counter - own.masks)}
-            row |= dict.fromkeys(("against local, counter", "against local, counted", "target", "holds"), "-")
+            row |= dict.fromkeys(("against replicated, counter", "against replicated, counted", "target", "holds"), "-")
             if exchanged:
-                ratios = own.against(local)
-                row |= {"against local, counter": f"{ratios[0]:.3f}", "against local, counted": f"{ratios[1]:.3f}"}
+                ratios = own.against(replicated)
+                row["against replicated, counter"], row["against replicated, counted"] = (f"{r:.3f}" for r in ratios)
                 if target is not None:
                     row |= {"target": f"{target:.2f}", "holds": verdict(ratios, target)}
             rows.append(row)
@@ -178,18 +154,12 @@ def spread(runs: Mapping[str, Any]) -> tuple[float, float, float]:
     for forms in runs.values():
         entries = sent(forms, "network")
         for nodes in entries.values():
-            own, local = volume(nodes), entries["local"]
+            own, replicated = volume(nodes), entries["local"]
             beyond.append(own.counter / own.counted - 1)
-            ratio = own.against(volume(local))[0]
-            pairs = zip(nodes, local, strict=True)
+            ratio = own.against(volume(replicated))[0]
+            pairs = zip(nodes, replicated, strict=True)
             apart += [abs(volume([one]).against(volume([same]))[0] - ratio) for one, same in pairs]
     return min(beyond), max(beyond), max(apart)
-
-
-def both_links(forms: Mapping[str, Any], name: str) -> float:
-    """A form against "local" on the counters of network and loopback together."""
-    own, local = (volume(sent(forms, "network")[n]) + volume(sent(forms, "node")[n]) for n in (name, "local"))
-    return own.against(local)[0]
 
 
 def table(stored: Mapping[str, Any]) -> str:
@@ -199,11 +169,12 @@ def table(stored: Mapping[str, Any]) -> str:
     least, most, apart = spread(runs)
     network, inside = rows_of(runs, "network"), rows_of(runs, "node")
     verdicts = [row["holds"] for row in network if row["holds"] != "-"]
+    both = {name: volume(nodes) for name, nodes in sent(runs["2x2"], "network", "node").items()}
     options = "\n".join(f"- {form.title}: `{' '.join(form.options)}`" for form in FORMS.values() if form.options)
-    text = f"""# Bytes of the sharded form against the all-reduce
+    return f"""# Bytes of the sharded update against the all-reduce
 
 SCAPE at density 0.1 on the embedded recipe. MB (1e6 bytes) sent per step and replica: the mean over replicas, and over
-the {first["interfaces"]["steps"]} steps behind the first, which is dense. "Counter" is what the interfaces themselves
+the {first["interfaces"]["steps"]} steps after the first, which is dense. "Counter" is what the interfaces themselves
 sent (network namespaces as nodes, gloo over TCP, rates not limited), "counted" what the ranks count. Made by
 
 ```
@@ -212,7 +183,7 @@ sent (network namespaces as nodes, gloo over TCP, rates not limited), "counted" 
 
 which trains every form on every cluster, in a run of its own, with
 
-{fenced(["./run_train.sh", *first["options"]])}
+`{" ".join(first["options"])}`
 
 (for shards `--parallelism.data_parallel_shard_degree=2` besides) and what the form takes:
 
@@ -221,7 +192,7 @@ which trains every form on every cluster, in a run of its own, with
 Ratios are without masks on both sides: their bytes, as the ranks count them, are taken from the counter, too. All else
 stays in: the finite flag and the norm (some bytes), and on the counter headers and acknowledgements (those of the
 masks, too), gloo's own messages, TorchTitan's scalars and the launcher. Both sides of a ratio have these, and some of
-them do not shrink with the payload. An all-reduce of the payload and an all-gather of as much behind it, as the paper
+them do not shrink with the payload. An all-reduce of the payload and an all-gather of as much after it, as the paper
 has them, would be 1.50.
 
 ## The network
@@ -235,21 +206,12 @@ that of all.
 ## Inside a node (loopback)
 
 BF16 crosses the outermost level, the network. Inside a node sums travel in FP32, so that with BF16 both ways only what
-comes back is halved there: 0.75 instead of 0.50, and {both_links(runs["2x2"], "gather-both"):.2f} on both links
+comes back is halved there: 0.75 instead of 0.50, and {both["gather-both"].against(both["local"])[0]:.2f} on both links
 together. Shards of one replica exchange nothing of SCAPE's but flag and norm; what their loopback carries is FSDP's,
 which no rank counts and every form has alike.
 
 {markdown(inside)}
 """
-    as_it_is = ("#", "`", "|", "-")
-    parts = (part if part.startswith(as_it_is) else textwrap.fill(part, 120) for part in text.split("\n\n"))
-    return "\n\n".join(parts).rstrip() + "\n"
-
-
-def fenced(command: Sequence[str]) -> str:
-    """A code block, in lines of at most 120 characters."""
-    lines = textwrap.wrap(" ".join(command), 114, break_on_hyphens=False, break_long_words=False)
-    return "```\n" + " \\\n    ".join(lines) + "\n```"
 
 
 def report(args: argparse.Namespace) -> None:
@@ -268,7 +230,7 @@ def main() -> int:
         if name == "run":
             one.add_argument("--steps", type=int, default=12, help="of a run, 2 or more")
             one.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is ended")
-            one.add_argument("--work", type=Path, default=OUTPUTS / "gather_bytes", help="logs of the runs")
+            one.add_argument("--work", type=Path, default=OUTPUTS / "sharded_bytes", help="logs of the runs")
     args = own.parse_args()
     return guarded(lambda: args.do(args), stopped="error: interrupted; the nodes are removed")
 
