@@ -32,10 +32,10 @@ from scripts.common import RESULTS, command_of, guarded, markdown, megabytes, pa
 METHODS = {
     "adamw": ("dense AdamW", ["--sync.method=dense", "--optimizer.name=AdamW"]),
     "adams": ("dense AdamS", ["--sync.method=dense"]),
-    "local-exact": ("SCAPE local, residual exact", ["--checkpoint.residual=exact"]),
-    "local-mean": ("SCAPE local, residual mean", ["--checkpoint.residual=mean"]),
-    "local-drop": ("SCAPE local, residual drop", ["--checkpoint.residual=drop"]),
-    "gather": ("SCAPE gather, residual exact", ["--sync.scape.update=sharded"]),
+    "replicated-exact": ("SCAPE replicated, residual exact", ["--checkpoint.residual=exact"]),
+    "replicated-mean": ("SCAPE replicated, residual mean", ["--checkpoint.residual=mean"]),
+    "replicated-drop": ("SCAPE replicated, residual drop", ["--checkpoint.residual=drop"]),
+    "sharded": ("SCAPE sharded, residual exact", ["--sync.scape.update=sharded"]),
 }
 WRITERS = ("checked", "without checksums", "PyTorch's")
 OPTIONS = """

@@ -44,17 +44,17 @@ NARROW: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights": 
 FORMS = {
     "dense AdamW": Method("adamw"),
     "dense AdamS": Method("adams"),
-    "SCAPE local": scape(),
-    "SCAPE local, offload state": scape(offload=("state",)),
-    "SCAPE local, BF16 weights, offload master": scape(weights="bfloat16", offload=("master",)),
-    "SCAPE local, BF16 weights, offload state, master": scape(weights="bfloat16", offload=("state", "master")),
-    "gather": scape(update="sharded"),
-    "gather, offload state": scape(update="sharded", offload=("state",)),
-    "gather, BF16 values": scape(update="sharded", values="bfloat16"),
-    "gather, master at its owner alone": scape(**NARROW),
-    "gather, master at its owner alone, offload master": scape(**NARROW, offload=("master",)),
-    "gather, master at its owner alone, offload state": scape(**NARROW, offload=("state",)),
-    "gather, master at its owner alone, offload state, master": scape(**NARROW, offload=("state", "master")),
+    "SCAPE replicated": scape(),
+    "SCAPE replicated, offload state": scape(offload=("state",)),
+    "SCAPE replicated, BF16 weights, offload master": scape(weights="bfloat16", offload=("master",)),
+    "SCAPE replicated, BF16 weights, offload state, master": scape(weights="bfloat16", offload=("state", "master")),
+    "SCAPE sharded": scape(update="sharded"),
+    "SCAPE sharded, offload state": scape(update="sharded", offload=("state",)),
+    "SCAPE sharded, BF16 values": scape(update="sharded", values="bfloat16"),
+    "SCAPE sharded, master at its owner alone": scape(**NARROW),
+    "SCAPE sharded, master at its owner alone, offload master": scape(**NARROW, offload=("master",)),
+    "SCAPE sharded, master at its owner alone, offload state": scape(**NARROW, offload=("state",)),
+    "SCAPE sharded, master at its owner alone, offload state, master": scape(**NARROW, offload=("state", "master")),
 }
 
 
@@ -126,12 +126,12 @@ def table(workload: Workload) -> str:
         rows.append(row | dict(zip(titles, on_host, strict=True)))
     n = workload.parameters
     payload = payload_bytes(shapes, DENSITY)
-    over, allowed = found["SCAPE local"][0] - plain, n / 4 + 2 * payload
-    rates = memory_bytes(FORMS["SCAPE local"], workload, 1, REPLICAS, 1)["rates of visits"]
+    over, allowed = found["SCAPE replicated"][0] - plain, n / 4 + 2 * payload
+    rates = memory_bytes(FORMS["SCAPE replicated"], workload, 1, REPLICAS, 1)["rates of visits"]
     own = mask_bytes(shapes, DENSITY, REPLICAS)
     return f"""{markdown(rows)}
 
-SCAPE local over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are \
+SCAPE replicated over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are \
 {allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.
 {rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none without
 `staleness_scaling`). Within a step the selection of the own run comes on top, {own / 1e6:.1f} MB."""

@@ -129,8 +129,8 @@ def table(runs: list[dict[str, Any]]) -> str:
 def report(runs: list[dict[str, Any]]) -> str:
     return f"""# Weights in BF16
 
-`python -m scripts.studies.weights_study`: Llama of 0.2 M parameters on the bytes of Python's standard library, two replicas,
-{STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `update = "sharded"`.
+`python -m scripts.studies.weights_study`: Llama of 0.2 M parameters on the bytes of Python's standard library,
+two replicas, {STEPS} steps of 4,096 tokens, lr 0.004, weight decay 0.1, `update = "sharded"`.
 A step of weight decay is at most 4e-4 of a weight; BF16 rounds by up to 3.9e-3. "From the master": distance of what
 the model sees from the FP32 master, relative, over the matrices that a replica owns, the largest of the seeds. "Not
 decayed": how much too long the weights are along their master. The last form is not in the product.
