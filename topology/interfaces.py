@@ -35,7 +35,7 @@ def parse_counters(text: str) -> dict[str, tuple[int, int]]:
     """
     counters = {}
     for line in text.splitlines()[2:]:  # two lines of headings
-        # Old kernels leave no space behind the colon; names may have a colon of their own.
+        # Old kernels leave no space after the colon; names may have a colon of their own.
         name, _, figures = line.rpartition(":")
         fields = figures.split()
         if not name.strip() or len(fields) < 16 or not (fields[0].isdigit() and fields[8].isdigit()):

@@ -65,23 +65,17 @@ class Links:
         """What `python -m torchtitan_scape.planner.preflight` stored. Raises ValueError for anything else."""
         try:
             stored = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"links cannot be read from {path}: {error}; run `python -m torchtitan_scape.planner.preflight`"
-            ) from None
-        schema = stored.get("schema") if isinstance(stored, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(
-                f"{path} has schema {schema!r}, expected {SCHEMA!r}; run `python -m "
-                f"torchtitan_scape.planner.preflight` again"
-            )
-        try:
+            schema = stored.get("schema") if isinstance(stored, dict) else None
+            if schema != SCHEMA:
+                raise ValueError(f"schema {schema!r}, expected {SCHEMA!r}")
             levels = {name: Link(level["latency"], level["bandwidth"]) for name, level in stored["levels"].items()}
             return cls(levels, f"preflight {path}", stored["memory_bandwidth"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path} has no {error}; run `python -m torchtitan_scape.planner.preflight` again"
-            ) from None
+        except KeyError as error:
+            reason = f"it has no {error}"
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            reason = str(error)
+        again = "run `python -m torchtitan_scape.planner.preflight` again"
+        raise ValueError(f"links cannot be read from {path}: {reason}; {again}")
 
     def with_bandwidth(self, level: str, bandwidth: float) -> "Links":
         """The same links, but for the bandwidth of one level, bytes/s. Raises ValueError for 0 or less."""
