@@ -48,13 +48,6 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return {axis: found[axis] for axis in _AXES}
 
-    def rank_of(self, **coordinates: int) -> int:
-        """The rank at these coordinates; axes left out are 0."""
-        rank = 0
-        for axis in _AXES:
-            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
-        return rank
-
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 

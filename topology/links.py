@@ -142,14 +142,6 @@ def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[int]) -> 
     return [Stage(level, times, sent) for (level, _, sent), times in zip(stages, rounds, strict=True)]
 
 
-def all_reduce_seconds(tiers: Tiers, nbytes: float, links: Links, wire: str = "float32", flat: bool = False) -> float:
-    return sum(stage_seconds(all_reduce_stages(tiers, nbytes, wire, flat), links))
-
-
-def all_gather_seconds(tiers: Tiers, nbytes: float, links: Links, flat: bool = False) -> float:
-    return sum(stage_seconds(all_gather_stages(tiers, nbytes, flat), links))
-
-
 def scalar_stages(tiers: Tiers) -> list[Stage]:
     """An all-reduce of a few bytes, as a tree in each level."""
     return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _rings(tiers)]

@@ -37,11 +37,9 @@ any_layout = settings(max_examples=60, deadline=None)
 
 @any_layout
 @given(layouts())
-def test_ranks_are_row_major_and_coordinates_round_trip(layout: Layout) -> None:
+def test_ranks_are_row_major(layout: Layout) -> None:
     for index, rank in np.ndenumerate(mesh_of(layout)):
-        coordinates = layout.coordinates(int(rank))
-        assert coordinates == dict(zip(MESH, index, strict=True))
-        assert layout.rank_of(**coordinates) == rank
+        assert layout.coordinates(int(rank)) == dict(zip(MESH, index, strict=True))
 
 
 @any_layout

@@ -12,12 +12,12 @@ from topology.layout import Layout, plan_layout
 from topology.links import (
     Link,
     Links,
-    all_gather_seconds,
+    Stage,
     all_gather_stages,
-    all_reduce_seconds,
     all_reduce_stages,
     bytes_by_level,
     reduce_scatter_stages,
+    stage_seconds,
 )
 from topology.machines import Level, Machine
 from topology.ring_bytes import gather_bytes, reduce_bytes, scatter_bytes
@@ -157,17 +157,21 @@ def test_stages_of_owners_are_the_bytes_that_the_collectives_count(layout: Layou
         )
 
 
+def seconds(stages: list[Stage]) -> float:
+    return sum(stage_seconds(stages, LINKS))
+
+
 def test_seconds_of_two_levels_by_hand() -> None:
     """4 ranks inside, 2 outside, 800 bytes: 600 to and 600 fro inside, a ring of 2 on 200 bytes outside."""
     tiers = [("a", 4), ("b", 2)]
     inside, outside = 2 * (3e-5 + 600 / 1e9), 2e-4 + 200 / 1e8
-    assert all_reduce_seconds(tiers, 800, LINKS) == pytest.approx(inside + outside)
+    assert seconds(all_reduce_stages(tiers, 800)) == pytest.approx(inside + outside)
     # BF16: half the bytes outside, and half on the way back inside
     narrow = 6e-5 + 900 / 1e9 + 2e-4 + 100 / 1e8
-    assert all_reduce_seconds(tiers, 800, LINKS, wire="bfloat16") == pytest.approx(narrow)
-    assert all_reduce_seconds(tiers, 800, LINKS, flat=True) == pytest.approx(14e-4 + 1400 / 1e8)
-    assert all_gather_seconds(tiers, 10, LINKS) == pytest.approx(1e-4 + 10 / 1e8 + 3e-5 + 60 / 1e9)
-    assert all_gather_seconds(tiers, 10, LINKS, flat=True) == pytest.approx(7e-4 + 70 / 1e8)
+    assert seconds(all_reduce_stages(tiers, 800, wire="bfloat16")) == pytest.approx(narrow)
+    assert seconds(all_reduce_stages(tiers, 800, flat=True)) == pytest.approx(14e-4 + 1400 / 1e8)
+    assert seconds(all_gather_stages(tiers, 10)) == pytest.approx(1e-4 + 10 / 1e8 + 3e-5 + 60 / 1e9)
+    assert seconds(all_gather_stages(tiers, 10, flat=True)) == pytest.approx(7e-4 + 70 / 1e8)
 
 
 def test_levels_of_one_and_single_replicas_cost_nothing() -> None:
@@ -179,6 +183,6 @@ def test_unknown_wire_and_level_are_named() -> None:
     with pytest.raises(ValueError, match=r"'fp8'.*float32, bfloat16"):
         all_reduce_stages([("a", 2)], 8, wire="fp8")
     with pytest.raises(ValueError, match=r"no level 'gcd_pair', only a, b, c"):
-        all_reduce_seconds([("gcd_pair", 2)], 8, LINKS)
+        seconds(all_reduce_stages([("gcd_pair", 2)], 8))
     with pytest.raises(ValueError, match=r"-1 GB/s; it must be positive"):
         LINKS.with_bandwidth("a", -1e9)
