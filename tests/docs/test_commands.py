@@ -26,7 +26,7 @@ from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_comma
 from tests.pool import Pool
 from topology.links import SCHEMA, Links
 from topology.machines import get_machine
-from torchtitan_scape.config.job_config import check_config
+from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
