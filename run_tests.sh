@@ -1,12 +1,22 @@
 #!/usr/bin/env bash
-# The whole suite: style, types, tests. Arguments go to pytest: ./run_tests.sh -k resume
+# Style, types and tests, in two streams. Arguments go to pytest: ./run_tests.sh -k resume
+#
+#   ./run_tests.sh --slow    the tests that take minutes each, which are left out otherwise
+#   ./run_tests.sh -n 0 ...  one stream, for --pdb and -s
+#
 # The environment rule is run_train.sh's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh test
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
+which="not slow"
+if [ "${1:-}" = --slow ]; then
+    which=slow
+    shift
+fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest "$@"
+# A file stays in one stream: its fixtures are made once.
+"$PYTHON" -m pytest -m "$which" -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -34,7 +34,7 @@ ensure_environment() {
         echo "error: $PYTHON has torchtitan $release, and this project needs 0.2.2; install that, or set PYTHON" >&2
         return 1
     fi
-    if [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, hypothesis, ruff, mypy" 2>/dev/null; then
+    if [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, xdist, hypothesis, ruff, mypy" 2>/dev/null; then
         if [ "$PYTHON" != "$PWD/.venv/bin/python" ]; then
             echo "error: $PYTHON has torchtitan but not the test tools; run: $PYTHON -m pip install -e '.[test]'" >&2
             return 1

@@ -10,10 +10,6 @@ if os.environ.get("SCAPE_GPU_TESTS") != "1":
     for _name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         os.environ[_name] = ""
 
-import subprocess
-import sys
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import settings
@@ -48,28 +44,10 @@ def pool4() -> Pool:
     return Pool(4)
 
 
-# The kernels in Triton's interpreter take one core for minutes: in a process beside the other tests, asked last.
-INTERPRETED = "test_kernels_in_the_interpreter"
+# What takes longest begins first, so that the two streams of run_tests.sh end together.
+LONGEST = ("test_training", "test_faults", "test_triton", "test_resume", "test_manager", "test_quality_study")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.name == INTERPRETED)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interpreter(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str] | None]:
-    if not any(item.name == INTERPRETED for item in request.session.items):
-        yield None
-        return
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels/interpreted"]
-    process = subprocess.Popen(
-        command,
-        cwd=request.config.rootpath,
-        env={**os.environ, "PYTHONPATH": str(request.config.rootpath), "TRITON_INTERPRET": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    yield process
-    process.kill()
-    process.wait()
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))

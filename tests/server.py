@@ -57,6 +57,7 @@ class Process:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
         self._connection.sendmsg([len(request).to_bytes(4, "big")], [rights])
         self._connection.sendall(request)
+        self.pid = int.from_bytes(_receive(self._connection, 4), "big")
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; a signal's number is negative. Raises TimeoutError."""
@@ -102,6 +103,11 @@ def address() -> str:
     )
     listener.close()
 
+    # Stands for a Python where a script or a launcher starts modules of this repository.
+    python = Path(folder, "python")
+    python.write_text(f'#!/bin/sh\n{ADDRESS}={folder}/server exec {sys.executable} -IS {__file__} "$@"\n')
+    python.chmod(0o755)
+
     def end() -> None:
         process.kill()
         process.wait()
@@ -111,14 +117,9 @@ def address() -> str:
     return f"{folder}/server"
 
 
-@functools.cache
 def python() -> str:
-    """An executable that stands for a Python where a script or a launcher starts modules of this repository."""
-    path = Path(tempfile.mkdtemp(), "python")
-    path.write_text(f'#!/bin/sh\n{ADDRESS}={address()} exec {sys.executable} -IS {__file__} "$@"\n')
-    path.chmod(0o755)
-    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-    return str(path)
+    """A Python whose modules of this repository are forks: for scripts and launchers that start them."""
+    return str(Path(address()).with_name("python"))
 
 
 # ------------------------------------------------------------------------------------------------ the other side
@@ -153,13 +154,16 @@ def _serve(listener: socket.socket) -> NoReturn:
         request = json.loads(_receive(connection, int.from_bytes(length, "big")))
         if (pid := os.fork()) == 0:
             selector.close()
+            sys.executable = str(Path(listener.getsockname()).with_name("python"))
             _become(request, files)
         for file in files:
             os.close(file)
         child = os.pidfd_open(pid)
+        with contextlib.suppress(OSError):
+            connection.sendall(pid.to_bytes(4, "big"))
 
         def end() -> None:
-            """Either it has ended, or nobody wants it any more: a client says nothing after its request."""
+            """It has ended, or nobody wants it any more: a client says nothing after its request."""
             selector.unregister(child)
             selector.unregister(connection)
             signal.pidfd_send_signal(child, signal.SIGKILL)
@@ -217,7 +221,10 @@ def main(arguments: list[str]) -> NoReturn:
             traceback.print_exc()
             os._exit(1)
     if arguments[0] == "-m" and arguments[1].startswith(OURS):
-        code = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ.pop(ADDRESS)).wait()
+        process = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ.pop(ADDRESS))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: os.kill(process.pid, number))
+        code = process.wait()
         os._exit(code if code >= 0 else 128 - code)
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_training import METHODS, RECIPE, train
+from tests.test_training import METHODS, RECIPE, SMALL, train
 
 SAVING = [
+    *SMALL,
     *METHODS["scape"],
     "--training.steps=8",
     "--validation.no-enable",
@@ -22,6 +23,8 @@ SAVING = [
     "--checkpoint.interval=2",
     "--checkpoint.no-last-save-model-only",
 ]
+# Another model, whose checkpoints are large.
+EMBEDDED = ["--model.flavor=embedded", "--model.hf_assets_path=./torchtitan_scape/data/tokenizer"]
 
 
 def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def test_another_model_or_a_model_alone_is_refused(
 ) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
     for more, message in (
-        (["--model.flavor=study", "--model.hf_assets_path=./torchtitan_scape/data/byte_tokenizer"], "holds the model"),
+        (EMBEDDED, "holds the model"),
         (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is no checkpoint folder"),
     ):
         for good, text in pool2.outcomes(saved, str(folder), 8, *more):
@@ -178,12 +181,12 @@ def test_a_full_disk_fails_the_save_and_spares_the_others(mode: str, pool2: Pool
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        outcomes = pool2.outcomes(saved, str(disk), 8, f"--checkpoint.async_mode={mode}")
+        outcomes = pool2.outcomes(saved, str(disk), 8, *EMBEDDED, f"--checkpoint.async_mode={mode}")
         for good, text in outcomes:
             last = text.splitlines()[-1]
             assert not good and "ValueError" in last and "No space left on device" in last and "step-2" in last
         assert {path.name for path in (disk / "checkpoint").iterdir()} == {"step-2"}
-        results = pool2(saved, str(disk), 3, f"--checkpoint.async_mode={mode}")
+        results = pool2(saved, str(disk), 3, *EMBEDDED, f"--checkpoint.async_mode={mode}")
         assert any("Resumed from" in line and "step-2" in line for line in results[0]["told"])
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -200,9 +203,10 @@ def test_asynchronous_saves_hold_the_step_they_were_made_at(method: str, pool2: 
         assert torch.equal(a["parameters"], b["parameters"])
 
 
-def test_the_log_says_what_a_checkpoint_takes(run: tuple[Path, dict[str, Any]]) -> None:
-    (line,) = {line for line in run[1]["told"] if "checkpoint takes" in line}
-    step = run[0] / "checkpoint" / "step-8"
+def test_the_log_says_what_a_checkpoint_takes(pool2: Pool, tmp_path: Path) -> None:
+    result = pool2(saved, str(tmp_path), 2, *EMBEDDED)[0]
+    (line,) = {line for line in result["told"] if "checkpoint takes" in line}
+    step = tmp_path / "checkpoint" / "step-2"
     size = sum(file.stat().st_size for file in step.iterdir())
     told = float(line.split("takes ")[1].split(" MB")[0])
     assert told * 1e6 == pytest.approx(size, rel=0.03)

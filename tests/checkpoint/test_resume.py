@@ -1,6 +1,9 @@
 """Resuming by another layout, method or options: nothing that replicas have not delivered yet is lost."""
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,25 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[k] - b[k]).norm() / a[k].norm().clamp(min=1e-30)) for k in a)
 
 
+@pytest.fixture(scope="module")
+def first_half(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, Path], list[dict[str, Any]]]:
+    """(layout, method, folder) -> results of `first`, run once and its checkpoint copied into the folder."""
+
+    @functools.cache
+    def run(layout: str, method: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp(f"{method}-{layout.replace(' ', '-')}")
+        return folder, _pool(layout, request)(first, str(folder), [*METHODS[method], *WHERE[layout]])
+
+    def copy(layout: str, method: str, folder: Path) -> list[dict[str, Any]]:
+        made, results = run(layout, method)
+        shutil.copytree(made / "checkpoint", folder / "checkpoint")
+        return results
+
+    return copy
+
+
 @pytest.mark.parametrize(
     "before, after, method, into",
     [
@@ -168,10 +190,10 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     ],
 )
 def test_another_layout_or_method_keeps_what_is_pending(
-    before: str, after: str, method: str, into: str, request: pytest.FixtureRequest, tmp_path: Path
+    before: str, after: str, method: str, into: str, first_half: Any, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """The sum over replicas of moment and residual, divided by their number, stays; so do the parameters."""
-    saved = _pool(before, request)(first, str(tmp_path), [*METHODS[method], *WHERE[before]])
+    saved = first_half(before, method, tmp_path)
     resumed = _pool(after, request)(
         second,
         str(tmp_path),
@@ -200,9 +222,11 @@ def test_another_layout_or_method_keeps_what_is_pending(
         ("scape-gather", ["--sync.scape.dense_names=output.weight", "--sync.scape.selection=tensor"], True),
     ],
 )
-def test_options_may_change(method: str, changed: list[str], dense: bool, pool2: Pool, tmp_path: Path) -> None:
+def test_options_may_change(
+    method: str, changed: list[str], dense: bool, first_half: Any, pool2: Pool, tmp_path: Path
+) -> None:
     arguments = [*METHODS[method], *LAYOUTS["1x2"]]
-    saved = pool2(first, str(tmp_path), arguments)
+    saved = first_half("1x2", method, tmp_path)
     resumed = pool2(second, str(tmp_path), [*arguments, *changed])
     for a, b in zip(saved, resumed, strict=True):
         assert largest(a["weights"], b["weights"]) == 0.0

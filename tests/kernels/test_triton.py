@@ -35,10 +35,10 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_kernels_in_the_interpreter(interpreter: subprocess.Popen[str]) -> None:
+def test_kernels_in_the_interpreter() -> None:
     """Hypothesis drives every kernel against the twin; the output of a failure is shown."""
-    output, _ = interpreter.communicate(timeout=600)
-    assert interpreter.returncode == 0 and "skipped" not in output, output[-6000:]
+    tests = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels/interpreted")
+    assert "skipped" not in run("-m", "pytest", *tests, TRITON_INTERPRET="1")
 
 
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:

@@ -1,21 +1,13 @@
 """A rank that says that it lives, and nothing else; tests/runtime/test_faults.py starts it as srun would.
 
-python tests/runtime/peer.py WHAT: "fail" ends in an error of the user, "wait" waits for ever, "work" for 6 s.
+python -m tests.runtime.peer WHAT: "fail" ends in an error of the user, "wait" waits for ever, "work" for 6 s.
 """
 
-import importlib.util
 import os
 import sys
 import time
-from pathlib import Path
 
-# Without the package, which takes seconds to import.
-file = Path(__file__).resolve().parents[2] / "torchtitan_scape" / "runtime" / "liveness.py"
-spec = importlib.util.spec_from_file_location("liveness", file)
-assert spec is not None and spec.loader is not None
-module = sys.modules["liveness"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-Liveness, Failure, WRONG_INPUT = module.Liveness, module.Failure, module.WRONG_INPUT
+from torchtitan_scape.runtime.liveness import WRONG_INPUT, Failure, Liveness
 
 liveness = Liveness.join(os.environ)
 assert liveness is not None

@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 
 from scripts.faults.fault_runs import TINY, Launch, differences, free_endpoint, seconds_until_gone
 from tests.pool import Pool
-from tests.runtime.test_launch import ROOT
 from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
+from tests.server import Process
 from tests.test_training import train
 from torchtitan_scape.runtime import launch
 
@@ -31,26 +30,27 @@ class Group:
     def __init__(self, *behaviours: str) -> None:
         address, port = free_endpoint().split(":")
         common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours))}
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "runtime" / "peer.py"), behaviour],
-                env={**common, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, behaviour in enumerate(behaviours)
-        ]
+        self.ranks, self._told = [], []
+        for rank, behaviour in enumerate(behaviours):
+            ours, theirs = os.pipe()
+            environment = {**common, "RANK": str(rank)}
+            self.ranks.append(Process("tests.runtime.peer", [behaviour], environment, files=[0, theirs, theirs]))
+            self._told.append(open(ours))  # noqa: SIM115
+            os.close(theirs)
 
     def wait_until_there(self) -> None:
-        for rank in self.ranks:
-            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        for told in self._told:
+            assert told.readline() == "ready\n"
 
-    def ends(self, *expected: tuple[int, str]) -> None:
-        """Exit code of every rank, and what it says."""
-        for rank, (code, text) in zip(self.ranks, expected, strict=True):
-            errors = rank.communicate(timeout=60)[1]
-            assert rank.returncode == code and text in errors, (rank.returncode, errors)
+    def ends(self, expected: dict[int, tuple[int, str]]) -> None:
+        """Exit code of ranks, and what they say; ends the others."""
+        for rank, (code, text) in expected.items():
+            found = self.ranks[rank].wait(timeout=60)
+            with self._told[rank] as told:
+                output = told.read()
+            assert found == code and text in output, (found, output)
+        for rank in self.ranks:
+            rank.kill()
 
 
 def test_who_waits_for_a_rank_that_is_lost_ends_and_names_it() -> None:
@@ -66,22 +66,19 @@ def test_who_waits_for_a_rank_that_is_lost_ends_and_names_it() -> None:
         group.wait_until_there()
     time.sleep(2.0)  # for a beat of each
     begin = time.monotonic()
-    gone = [killed.ranks.pop(1), halted.ranks.pop(1), hosting.ranks.pop(0)]
-    for rank, number in zip(gone, (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL), strict=True):
-        rank.send_signal(number)
+    os.kill(killed.ranks[1].pid, signal.SIGKILL)
+    os.kill(halted.ranks[1].pid, signal.SIGSTOP)
+    os.kill(hosting.ranks[0].pid, signal.SIGKILL)
     for rank in working.ranks[:2]:
-        rank.send_signal(signal.SIGSTOP)
+        os.kill(rank.pid, signal.SIGSTOP)
         time.sleep(1.5)
-        rank.send_signal(signal.SIGCONT)
-    failing.ends((2, "rank 2 stopped: no such file"), (2, "rank 2 stopped: no such file"), (2, ""))
-    killed.ends((3, f", process {gone[0].pid}) is lost: no sign of life"))
-    halted.ends((3, f", process {gone[1].pid}) is lost: no sign of life"))
-    hosting.ends((3, "rank 0, its launcher or its host has ended"))
-    working.ends((0, ""), (0, ""), (0, ""))
+        os.kill(rank.pid, signal.SIGCONT)
+    failing.ends({0: (2, "rank 2 stopped: no such file"), 1: (2, "rank 2 stopped: no such file"), 2: (2, "")})
+    killed.ends({0: (3, f", process {killed.ranks[1].pid}) is lost: no sign of life")})
+    halted.ends({0: (3, f", process {halted.ranks[1].pid}) is lost: no sign of life")})
+    hosting.ends({1: (3, "rank 0, its launcher or its host has ended")})
+    working.ends({0: (0, ""), 1: (0, ""), 2: (0, "")})
     assert time.monotonic() - begin < 30.0
-    for rank in gone:
-        rank.kill()
-        rank.communicate()
 
 
 # ---------------------------------------------------------------------------------------------------- restarts
@@ -121,7 +118,12 @@ def test_restarts_are_counted_until_one_comes_further(
     assert fails(None) and fails(None) and not fails(None), "not one step"
 
 
-def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(pool2: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [[(0, True)], pytest.param([(1, False), (0, True)], marks=pytest.mark.slow)], ids=["one", "two"]
+)
+def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
+    kills: list[tuple[int, bool]], pool2: Pool, tmp_path: Path
+) -> None:
     """Killed ranks of either node, one while a checkpoint is written; then SIGUSR1 to one launcher of the two.
 
     It starts again by itself on both nodes, stops with a checkpoint on both, and its end is that of a run that nobody
@@ -131,7 +133,7 @@ def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(pool2: Poo
     pool2(train, str(whole), ARGUMENTS)
     dice = random.Random(0)
     with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1, environment={"MAX_RESTARTS": "2"}) as run:
-        for start, (victim, during_a_save) in enumerate(((1, False), (0, True)), start=1):
+        for start, (victim, during_a_save) in enumerate(kills, start=1):
             run.wait_for_training(start)
             if during_a_save:
                 run.wait_for_a_save()
@@ -142,7 +144,7 @@ def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(pool2: Poo
             assert seconds_until_gone(list(ranks.values()), 30.0) < 15.0
             survivor = rf"[rank {1 - victim}] error: rank {victim} ("
             run.wait_until(lambda: survivor in run.output(), 10, "the survivor's line")  # noqa: B023
-        run.wait_for_training(3)
+        run.wait_for_training(len(kills) + 1)
         run.launchers[0].send_signal(signal.SIGUSR1)
         assert run.wait(60) == [75, 75], run.output()
         assert "Stopped on request at step" in run.output() and "Traceback" not in run.output()
@@ -179,6 +181,7 @@ def test_a_stop_without_checkpoints_says_that_nothing_was_saved_and_two_end_at_o
         assert "MAX_RESTARTS without checkpoint.enable" in run.output() and "Traceback" not in run.output()
 
 
+@pytest.mark.slow
 def test_a_link_that_is_down_for_a_while_is_waited_for_and_one_that_stays_down_is_named(
     works: None,  # noqa: F811
     tmp_path: Path,

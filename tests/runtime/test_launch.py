@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import server
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = [
     "--training.steps=3",
@@ -27,13 +29,14 @@ def with_defaults(environment: dict[str, str]) -> dict[str, str]:
 
 
 def launch(environment: dict[str, str], *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The Python that it finds forks; `test_two_nodes_of_one_rank_talk_over_the_network` starts real ones."""
     begin = time.monotonic()
     result = subprocess.run(
         [str(ROOT / "run_train.sh"), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env=with_defaults(environment),
+        env=with_defaults({"PYTHON": server.python(), **environment}),
     )
     return result, time.monotonic() - begin
 

@@ -3,15 +3,14 @@
 import csv
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.common import ROOT
 from scripts.studies.scaling_plots import FIGURES
 from scripts.studies.scaling_report import write_report
+from tests import server
 
 LABELS = {"adams": "AdamS, dense", "scape-0.1": "SCAPE 0.1", "powersgd": "PowerSGD"}
 SECONDS = {("adams", 2): 1.0, ("adams", 4): 0.8, ("scape-0.1", 2): 0.5, ("scape-0.1", 4): 0.3125}
@@ -220,8 +219,7 @@ def test_nothing_to_report_is_one_line(sweep: bool, message: str, tmp_path: Path
 
 
 def command_line(folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "scripts.studies.strong_scaling", "report", f"--output={folder}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return server.run("scripts.studies.strong_scaling", "report", f"--output={folder}")
 
 
 def test_command_line(tmp_path: Path) -> None:

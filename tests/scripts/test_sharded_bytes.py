@@ -1,15 +1,14 @@
 """scripts/benchmarks/sharded_bytes.py: ratios and verdicts from runs that can be worked out by hand, stored table."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.benchmarks.sharded_bytes import FORMS, PLANS, rows_of, spread, table, verdict
-from scripts.common import RESULTS, ROOT
+from scripts.common import RESULTS
+from tests import server
 
 STORED = RESULTS / "gather_bytes"
 
@@ -84,9 +83,9 @@ def test_the_stored_table_is_that_of_the_stored_runs() -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.benchmarks.sharded_bytes", "report", f"--output={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = ("scripts.benchmarks.sharded_bytes", "report", f"--output={tmp_path}")
+    done = server.run(*command)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "runs.json" in done.stderr
     (tmp_path / "runs.json").write_bytes((STORED / "runs.json").read_bytes())
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).returncode == 0
+    assert server.run(*command).returncode == 0
     assert (tmp_path / "table.md").read_text() == (STORED / "table.md").read_text()
