@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import server
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.train import layout_of, parse
 
@@ -148,8 +149,7 @@ def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
 
 def test_without_a_launcher_the_script_is_named() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
-    command = [sys.executable, "-m", "torchtitan_scape.train", RECIPE]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    result = server.run("torchtitan_scape.train", RECIPE, environment=environment)
     assert result.returncode == 2 and "start the trainer with ./run_train.sh" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.pool import Pool
 from topology.links import SCHEMA, Links
@@ -185,10 +186,10 @@ def short_runs() -> Iterator[tuple[dict[str, str], list[str]]]:
                 yield run
 
 
-@pytest.mark.skipif("--slow" not in sys.argv, reason="starts a dozen runs")
+@pytest.mark.slow
 @pytest.mark.parametrize(("variables", "arguments"), short_runs(), ids=str)
 def test_a_run_runs(variables: dict[str, str], arguments: list[str], tmp_path: Any) -> None:
-    environment = os.environ | {"PYTHON": sys.executable, "NGPU": "2", "OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {"PYTHON": server.python(), "NGPU": "2", "OMP_NUM_THREADS": "1"} | variables
     command = [str(ROOT / "run_train.sh"), *arguments, f"--job.dump_folder={tmp_path}"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     output = run.stdout + run.stderr

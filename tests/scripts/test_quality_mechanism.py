@@ -1,6 +1,7 @@
 """scripts/studies/quality_mechanism.py: its functions on masks against cases worked by hand, and a small whole run."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from scripts.studies.quality_cells import GRID
 from scripts.studies.quality_mechanism import main
 from scripts.studies.quality_movement import ROWS, between, rule
 from scripts.studies.quality_probe import Probe, Waits, block_top, by_wait, correlation, overlap
+from tests import server
 
 
 def mask(bits: str) -> torch.Tensor:
@@ -81,8 +83,11 @@ def test_displacements_between_windows_follow_a_power_law() -> None:
     assert between(moved, 400) == pytest.approx(10), "as far as is known"
 
 
-def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_their_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two short trainings, each in its process, and what is made of them."""
+    monkeypatch.setattr(sys, "executable", server.python())
     text = GRID.read_text()
     small = text.replace("validations = 8 ", "validations = 1 ").replace("_tokens = 81920 ", "_tokens = 512 ")
     assert small.count("= 1  ") and small.count("= 512 ")
