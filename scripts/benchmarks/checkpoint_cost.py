@@ -69,27 +69,35 @@ def plain_write(folder: Path, nbytes: int) -> float:
     return seconds
 
 
+def whole(manager: Any) -> None:
+    """Waits until an asynchronous save is whole."""
+    if (future := getattr(manager, "save_future", None)) is not None:
+        future.result()
+
+
 def saves(trainer: Any, repeats: int) -> Cell:
     """Medians of `repeats` saves through the trainer's own checkpointer, after one that does not count."""
     manager, times, plain, nbytes = trainer.checkpointer, [], [], 0
     for i in range(repeats + 1):
         step = 1000 * (i + 1)
-        path = Path(manager._create_checkpoint_id(step))
+        path = Path(manager.folder, f"step-{step}")
         goes_on = timed(lambda step=step: (manager.save(step), manager.maybe_wait_for_staging()))  # type: ignore[misc]
-        times.append((goes_on, goes_on + timed(manager._async_wait)))
+        times.append((goes_on, goes_on + timed(lambda: whole(manager))))
         if dist.get_rank() == 0:
             nbytes = sum(file.stat().st_size for file in path.iterdir())
             shutil.rmtree(path)
             plain.append(plain_write(path.parent, nbytes))
-    goes_on, whole = (statistics.median(column) for column in zip(*times[1:], strict=True))
-    return {"bytes": nbytes, "goes_on": goes_on, "whole": whole, "plain": statistics.median(plain[1:] or [0.0])}
+    goes_on, complete = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {"bytes": nbytes, "goes_on": goes_on, "whole": complete, "plain": statistics.median(plain[1:] or [0.0])}
 
 
 def writers(trainer: Any, repeats: int) -> dict[str, float]:
     """Seconds of a synchronous save by writer, in turn."""
     from torchtitan_scape.checkpoint import storage
 
-    state, path = trainer.checkpointer._flattened_model_states_sd(), Path(trainer.checkpointer.folder) / "writer"
+    manager = trainer.checkpointer
+    state = {name: one.state_dict() for name, one in manager.states.items()}
+    path = Path(manager.folder, "writer")
     times: dict[str, list[float]] = {name: [] for name in WRITERS}
     for _ in range(repeats + 1):
         for name in WRITERS:
