@@ -5,6 +5,7 @@ quality_mechanism.py says what the figures mean.
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from kernels.scape import reference
 from kernels.scape.blocks import entries_per_block
+from torchtitan_scape.sync.scape.optimizer import Scape
+from torchtitan_scape.sync.shards import local
 
 SETTLED = 0.2  # the share of the steps that figures leave out
 WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
@@ -62,104 +65,49 @@ def by_wait(waits: Tensor, moved: Tensor) -> list[list[float]]:
     return found
 
 
-class Probe:
-    """Follows a run on its sparsified tensors, by hooks before and after the optimizer's step and at the exchange."""
+class View:
+    """What the probe sees of SCAPE, all that it knows of the inside: masks, replicas' states, averaged payloads.
 
-    def __init__(self, optimizers: Any, steps: int) -> None:
-        from torchtitan_scape.sync.shards import local
+    Args:
+        scape: the optimizer, its replicas simulated; sizes: of the sparsified tensors, its first ones.
+    """
 
-        optimizer = optimizers.optimizers[0]
-        self.scape: Any = getattr(optimizers, "scape", None)
-        self.group, self.settled, self.every = optimizer.param_groups[0], round(SETTLED * steps), max(1, steps // 100)
-        self.tensors = [local(p).detach().view(-1) for p in self.group["params"] if p.ndim >= 2]
-        self.sizes = [tensor.numel() for tensor in self.tensors]
-        self.n, self.step = sum(self.sizes), 0
-        self.moved = {window: torch.zeros(self.n) for window in WINDOWS}
-        self.net: dict[str, list[float]] = {}
-        self.waits, self.waited = Waits(self.n), torch.zeros(self.n)  # the wait before the present or the last visit
-        self.visited, self.entry = torch.zeros(2, self.n)  # displacement in it, and in its first step
-        self.entered, self.ended = [torch.empty(3, 0)], [torch.empty(2, 0)]
-        self.rows: list[Row] = []
-        self.selected: tuple[Row, Tensor] | None = None  # the last row, and what was best to select in its step
+    def __init__(self, scape: Any, sizes: Sequence[int]) -> None:
+        self.passes, self.masks, self.sizes = scape.passes, scape.masks, list(sizes)
         self.payload: dict[int, Tensor] = {}
-        optimizer.register_step_pre_hook(self.before)
-        optimizer.register_step_post_hook(self.after)
-        if self.scape is not None:
-            # `squares` is handed the averaged payload, and overwrites it.
-            self.squares, self.scape.passes.squares = self.scape.passes.squares, self.look
+        self.listening = False
+        # `squares` is handed the averaged payload, and overwrites it.
+        self._squares, self.passes.squares = self.passes.squares, self._listen
 
-    def before(self, *_: Any) -> None:
-        self.step += 1
-        self.theta = torch.cat(self.tensors)
+    def _listen(self, part: Any) -> Tensor:
+        if self.listening and self.sparse:
+            average, places = self.passes.payload[0], self.passes.positions()
+            for i in range(part.first, min(part.end, len(self.sizes))):
+                self.payload[i] = average[places[i] : places[i] + self.passes.counts[i]].clone()
+        return self._squares(part)
 
-    def look(self, part: Any) -> Tensor:
-        passes = self.scape.passes
-        if self.step % self.every == 0 and passes.compact:
-            average, places = passes.payload[0], passes.positions()
-            for i in range(part.first, min(part.end, passes.sparsified)):
-                self.payload[i] = average[places[i] : places[i] + passes.counts[i]].clone()
-        return self.squares(part)
+    @property
+    def sparse(self) -> bool:
+        """Whether the density has come to its target."""
+        return self.passes.compact
 
-    def after(self, *_: Any) -> None:
-        lr = self.group["lr"]
-        u = (self.theta - lr * self.group["weight_decay"] * self.theta - torch.cat(self.tensors)) / lr
-        for window, moved in self.moved.items():
-            moved += u
-            if self.step % window == 0:
-                if self.step - window >= self.settled:
-                    self.net.setdefault(str(window), []).append(moved.abs().mean().item())
-                moved.zero_()
-        if self.scape is not None:
-            self.visit(u)
-
-    def visit(self, u: Tensor) -> None:
-        masks, passes = self.scape.masks, self.scape.passes
-        bits = [passes.layout.bits(masks.in_use, i) for i in range(len(self.sizes))]
+    def used(self) -> Tensor:
+        """bool (n,): the mask of the step."""
+        bits = [self.passes.layout.bits(self.masks.in_use, i) for i in range(len(self.sizes))]
         pairs = zip(bits, self.sizes, strict=True)
-        used = torch.cat([torch.ones(n).bool() if b is None else reference.unpack_bits(b, n) for b, n in pairs])
-        fresh, left, waits = self.waits.enter(used, self.step)
-        if self.selected is not None:
-            row, best = self.selected
-            row["overlap_selected"] = overlap(used, best)
-            self.selected = None
-        if self.step % self.every == 0 and passes.compact:
-            if self.step > self.settled:
-                self.pairs(u, fresh, left, waits)
-            self.note(u, used, fresh)
-        self.entry[fresh], self.waited[fresh], self.visited[fresh] = u[fresh], waits, 0.0
-        self.visited += torch.where(used, u, 0.0)
+        return torch.cat([torch.ones(n).bool() if b is None else reference.unpack_bits(b, n) for b, n in pairs])
 
-    def pairs(self, u: Tensor, fresh: Tensor, left: Tensor, waits: Tensor) -> None:
-        """What the visits that begin and those that end have waited, with their factors and displacements."""
-        beta1, beta2 = self.group["betas"]
-        factors, signs = u[fresh].abs() / ((1 - beta1) / math.sqrt(1 - beta2)), (u * self.entry)[fresh].sign()
-        real = factors > 0.5  # an entry that never had a gradient does not move
-        self.entered.append(torch.stack([waits, factors, signs])[:, real])
-        self.ended.append(torch.stack([self.waited, self.visited.abs()])[:, left])
+    def states(self) -> Tensor:
+        """FP32 (replicas, n): off the mask the residuals."""
+        return torch.cat(self.passes.states[: len(self.sizes)], dim=1)
 
-    def note(self, u: Tensor, used: Tensor, fresh: Tensor) -> None:
-        """A row of figures of this step."""
-        passes = self.scape.passes
-        states = torch.cat(passes.states[: len(self.sizes)], dim=1)  # a row a replica
-        residual = torch.where(used, 0.0, states)
-        # The replicas' mean of mt: of what they keep off the mask, and the averaged payload on it.
-        moment = residual.mean(0)
-        moment[used] = torch.cat([self.payload[i] for i in range(len(self.sizes))])
-        best = self.best(moment)
-        row = {
-            "step": self.step,
-            "new_slots": overlap(used, fresh),
-            "new_norm": (u[fresh].square().sum() / u.square().sum()).item(),
-            "residual": residual.square().sum(1).mean().sqrt().item(),
-            "overlap_used": overlap(used, best),
-        }
-        self.rows.append(row)
-        # What has just entered is not to be selected.
-        self.selected = row, self.best(torch.where(fresh, 0.0, moment)) if passes.keeps < 1.0 else best
+    def average(self) -> Tensor:
+        """FP32: the payload of the last step that was listened to, averaged, entry by entry of the mask."""
+        return torch.cat([self.payload[i] for i in range(len(self.sizes))])
 
     def best(self, moment: Tensor) -> Tensor:
-        """The mask of the largest |moment| in the regions in which the method selects."""
-        passes, layout = self.scape.passes, self.scape.passes.layout
+        """bool (n,): the mask of the largest |moment| in the regions in which the method selects."""
+        passes, layout = self.passes, self.passes.layout
         found = []
         for i, values in enumerate(moment.split(self.sizes)):
             if passes.selection == "block":
@@ -171,10 +119,93 @@ class Probe:
                     found.append(block_top(values[start:end], entries_per_block(passes.density, n), -(-n // 8) * 8))
         return torch.cat(found)
 
+    @property
+    def selects_new(self) -> bool:
+        """Whether what has just entered may be selected again."""
+        return self.passes.keeps >= 1.0
+
+
+class Probe:
+    """Follows a run on its sparsified tensors, by hooks before and after the optimizer's step."""
+
+    def __init__(self, optimizers: Any, steps: int) -> None:
+        optimizer = optimizers.optimizers[0]
+        self.group, self.settled, self.every = optimizer.param_groups[0], round(SETTLED * steps), max(1, steps // 100)
+        self.tensors = [local(p).detach().view(-1) for p in self.group["params"] if p.ndim >= 2]
+        sizes = [tensor.numel() for tensor in self.tensors]
+        self.n, self.step = sum(sizes), 0
+        self.view = View(optimizer, sizes) if isinstance(optimizer, Scape) else None
+        self.moved = {window: torch.zeros(self.n) for window in WINDOWS}
+        self.net: dict[str, list[float]] = {}
+        self.waits, self.waited = Waits(self.n), torch.zeros(self.n)  # the wait before the present or the last visit
+        self.visited, self.entry = torch.zeros(2, self.n)  # displacement in it, and in its first step
+        self.entered, self.ended = [torch.empty(3, 0)], [torch.empty(2, 0)]
+        self.rows: list[Row] = []
+        self.selected: tuple[Row, Tensor] | None = None  # the last row, and what was best to select in its step
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+
+    def before(self, *_: Any) -> None:
+        self.step += 1
+        self.theta = torch.cat(self.tensors)
+        if self.view is not None:
+            self.view.listening = self.step % self.every == 0
+
+    def after(self, *_: Any) -> None:
+        lr = self.group["lr"]
+        u = (self.theta - lr * self.group["weight_decay"] * self.theta - torch.cat(self.tensors)) / lr
+        for window, moved in self.moved.items():
+            moved += u
+            if self.step % window == 0:
+                if self.step - window >= self.settled:
+                    self.net.setdefault(str(window), []).append(moved.abs().mean().item())
+                moved.zero_()
+        if self.view is not None:
+            self.visit(self.view, u)
+
+    def visit(self, view: View, u: Tensor) -> None:
+        used = view.used()
+        fresh, left, waits = self.waits.enter(used, self.step)
+        if self.selected is not None:
+            row, best = self.selected
+            row["overlap_selected"] = overlap(used, best)
+            self.selected = None
+        if view.listening and view.sparse:
+            if self.step > self.settled:
+                self.pairs(u, fresh, left, waits)
+            self.note(view, u, used, fresh)
+        self.entry[fresh], self.waited[fresh], self.visited[fresh] = u[fresh], waits, 0.0
+        self.visited += torch.where(used, u, 0.0)
+
+    def pairs(self, u: Tensor, fresh: Tensor, left: Tensor, waits: Tensor) -> None:
+        """What the visits that begin and those that end have waited, with their factors and displacements."""
+        beta1, beta2 = self.group["betas"]
+        factors, signs = u[fresh].abs() / ((1 - beta1) / math.sqrt(1 - beta2)), (u * self.entry)[fresh].sign()
+        real = factors > 0.5  # an entry that never had a gradient does not move
+        self.entered.append(torch.stack([waits, factors, signs])[:, real])
+        self.ended.append(torch.stack([self.waited, self.visited.abs()])[:, left])
+
+    def note(self, view: View, u: Tensor, used: Tensor, fresh: Tensor) -> None:
+        """A row of figures of this step."""
+        residual = torch.where(used, 0.0, view.states())
+        # The replicas' mean of mt: of what they keep off the mask, and the averaged payload on it.
+        moment = residual.mean(0)
+        moment[used] = view.average()
+        best = view.best(moment)
+        row = {
+            "step": self.step,
+            "new_slots": overlap(used, fresh),
+            "new_norm": (u[fresh].square().sum() / u.square().sum()).item(),
+            "residual": residual.square().sum(1).mean().sqrt().item(),
+            "overlap_used": overlap(used, best),
+        }
+        self.rows.append(row)
+        self.selected = row, best if view.selects_new else view.best(torch.where(fresh, 0.0, moment))
+
     def figures(self) -> Row:
         """What is stored."""
         found: Row = {"entries": self.n, "net": {key: sum(each) / len(each) for key, each in self.net.items()}}
-        if self.scape is None:
+        if self.view is None:
             return found
         waits, factors, signs = torch.cat(self.entered, dim=1)
         again = signs[(waits <= SHORT) & (signs != 0)]

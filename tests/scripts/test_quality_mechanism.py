@@ -13,7 +13,7 @@ from kernels.scape.blocks import BlockLayout
 from scripts.studies.quality_cells import GRID
 from scripts.studies.quality_mechanism import main
 from scripts.studies.quality_movement import ROWS, between, rule
-from scripts.studies.quality_probe import Probe, Waits, block_top, by_wait, correlation, overlap
+from scripts.studies.quality_probe import View, Waits, block_top, by_wait, correlation, overlap
 from tests import server
 
 
@@ -49,10 +49,10 @@ def test_the_best_mask_is_of_the_regions_of_the_selection() -> None:
     """Three blocks of 8, the last one short, of which the first replica owns two: 2 of each, or 4 of 16 and 1 of 4."""
     moment = torch.tensor([9.0, 8, 7, 6, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 0, 4, 5, 0, 0])
     passes = SimpleNamespace(density=0.25, layout=BlockLayout((20,), 8, 2), selection="block")
-    probe: Any = SimpleNamespace(sizes=[20], scape=SimpleNamespace(passes=passes))
-    assert Probe.best(probe, moment).tolist() == mask("11000000" + "01100000" + "1100").tolist()
+    view: Any = SimpleNamespace(sizes=[20], passes=passes)
+    assert View.best(view, moment).tolist() == mask("11000000" + "01100000" + "1100").tolist()
     passes.selection = "tensor"
-    assert Probe.best(probe, moment).tolist() == mask("11110000" + "00000000" + "0100").tolist()
+    assert View.best(view, moment).tolist() == mask("11110000" + "00000000" + "0100").tolist()
 
 
 def test_overlap_is_a_share_of_the_mask() -> None:
