@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from scripts.common import RESULTS, markdown, write
+from scripts.common import RESULTS, guarded, markdown, write
 from torchtitan_scape import train
 from torchtitan_scape.report.text import size_text
 from torchtitan_scape.sync import consistency
@@ -106,4 +106,4 @@ def report(trainer: CostTrainer) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))
