@@ -10,7 +10,8 @@ from scripts.emulated_cluster import Cluster
 from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
 from torchtitan_scape.planner.cost import predict_step
-from torchtitan_scape.planner.volumes import Method, payload_bytes, powersgd_rank
+from torchtitan_scape.planner.payload import payload_bytes
+from torchtitan_scape.planner.volumes import Method, powersgd_rank
 
 RANK = ["-m", "scripts.studies.scaling_rank"]
 

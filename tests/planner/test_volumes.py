@@ -8,18 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.scape.blocks import BlockLayout
+from torchtitan_scape.planner.payload import mask_bytes, payload_bytes, payload_entries
 from torchtitan_scape.planner.volumes import (
     Method,
     host_bytes,
     host_link_bytes,
     kernel_bytes,
-    mask_bytes,
     memory_bytes,
     messages,
     optimizer_bytes,
-    payload_bytes,
-    payload_entries,
     powersgd_rank,
+    simulated_memory_bytes,
 )
 from torchtitan_scape.planner.workloads import WORKLOADS, get_workload, local_shapes
 
@@ -110,6 +109,28 @@ def test_powersgd_sends_its_factors() -> None:
     rank = powersgd_rank(SHAPES, budget)
     sums = [sum(sizes(Method("powersgd", rank=r))) for r in (rank, rank + 1)]
     assert sums[0] <= budget < sums[1]
+
+
+def test_topk_sends_values_and_ten_bits_an_entry_and_reduces_what_is_whole() -> None:
+    """METHODS: a gather of 5.25 bytes an entry selected, an all-reduce of the rest."""
+    selected = 10 * (4096 + 512)  # of every block of 1024
+    sparse, whole = messages(Method("topk", 0.01), SHAPES, 4)
+    assert (sparse.collective, sparse.nbytes) == ("gather", 5.25 * selected)
+    assert (whole.collective, whole.nbytes) == ("reduce", 4 * 1000)
+    assert [m.collective for m in messages(Method("topk", 1.0), SHAPES, 4)] == ["reduce"]
+
+
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_a_residual_comes_on_top_of_the_optimizer(kind: str) -> None:
+    n, sparse = 4608 * 1024 + 1000, 4608 * 1024
+    for optimizer in ("adamw", "adams"):
+        method = Method(kind, 0.01, rank=4, optimizer=optimizer)
+        alone = simulated_memory_bytes(Method(optimizer), SHAPES, 1)
+        assert simulated_memory_bytes(method, SHAPES, 1) == alone | {"residual": 4 * sparse}
+        # Of every replica a gradient and a residual; parameters and moments once.
+        eight = simulated_memory_bytes(method, SHAPES, 8)
+        assert eight == alone | {"gradients": 32 * n, "residual": 32 * sparse}
+        assert optimizer_bytes(method, SHAPES, 8)[1] > optimizer_bytes(Method(optimizer), SHAPES, 8)[1]
 
 
 @pytest.mark.parametrize(("wire", "values", "width"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])

@@ -26,7 +26,8 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.planner.cost import Assumptions, best_chunk_bytes
-from torchtitan_scape.planner.volumes import Method, optimizer_bytes, payload_bytes
+from torchtitan_scape.planner.payload import payload_bytes
+from torchtitan_scape.planner.volumes import Method, optimizer_bytes
 from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_dense, shared_by_scape
 from torchtitan_scape.sync.dense import DenseSync

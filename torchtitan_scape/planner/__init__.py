@@ -1,2 +1,1 @@
-"""Whether to compress, before a cluster is booked: workloads, cost, fit, advice; `plan` and "
-"`preflight` are commands."""
+"""Whether to compress, before a cluster is booked: workloads, cost, fit and advice, with two commands on top."""

@@ -14,7 +14,8 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
-from torchtitan_scape.planner.volumes import Method, payload_entries
+from torchtitan_scape.planner.payload import payload_entries
+from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import WORKLOADS
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.

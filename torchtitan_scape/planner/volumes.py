@@ -5,30 +5,37 @@ arithmetic.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.ownership import Ownership
 from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages, width
-from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
-
-Shapes = Sequence[Shape]
+from torchtitan_scape.planner.payload import (
+    Shapes,
+    block_layout,
+    entries_of,
+    mask_bytes,
+    owned_entries,
+    payload_entries,
+    topk_bytes,
+    whole_sizes,
+)
+from torchtitan_scape.planner.workloads import Workload, local_shapes
 
 
 @dataclass(frozen=True)
 class Method:
     """Who synchronises the replicas, and how.
 
-    kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "powersgd" (rank `rank`, AdamS) or
-        "scape" at `density`.
+    kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk" and "scape" (at `density`) or
+        "powersgd" (rank `rank`).
+    optimizer: of "topk" and "powersgd", "adamw" or "adams".
     wire: of SCAPE's payload between nodes, "float32" or "bfloat16".
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
     values: with "sharded", the dtype in which new values travel.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory.
-    block: entries of a block of SCAPE's mask.
+    block: entries of a block, in each of which the largest are selected.
     """
 
     kind: str
@@ -40,6 +47,7 @@ class Method:
     weights: str = "float32"
     offload: tuple[str, ...] = ()
     block: int = 1024
+    optimizer: str = "adams"
 
     def __post_init__(self) -> None:
         if self.kind not in VOLUMES:
@@ -141,11 +149,7 @@ def simulated_memory_bytes(method: Method, shapes: Shapes, replicas: int) -> dic
     return (volumes.simulated or volumes.memory)(method, shapes, replicas)
 
 
-def entries_of(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes))
-
-
-# ----------------------------------------------------------------------------- all entries, or two factors
+# ------------------------------------------------------------------------ methods in front of an optimizer
 
 
 def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volumes:
@@ -163,11 +167,37 @@ def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volu
     )
 
 
-def _powersgd_messages(method: Method, shapes: Shapes, replicas: int = 0) -> list[Message]:
-    """PyTorch's hook: what it leaves whole, then all P, then all Q.
+def _with_residual(
+    messages: Callable[[Method, Shapes, int], list[Message]], moved: float, option: str, recipe: dict[str, str]
+) -> Volumes:
+    """Of a method that keeps what it did not send. moved: bytes a parameter besides the optimizer's own."""
 
-    A matrix goes whole where factors would save less than half.
-    """
+    def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
+        return 0.0, moved * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
+
+    def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+        residual = 4.0 * (entries_of(shapes) - sum(whole_sizes(shapes)))
+        return optimizer_of(method).memory(method, shapes, replicas) | {"residual": residual}
+
+    def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+        kinds = memory(method, shapes, replicas)
+        return kinds | {kind: replicas * kinds[kind] for kind in ("gradients", "residual")}
+
+    def optimizer_of(method: Method) -> Volumes:
+        return VOLUMES[method.optimizer]
+
+    return Volumes(messages, passes, memory, simulated, option, recipe)
+
+
+def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+    if method.density >= 1.0:
+        return [Message("reduce", 4.0 * entries_of(shapes))]
+    selected = topk_bytes(shapes, method.density, method.block)
+    return [Message("gather", selected), Message("reduce", 4.0 * sum(whole_sizes(shapes)))]
+
+
+def _powersgd_messages(method: Method, shapes: Shapes, replicas: int = 0) -> list[Message]:
+    """What is left whole, then all P, then all Q. A matrix goes whole where factors would save less than half."""
     factored = []
     for shape in shapes:
         rows, columns = shape[0], math.prod(shape[1:])
@@ -193,35 +223,6 @@ def powersgd_rank(shapes: Shapes, nbytes: float) -> int:
 # --------------------------------------------------------------------------------------------------- SCAPE
 
 
-def _layout(shapes: Shapes, replicas: int, block: int) -> BlockLayout:
-    return BlockLayout(tuple(math.prod(shape) for shape in shapes if len(shape) > 1), block, replicas)
-
-
-def _whole_sizes(shapes: Shapes) -> list[int]:
-    """Entries of the tensors that SCAPE sends whole."""
-    return [math.prod(shape) for shape in shapes if len(shape) < 2]
-
-
-def payload_entries(shapes: Shapes, density: float, block: int = 1024) -> int:
-    """Entries that SCAPE sends in a step."""
-    layout = _layout(shapes, 1, block)
-    return sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + sum(_whole_sizes(shapes))
-
-
-def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:
-    return width(wire) * payload_entries(shapes, density, block)
-
-
-def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024) -> int:
-    """One replica's own run on the wire."""
-    return _layout(shapes, replicas, block).wire_bytes(density, "block")
-
-
-def _owned_entries(method: Method, shapes: Shapes, replicas: int) -> int:
-    """Entries of the buffers that hold what a replica owns."""
-    return Ownership.of(_layout(shapes, replicas, method.block), _whole_sizes(shapes)).share
-
-
 def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
     payload = 4.0 * payload_entries(shapes, method.density, method.block)
     masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
@@ -234,7 +235,7 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
 def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
     """Bytes that each of SCAPE's passes cannot do without: every input read once, every output written once."""
     n, k = entries_of(shapes), payload_entries(shapes, method.density, method.block)
-    masks = 2 * _layout(shapes, replicas, method.block).mask_bytes()
+    masks = 2 * block_layout(shapes, replicas, method.block).mask_bytes()
     if not method.sharded:
         return {
             "finite": 4.0 * n,
@@ -246,7 +247,7 @@ def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, flo
         }
     # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter for norm
     # and update; all write the values. The decay of BF16 weights is that of their scale.
-    owned, sent = _owned_entries(method, shapes, replicas), k / replicas
+    owned, sent = owned_entries(shapes, replicas, method.block), k / replicas
     update = 24 * sent + masks + 4 * k + (0 if method.bf16_weights else 8 * n)
     update += 8 * owned if method.has_master(replicas) else 0.0
     return {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
@@ -271,7 +272,7 @@ def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[floa
 
 def _scape_memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
     n, entries = entries_of(shapes), payload_entries(shapes, method.density, method.block)
-    layout = _layout(shapes, replicas, method.block)
+    layout = block_layout(shapes, replicas, method.block)
     # The payload, last step's moment on it, and what rounding lost: in the last step, and in this one on top.
     payload = (4.0 if method.sharded else 8.0) * entries
     offloaded = host_bytes(method, shapes, replicas)
@@ -293,8 +294,8 @@ def _scape_state(method: Method, shapes: Shapes, replicas: int) -> dict[str, flo
     n, has_master = 4.0 * entries_of(shapes), method.has_master(replicas)
     if not method.sharded:
         return {"state": n} | ({"master": n} if has_master else {})
-    owned = 4.0 * _owned_entries(method, shapes, replicas)
-    state = {"state": n - 4.0 * sum(_whole_sizes(shapes)), "owned moments": owned}
+    owned = 4.0 * owned_entries(shapes, replicas, method.block)
+    state = {"state": n - 4.0 * sum(whole_sizes(shapes)), "owned moments": owned}
     return state | ({"owned master": owned} if has_master else {})
 
 
@@ -309,12 +310,12 @@ def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float
 def _buffer_bytes(method: Method, shapes: Shapes, replicas: int) -> float:
     """Two buffers of the largest tensor; with "sharded" of the largest piece of one that has one owner."""
     largest = max(map(math.prod, shapes))
-    return 8.0 * (min(largest, _owned_entries(method, shapes, replicas)) if method.sharded else largest)
+    return 8.0 * (min(largest, owned_entries(shapes, replicas, method.block)) if method.sharded else largest)
 
 
 def _scape_simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
     """Of every replica state, gradient, payload and selection; once the masks, and last step's moment on them."""
-    n, layout = 4.0 * entries_of(shapes), _layout(shapes, replicas, method.block)
+    n, layout = 4.0 * entries_of(shapes), block_layout(shapes, replicas, method.block)
     masks = 2.0 * layout.mask_bytes() + replicas * layout.wire_bytes(method.density, "block")
     entries = payload_entries(shapes, method.density, method.block) if method.density < 1.0 else 0
     # In BF16 what rounding lost besides, the last step's and this one's.
@@ -331,13 +332,15 @@ def _scape_simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str,
 # -------------------------------------------------------------------------------------------------- the table
 
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
-# casts there and back, 12 more. PowerSGD: 36 more for the error added, two products, the approximation and the error
-# kept; its products are thin enough for memory to be the limit.
+# casts there and back, 12 more. Top-k: 12 for the residual added, 4 to select, 8 for what is kept and 4 for the mean.
+# PowerSGD: 36 for the error added, two products, the approximation and the error kept; its products are thin enough for
+# memory to be the limit.
 VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
-    "powersgd": replace(_whole(sent=4.0, moved=72.0, state=8.0), messages=_powersgd_messages, option="rank"),
+    "topk": _with_residual(_topk_messages, 28.0, "density", {"density": "density"}),
+    "powersgd": _with_residual(_powersgd_messages, 36.0, "rank", {"rank": "rank"}),
     "scape": Volumes(
         _scape_messages,
         _scape_passes,

@@ -17,6 +17,13 @@ from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits
 from torchtitan_scape.report.text import sent_text
 
 LEVELS = ("gcd_pair", "node", "network")
+# Figures of a method that keeps what it did not send: label and format in the log.
+SPARSE = {
+    "density": ("density", ".4f"),
+    "nnz": ("nnz", ",.0f"),
+    "mask_overlap": ("overlap", ".3f"),
+    "residual_norm": ("residual", ".3g"),
+}
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare")
 
 
@@ -122,11 +129,8 @@ def _sync_line(
     step: int, figures: dict[str, float], sent: dict[str, float], dense: float, seconds: dict[str, float]
 ) -> str:
     parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent, dense)}"]
-    if "nnz" in figures:
-        parts.append(
-            f"density: {figures['density']:.4f}  nnz: {figures['nnz']:,.0f}  "
-            f"overlap: {figures['mask_overlap']:.3f}  residual: {figures['residual_norm']:.3g}"
-        )
+    if "residual_norm" in figures:  # of a method that does not send everything
+        parts += [f"{label}: {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
     parts.append(f"clip: {figures['clip_factor']:.3f}")
     if figures["skipped_steps"]:
         parts.append(f"skipped: {figures['skipped_steps']:.0f}")

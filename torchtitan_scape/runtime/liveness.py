@@ -45,7 +45,8 @@ class Liveness:
     """This rank's heartbeats and what it knows of the others. See `join`.
 
     Args:
-        connect: gives the store; called in the thread that talks to it.
+        connect: gives the store; called in the thread that talks to it. None for a rank alone: nobody is told
+            anything, and nobody is lost.
         place: where the store is, for messages: "rank 0's host ADDRESS".
         hosts: whether the store is this process's, so that it must outlive what is written last.
 
@@ -53,10 +54,17 @@ class Liveness:
         hint: what a new start will do, for the line that ends a run; called once.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store], rank: int, world: int, place: str, hosts: bool) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store] | None,
+        rank: int,
+        world: int = 1,
+        place: str = "",
+        hosts: bool = False,
+    ) -> None:
         self.rank, self.world, self._place, self._hosts = rank, world, place, hosts
         self.hint: Callable[[], str] = str
-        self._connect = connect
+        self._connect, self._alone = connect, connect is None
         # With thousands of ranks the store answers about three thousand requests a second.
         self._interval = max(INTERVAL_SECONDS, world / 1000)
         self._silent = SILENT_INTERVALS * self._interval
@@ -74,15 +82,15 @@ class Liveness:
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._talk, "heartbeats"), (self._judge, "liveness"))
         ]
-        for thread in self._threads:
+        for thread in () if self._alone else self._threads:
             thread.start()
 
     @classmethod
-    def join(cls, environment: Mapping[str, str]) -> "Liveness | None":
-        """This rank's; None where there is one rank, or no store to meet at."""
+    def join(cls, environment: Mapping[str, str]) -> "Liveness":
+        """This rank's; alone where there is one rank, or no store to meet at."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(not environment.get(name) for name in needed) or environment["WORLD_SIZE"] == "1":
-            return None
+            return cls(None, int(environment.get("RANK") or 0))
         rank, world, address = int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
         # torchrun's agent has a store; without one rank 0 makes it, and init_process_group will share it.
         hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -107,6 +115,8 @@ class Liveness:
 
     def tell(self, failure: Failure, patience: float | None = None) -> None:
         """Lets the others know why this rank ends; waits until it is written, for `patience` or a few seconds."""
+        if self._alone:
+            return
         self._to_tell = self._to_tell or failure
         self._wake.set()
         if patience is None:
@@ -117,6 +127,8 @@ class Liveness:
 
     def explain(self) -> Failure | None:
         """Who made a collective of this rank fail; None if all others are alive. Takes up to ten intervals."""
+        if self._alone:
+            return None
         self._alarmed = True
         self._wake.set()
         begin = time.monotonic()
@@ -133,7 +145,8 @@ class Liveness:
         """This rank has ended as it should, and its silence means nothing."""
         self._leaving.set()
         self._wake.set()
-        self._threads[0].join(2.0)
+        if not self._alone:
+            self._threads[0].join(2.0)
 
     def end(self, failure: Failure) -> NoReturn:
         """Says why, if this rank has not said it yet, and ends the process at once."""
@@ -157,6 +170,7 @@ class Liveness:
     # -------------------------------------------------------------------------------- the store's thread
 
     def _talk(self) -> None:
+        assert self._connect is not None
         try:
             store = self._connect()
             store.set(f"name/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")

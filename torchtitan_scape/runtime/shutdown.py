@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness, say
+from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CLOSE_SECONDS = 3.0  # for what is nice to have on disk when a run breaks, such as the last figures
@@ -77,8 +77,8 @@ class Shutdown:
     """What a rank needs to end well. Made once a process, at the start of `main`."""
 
     def __init__(self) -> None:
-        self.rank = os.environ.get("RANK", "0")
         self.liveness = Liveness.join(os.environ)
+        self.rank = self.liveness.rank
         self.stop = StopRequest(self._announce, self._end_at_once)
         self.close: Callable[[], Any] | None = None
         # Who starts runs again wants to know whether they get further: one rank of a node, or of all, writes it down.
@@ -90,22 +90,20 @@ class Shutdown:
         trainer.shutdown = self
         trainer.optimizers.guard.asked_to_stop = self.stop.asked
         enabled = trainer.checkpointer.enable
-        if self.liveness is not None:
-            self.liveness.hint = lambda: _resume_hint(trainer.checkpointer)
-        if not enabled and os.environ.get("MAX_RESTARTS", "0") != "0" and self.rank == "0":
+        self.liveness.hint = lambda: _resume_hint(trainer.checkpointer)
+        if not enabled and os.environ.get("MAX_RESTARTS", "0") != "0" and self.rank == 0:
             logger.warning("MAX_RESTARTS without checkpoint.enable: a run that is started again begins at step 1")
 
     def expect(self, timeout: float) -> None:
         """Collectives wait for `timeout` seconds from now on."""
-        if self.liveness is not None:
-            self.liveness.expect(timeout)
+        self.liveness.expect(timeout)
 
     def after_step(self, trainer: Any, first: bool) -> None:
         """Tells that the main thread moves on; after the first step of this process also where it began."""
         if first:
             self._note(f"resumed {trainer.step - 1}")
             self.expect(trainer.job_config.comm.train_timeout_seconds)
-        elif self.liveness is not None:
+        else:
             self.liveness.progressed()
 
     def stop_here(self, trainer: Any) -> NoReturn:
@@ -129,7 +127,7 @@ class Shutdown:
         """Later: torchrun sends SIGTERM to the ranks that are left when one dies, and they will say that instead."""
 
         def announce() -> None:
-            if self.liveness is None or self.liveness.failure is None:
+            if self.liveness.failure is None:
                 logger.info(f"{number.name}: asked to stop; the ranks agree on a step and write a checkpoint")
 
         timer = threading.Timer(2.0, announce)
@@ -138,9 +136,8 @@ class Shutdown:
 
     def _end_at_once(self, number: signal.Signals) -> None:
         line = f"ended at once by a second {number.name}"
-        self._say(line)
-        if self.liveness is not None:
-            self.liveness.tell(Failure(int(self.rank), 128 + number, f"rank {self.rank} was {line}"), patience=1.0)
+        self.liveness.say(line)
+        self.liveness.tell(self._failure(128 + number, f"was {line}"), patience=1.0)
         os._exit(128 + number)
 
     def run(self, work: Callable[[], None], user_errors: tuple[type[Exception], ...]) -> NoReturn:
@@ -159,30 +156,29 @@ class Shutdown:
         except StoppedEarly as early:
             code = int(early.code or 0)
             if code == STOPPED:
-                (logger.info if self.rank == "0" else logger.debug)(early.line)
+                (logger.info if self.rank == 0 else logger.debug)(early.line)
             else:
-                self._say(early.line)
+                self.liveness.say(early.line)
             self._close(CLOSE_SECONDS)
         except SystemExit as error:  # of the parser: its message stands above, or is the code
             code = error.code if isinstance(error.code, int) else 1 if error.code else 0
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr, flush=True)
             if code:
-                self._tell(Failure(int(self.rank), code, f"rank {self.rank} stopped with exit code {code}"))
+                self.liveness.tell(self._failure(code, f"stopped with exit code {code}"))
         except user_errors as error:
             code = getattr(error, "exit_code", WRONG_INPUT)
             if os.environ.get("SCAPE_TRACEBACK"):
                 traceback.print_exc()
             message = f"{' '.join(str(error).split())} (SCAPE_TRACEBACK=1 shows where)"
             get_error_handler().record_exception(ValueError(message))  # for the launcher
-            self._say(message)
-            self._tell(Failure(int(self.rank), code, f"rank {self.rank} stopped: {' '.join(str(error).split())}"))
+            self.liveness.say(message)
+            self.liveness.tell(self._failure(code, f"stopped: {' '.join(str(error).split())}"))
             self._close(CLOSE_SECONDS)
         except BaseException as error:
             code = self._broken(error)
             self._close(CLOSE_SECONDS)
-        if self.liveness is not None:
-            self.liveness.leave()
+        self.liveness.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -190,32 +186,22 @@ class Shutdown:
     def _broken(self, error: BaseException) -> int:
         """Says who is lost, or what broke here. Returns the exit code."""
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        failure = None
-        if self.liveness is not None:
-            failure = self.liveness.failure or (self.liveness.explain() if _may_come_from_another(error) else None)
-        if failure is not None and failure.rank != int(self.rank):
-            assert self.liveness is not None
+        failure = self.liveness.failure or (self.liveness.explain() if _may_come_from_another(error) else None)
+        if failure is not None and failure.rank != self.rank:
             line = f"{failure.text}{self.liveness.hinted()}"
             get_error_handler().record_exception(ConnectionError(line))
-            self._say(line)
+            self.liveness.say(line)
             if os.environ.get("SCAPE_TRACEBACK"):
                 traceback.print_exception(error)
             return failure.code
         get_error_handler().record_exception(RuntimeError(told))
-        self._say(told)
+        self.liveness.say(told)
         traceback.print_exception(error)
-        self._tell(Failure(int(self.rank), LOST, f"rank {self.rank} stopped: {told}"))
+        self.liveness.tell(self._failure(LOST, f"stopped: {told}"))
         return LOST
 
-    def _say(self, message: str) -> None:
-        if self.liveness is None:
-            say(self.rank, message)
-        else:
-            self.liveness.say(message)
-
-    def _tell(self, failure: Failure) -> None:
-        if self.liveness is not None:
-            self.liveness.tell(failure)
+    def _failure(self, code: int, what: str) -> Failure:
+        return Failure(self.rank, code, f"rank {self.rank} {what}")
 
     def _close(self, seconds: float | None) -> None:
         if self.close is None:

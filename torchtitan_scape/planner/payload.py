@@ -1,0 +1,54 @@
+"""What is sent of a model where a mask selects it in blocks, by the kernels' own arithmetic. No torch.
+
+`shapes` are those of a rank's shards; tensors of one dimension are sent whole.
+"""
+
+import math
+from collections.abc import Sequence
+
+from kernels.scape.blocks import BlockLayout, entries_per_block, offset_bytes
+from kernels.scape.ownership import Ownership
+from topology.links import width
+from torchtitan_scape.planner.workloads import Shape
+
+Shapes = Sequence[Shape]
+
+
+def entries_of(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def whole_sizes(shapes: Shapes) -> list[int]:
+    """Entries of the tensors that are sent whole."""
+    return [math.prod(shape) for shape in shapes if len(shape) < 2]
+
+
+def block_layout(shapes: Shapes, replicas: int, block: int) -> BlockLayout:
+    return BlockLayout(tuple(math.prod(shape) for shape in shapes if len(shape) > 1), block, replicas)
+
+
+def payload_entries(shapes: Shapes, density: float, block: int = 1024) -> int:
+    """Entries that SCAPE sends in a step."""
+    layout = block_layout(shapes, 1, block)
+    return sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + sum(whole_sizes(shapes))
+
+
+def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:
+    return width(wire) * payload_entries(shapes, density, block)
+
+
+def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024) -> int:
+    """One replica's own run on the wire."""
+    return block_layout(shapes, replicas, block).wire_bytes(density, "block")
+
+
+def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
+    """Entries of the buffers that hold what a replica owns."""
+    return Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes)).share
+
+
+def topk_bytes(shapes: Shapes, density: float, block: int) -> int:
+    """Values in FP32 and offsets of what every replica selects for itself, tensor by tensor."""
+    layout, k = block_layout(shapes, 1, block), entries_per_block(density, block)
+    offsets = sum(offset_bytes(blocks, k, block) for blocks in layout.blocks)
+    return offsets + 4 * sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes)))
