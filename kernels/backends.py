@@ -12,7 +12,6 @@ from kernels.common.offload import in_dry_run
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.gather_passes import GatherPasses
 from kernels.scape.passes import ScapePasses
-from kernels.scape.simulated import SimulatedPasses
 
 BACKENDS = ("auto", "triton", "torch")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,22 +54,16 @@ def scape_passes(
     whole_sizes: Sequence[int],
     selection: str,
     density: float,
-    replica: int | str | None,
+    replica: int | None,
     device: torch.device,
     **options: Any,
 ) -> ScapePasses:
-    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`.
-
-    replica: "all" plays every replica of the layout: `SimulatedPasses`.
-    """
+    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`."""
     passes: type[ScapePasses]
     if backend == "triton":
         from kernels.scape.triton_passes import TritonScape as passes
     else:
         from kernels.scape.torch_passes import TorchScape as passes
-    if replica == "all":
-        return SimulatedPasses(passes, layout, tuple(whole_sizes), selection, density, device, **options)
-    assert not isinstance(replica, str)
     return passes(layout, tuple(whole_sizes), selection, density, replica, device, **options)
 
 

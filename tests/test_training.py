@@ -54,6 +54,9 @@ METHODS = {
         "--sync.scape.weights_dtype=bfloat16",
         "--sync.scape.offload=state,master",
     ],
+    "topk": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.block_size=64", "--optimizer.name=AdamW"],
+    "topk-adams": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.density_warmup_steps=3"],
+    "powersgd": ["--sync.method=powersgd", "--sync.powersgd.start=2"],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -140,6 +143,7 @@ def run_of_12(
 @pytest.mark.parametrize(
     "method, layout",
     [(m, where) for m in ("adamw", "scape") for where in LAYOUTS if where != "nodes"]
+    + [("topk", "2x2"), ("topk-adams", "nodes"), ("powersgd", "nodes"), ("powersgd", "2x1")]
     + [("adams", "1x2"), ("scape", "nodes"), ("scape-gather", "nodes"), ("scape-gather-bf16", "2x2")],
 )
 def test_the_loss_goes_down(method: str, layout: str, run_of_12: Any) -> None:
@@ -214,6 +218,10 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         *((m, w, None) for m in ("adamw", "adams", "scape", "scape-offload", "scape-gather") for w in ("2x1", "2x2")),
         ("adamw", "1x2", None),
         ("adams", "1x2", 4),
+        ("topk", "2x2", 4),
+        ("topk-adams", "1x2", None),
+        ("powersgd", "1x2", 4),
+        ("powersgd", "2x2", None),
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         ("scape-gather", "1x2", None),
@@ -251,7 +259,7 @@ def test_resuming_is_the_run_that_never_stopped(
         assert torch.equal(a["parameters"], b["parameters"])
 
 
-@pytest.mark.parametrize("method", ["adamw", "adams", "scape"])
+@pytest.mark.parametrize("method", ["adamw", "adams", "scape", "topk", "powersgd"])
 def test_one_ranks_nan_skips_the_step_of_all(method: str, pool2: Pool, tmp_path: Path) -> None:
     results = pool2(train, str(tmp_path), [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=6"], nan_at=3)
     assert [r["skipped"] for r in results] == [1, 1]

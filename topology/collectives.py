@@ -35,7 +35,7 @@ class ReplicaCollectives(ABC):
     """
 
     writes = True
-    simulated = False  # whether this object speaks for all replicas of the process
+    label = ""  # what tells this replica's parameters from those of others, in messages
     chunk_entries = CHUNK_ENTRIES
     # Of a chunk that has a row a replica: the host fills each row on its own. With 1,024 replicas it has 256 MiB.
     least_columns = 1 << 16
@@ -201,12 +201,17 @@ class ReplicaCollectives(ABC):
         return total
 
     def _true_in_model(self, flag: Tensor) -> Tensor:
-        """FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica."""
-        value, group = flag.float(), self.groups.model
-        if group is not None:
-            dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
-            self._count_scalar(SHARD, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
+        """FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""
+        value = flag.float()
+        if self.groups.model is not None:
+            dist.all_reduce(value, dist.ReduceOp.MIN, group=self.groups.model)
         return value
+
+    def _count_flag(self, value: Tensor) -> None:
+        """Of the ranks of this replica."""
+        group = self.groups.model
+        if group is not None:
+            self._count_scalar(SHARD, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
 
     def _count(self, kind: str, stages: Iterable[tuple[str, int, float]]) -> None:
         for level, input_bytes, sent in stages:

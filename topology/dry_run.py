@@ -67,6 +67,7 @@ class DryRunCollectives(ReplicaCollectives):
 
     def all_true(self, flag: Tensor) -> Tensor:
         value = self._true_in_model(flag)
+        self._count_flag(value)
         if self.replicas > 1:
             sent = 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
             self.traffic.add(REPLICATE, self.rings[-1].level, "flag", value.nbytes, sent)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives, objects_of
+from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
 from topology.traffic import REPLICATE
@@ -29,6 +30,7 @@ class InProcessCollectives(ReplicaCollectives):
         super().__init__(groups, Ring("network", meeting.replicas, replica))
         self._meeting = meeting
         self.writes = replica == 0
+        self.label = f" (simulated replica {replica})"
 
     def _meet(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
         return self._meeting.meet(self.replica, item, combine)
@@ -84,6 +86,7 @@ class InProcessCollectives(ReplicaCollectives):
 
     def all_true(self, flag: Tensor) -> Tensor:
         value = self._meet(flag, lambda flags: self._true_in_model(torch.stack(flags).all(0)))
+        self._count_flag(value)
         self.traffic.add(
             REPLICATE, "network", "flag", value.nbytes, 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
         )
@@ -95,6 +98,16 @@ class InProcessCollectives(ReplicaCollectives):
         return self._meet(own, lambda values: torch.stack(values).double().sum().to(own.dtype))
 
 
+class OneReplica:
+    """The replica of this process, which is a rank among others: `SimulatedReplicas` for the usual case."""
+
+    def __init__(self, collectives: ReplicaCollectives) -> None:
+        self.endpoints, self.all = [collectives], collectives
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        return [work(0)]
+
+
 class SimulatedReplicas:
     """`replicas` replicas that this process plays, or its group of shards.
 
@@ -104,6 +117,7 @@ class SimulatedReplicas:
 
     Attributes:
         endpoints: of the replicas, in their order.
+        all: speaks for all of them at once, outside of `run`; with the first one's ledger of bytes.
 
     Raises ValueError for fewer than two replicas, and where there are real replicas besides.
     """
@@ -119,31 +133,35 @@ class SimulatedReplicas:
             )
         self._meeting = _Meeting(replicas)
         self.endpoints = [InProcessCollectives(self._meeting, i, groups) for i in range(replicas)]
+        self.all = DryRunCollectives(groups, replicas)
+        self.all.traffic = self.endpoints[0].traffic
 
-    def run(self, work: Callable[[InProcessCollectives], T]) -> list[T]:
-        """Runs `work(endpoint)` as every replica, in step, and returns the results; raises the first error."""
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """Runs `work(replica)` as every replica, in step, and returns the results; raises the first error."""
         results: dict[int, T] = {}
 
-        def play(endpoint: InProcessCollectives) -> None:
-            self._meeting.play(endpoint.replica, lambda: results.update({endpoint.replica: work(endpoint)}))
+        def play(replica: int) -> None:
+            self._meeting.play(replica, lambda: results.update({replica: work(replica)}))
 
-        first, *others = self.endpoints
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        threads = [threading.Thread(target=_on_device, args=(device, play, other), daemon=True) for other in others]
+        threads = [
+            threading.Thread(target=_on_device, args=(device, play, replica), daemon=True)
+            for replica in range(1, len(self.endpoints))
+        ]
         self._meeting.open()
         for thread in threads:
             thread.start()
-        play(first)  # here: what holds for the calling thread alone holds for the one that writes
+        play(0)  # here: what holds for the calling thread alone holds for the one that writes
         for thread in threads:
             thread.join()
         self._meeting.close()
-        return [results[endpoint.replica] for endpoint in self.endpoints]
+        return [results[replica] for replica in range(len(self.endpoints))]
 
 
-def _on_device(device: int | None, work: Callable[[Any], None], endpoint: Any) -> None:
+def _on_device(device: int | None, work: Callable[[int], None], replica: int) -> None:
     if device is not None:  # the current device is a thread's own
         torch.cuda.set_device(device)
-    work(endpoint)
+    work(replica)
 
 
 class _Meeting:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from topology.machines import Level, Machine
@@ -192,6 +192,14 @@ def plan_layout(
     if world_size % ranks_per_node:
         raise ValueError(f"{world_size} ranks do not fill whole nodes of {ranks_per_node}")
     return Layout(world_size, ranks_per_node, machine, replicate, shard, context, tensor, pipeline)
+
+
+def simulated_layout(layout: Layout, replicas: int) -> Layout:
+    """The layout of the real run that `layout`, of one replica, simulates: as many nodes for each of the replicas."""
+    if replicas == 1:
+        return layout
+    assert layout.replicate == 1
+    return replace(layout, world_size=layout.world_size * replicas, replicate=replicas)
 
 
 def ranks_per_node_from_environment(environ: Mapping[str, str], world_size: int) -> int | None:

@@ -104,6 +104,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
 
     def all_true(self, flag: Tensor) -> Tensor:
         value, group = self._true_in_model(flag), self.groups.replicate
+        self._count_flag(value)
         if group is not None:
             dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
             self._count_scalar(REPLICATE, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())

@@ -11,7 +11,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
 from torchtitan_scape.data.validator import build_validator
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
-from torchtitan_scape.optimizer.container import build_optimizers
+from torchtitan_scape.optimizer.build import build_optimizers
 from torchtitan_scape.parallelize import parallelize
 from torchtitan_scape.report.metrics import build_metrics_processor
 

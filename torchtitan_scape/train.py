@@ -36,7 +36,7 @@ from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E40
 from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
 from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
 from torchtitan_scape.config.checks import check_config  # noqa: E402
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig, options_of  # noqa: E402
 from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
@@ -77,14 +77,14 @@ class ScapeTrainer(Trainer):
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
-        self.played = job_config.topology.simulate_replicas
-        if self.played > 1 and job_config.training.global_batch_size < 0:
-            readers = self.layout.shard * self.played
+        self.simulated = job_config.topology.simulate_replicas
+        if self.simulated > 1 and job_config.training.global_batch_size < 0:
+            readers = self.layout.shard * self.simulated
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         register(job_config, with_data=not is_dry_run(job_config))
         self.forecast: Forecast | None = None
         self.memory: MemoryReport | None = None
-        if self.played > 1:
+        if self.simulated > 1:
             check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
             self.forecast = Forecast.of(job_config, self.layout)
         else:
@@ -129,7 +129,7 @@ class ScapeTrainer(Trainer):
                 layout,
                 timedelta(seconds=config.comm.init_timeout_seconds),
                 hierarchical=config.topology.exchange == "hierarchical",
-                rounded=config.sync.scape.wire_dtype == "bfloat16",
+                rounded=options_of(config.sync).stages_one_ring(),
             ),
         )
         # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.
@@ -142,7 +142,7 @@ class ScapeTrainer(Trainer):
     @property
     def described(self) -> str:
         text = self.layout.describe()
-        return f"{text}, which plays {self.played} simulated replicas" if self.played > 1 else text
+        return f"{text}, which plays {self.simulated} simulated replicas" if self.simulated > 1 else text
 
     def _check_vocabulary(self) -> None:
         entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
@@ -155,8 +155,8 @@ class ScapeTrainer(Trainer):
     def _attach_checkpointer(self) -> None:
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
-        record = RunMetadata(self.layout, self.job_config, options.residual, self.optimizers.counters)
-        self.checkpointer.attach(record, Frame(mesh, self.played), options.fallback, self.device)
+        record = RunMetadata(self.layout, self.job_config, options.residual, self.optimizers)
+        self.checkpointer.attach(record, Frame(mesh, self.simulated), options.fallback, self.device)
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -170,7 +170,7 @@ class ScapeTrainer(Trainer):
             loss = super().forward_backward_step(**kwargs)
         self._micro_batches += 1
         # A replica's micro-batches follow each other.
-        if self.played > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.played) == 0:
+        if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
             self.optimizers.collect()
         return loss
 
@@ -180,7 +180,7 @@ class ScapeTrainer(Trainer):
         Raises, on every rank, DataloaderExhaustedError or NoTextError where the data of one have ended: it is not
         counted then.
         """
-        if self.step == self.job_config.training.steps and self.job_config.sync.scape.flush_at_end:
+        if self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end:
             self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
             self.optimizers.send_all()
         self.interfaces.before_step(self.steps_taken)
@@ -237,7 +237,7 @@ class ScapeTrainer(Trainer):
         if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)
-            if self.steps_taken and self.job_config.sync.scape.flush_at_end:
+            if self.steps_taken and self.job_config.sync.flush_at_end:
                 self._flush()
                 saved = False
             if self.steps_taken and not saved:
@@ -259,7 +259,7 @@ class ScapeTrainer(Trainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.zero_grad()
         self.optimizers.send_all()
-        for _ in range(self.played if self.played > 1 else 0):
+        for _ in range(self.simulated if self.simulated > 1 else 0):
             self.optimizers.collect()
         self.optimizers.step()
 
@@ -297,11 +297,11 @@ def layout_of(config: JobConfig) -> Layout:
         tensor=parallelism.tensor_parallel_degree,
         pipeline=parallelism.pipeline_parallel_degree,
     )
-    if (played := config.topology.simulate_replicas) > 1 and layout.replicate > 1:
+    if (simulated := config.topology.simulate_replicas) > 1 and layout.replicate > 1:
         raise ValueError(
-            f"[topology] simulate_replicas = {played} with {layout.replicate} real replicas (data_parallel_replicate_"
-            f"degree = {parallelism.data_parallel_replicate_degree} on {world_size} ranks): they do not mix; set the "
-            "degree to 1, and start one process, NGPU=1, or one group of shards"
+            f"[topology] simulate_replicas = {simulated} with {layout.replicate} real replicas (data_parallel_"
+            f"replicate_degree = {parallelism.data_parallel_replicate_degree} on {world_size} ranks): they do not mix; "
+            "set the degree to 1, and start one process, NGPU=1, or one group of shards"
         )
     _check_batch(config, layout)
     return layout
@@ -309,13 +309,13 @@ def layout_of(config: JobConfig) -> Layout:
 
 def _check_batch(config: JobConfig, layout: Layout) -> None:
     """What TorchTitan asserts. Raises ValueError with the numbers and the fix."""
-    training, readers, played = config.training, layout.replicate * layout.shard, config.topology.simulate_replicas
-    micro = training.local_batch_size * readers * played
+    training, readers, simulated = config.training, layout.replicate * layout.shard, config.topology.simulate_replicas
+    micro = training.local_batch_size * readers * simulated
     if training.global_batch_size > 0 and training.global_batch_size % micro:
         raise ValueError(
             f"[training] global_batch_size = {training.global_batch_size} is no multiple of local_batch_size "
             f"{training.local_batch_size} x {readers} data-parallel ranks"
-            + (f" x {played} simulated replicas" if played > 1 else "")
+            + (f" x {simulated} simulated replicas" if simulated > 1 else "")
             + f" = {micro}"
         )
     divisor = layout.tensor * 2 * layout.context

@@ -68,7 +68,7 @@ def as_stored(options: Options) -> Options:
 @functools.cache
 def defaults(method: str) -> Options:
     """Those of the method's section that a simulation takes; none of a method without one."""
-    others = ("dense_names", "update", "values_dtype", "weights_dtype", "offload", "flush_at_end")
+    others = ("dense_names", "update", "values_dtype", "weights_dtype", "offload")
     # Late: the trainer has to be imported before TorchTitan is.
     from torchtitan_scape.config.job_config import Sync
 

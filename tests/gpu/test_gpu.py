@@ -22,7 +22,7 @@ from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, 
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
-from topology.simulated import SimulatedCollectives
+from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 
@@ -130,18 +130,23 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
             optimizer.step()
         return [p.detach() for p in parameters], optimizer.passes.state
 
-    ranks = run_replicas(2, work)
-    parameters, optimizer = start(SimulatedCollectives(2), **options)
+    ranks, simulated = run_replicas(2, work), SimulatedReplicas(2)
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries, endpoint.least_columns = 64, 7
+    shared, _ = start(None, **options)
+    named = [(f"p{i}", p) for i, p in enumerate(shared)]
+    each = simulated.run(lambda i: make_scape(named, lr=1e-2, replicas=simulated.endpoints[i], **options))
     for step in range(10):
+        gradients = []
         for replica in range(2):
-            draw(step, replica, parameters)
-            optimizer.collect()
+            draw(step, replica, shared)
+            gradients.append([s.parameter.grad.clone().view(-1) for s in each[replica].ordered])
         with no_synchronisation():
-            optimizer.step()
-    for ours, theirs in zip(parameters, ranks[0][0], strict=True):
+            simulated.run(lambda i, own=gradients: each[i].step_on(own[i]))  # type: ignore[misc]
+    for ours, theirs in zip(shared, ranks[0][0], strict=True):
         assert torch.equal(ours.detach(), theirs)
-    for replica, (_, state) in enumerate(ranks):
-        assert torch.equal(optimizer.passes.state[replica], state)
+    for optimizer, (_, state) in zip(each, ranks, strict=True):
+        assert torch.equal(optimizer.passes.state, state)
 
 
 @contextmanager

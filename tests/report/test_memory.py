@@ -21,8 +21,9 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
     optimizers = trainer.optimizers
     found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
-    if hasattr(optimizers, "scape"):
-        passes, masks = optimizers.scape.passes, optimizers.scape.masks
+    scape = getattr(optimizers, "first", None)
+    if scape is not None:
+        passes, masks = scape.passes, scape.masks
         found["state"] = passes.state.nbytes
         selection = masks.layout.wire_bytes(passes.density, passes.selection)  # made in a step
         found["masks"] = masks.in_use.bits.nbytes + masks.previous.bits.nbytes + selection
@@ -37,7 +38,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         found["offload buffers"] = sum(b.nbytes for window in passes.windows.values() for b in window.buffers)
     assert trainer.memory is not None
     kinds, host = trainer.memory.kinds, trainer.memory.host
-    assert len(host) == (len(passes.windows) if hasattr(optimizers, "scape") else 0) and not kinds.keys() & host.keys()
+    assert len(host) == (len(passes.windows) if scape else 0) and not kinds.keys() & host.keys()
     kinds = kinds | host
     trainer.close()
     return kinds, found

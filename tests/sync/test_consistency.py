@@ -21,9 +21,9 @@ from torchtitan_scape.sync.consistency import (
     Shared,
     check_replicas_equal,
     fingerprints,
-    shared_by_dense,
-    shared_by_scape,
+    shared_by_optimizer,
 )
+from torchtitan_scape.sync.scape.shared import shared_by_scape
 from torchtitan_scape.sync.shards import collect_shards
 
 CPU = torch.device("cpu")
@@ -239,7 +239,7 @@ def test_dense_baselines(make: Callable[..., Any], replicas: int) -> None:
             for p, g in zip(model, draw(step, [(7, 9), (5,)]), strict=True):
                 p.grad = g
             optimizer.step()
-            shared = shared_by_dense(optimizer, collect_shards(optimizer.param_groups))
+            shared = shared_by_optimizer(optimizer, collect_shards(optimizer.param_groups), [])
             assert check_replicas_equal(collectives, shared, CPU, step, False)
         for key in (None, "exp_avg", "step"):
             part = next(part for kind, part in shared[0].parts if kind == key)

@@ -196,14 +196,14 @@ def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
 
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
     """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
-    from torchtitan_scape.optimizer.container import _chunk_bytes
+    from torchtitan_scape.sync.scape.build import best_chunk
     from torchtitan_scape.sync.scape.options import ScapeOptions
 
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     with torch.device("meta"):
-        model = nn.Linear(32768, 32768)
+        shapes = [tuple(p.shape) for p in nn.Linear(32768, 32768).parameters()]
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return _chunk_bytes([model], ScapeOptions(density=0.1), layout, collectives_of(groups))
+    return best_chunk(shapes, ScapeOptions(density=0.1), layout, collectives_of(groups))
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

@@ -28,6 +28,8 @@ def summary(folder: Path) -> dict[str, Any]:
         ("adams", []),
         ("scape", ["--training.local_batch_size=1", "--training.global_batch_size=4"]),
         ("scape-bf16", []),
+        ("topk", []),
+        ("powersgd", []),
     ],
 )
 def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
@@ -49,15 +51,15 @@ def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, p
     assert predicted == pytest.approx(ours["planned_bytes_per_step_and_rank"], rel=1e-4)
 
 
-def test_a_group_of_shards_plays_replicas(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+def test_a_group_of_shards_simulates_replicas(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     steps = [*METHODS["scape"], "--training.steps=5"]
     real = pool4(train, str(tmp_path / "real"), [*steps, *LAYOUTS["2x2"]])
-    played = pool2(train, str(tmp_path / "played"), [*steps, *LAYOUTS["2x1"], simulate(2)])
+    simulated = pool2(train, str(tmp_path / "simulated"), [*steps, *LAYOUTS["2x1"], simulate(2)])
     for rank in range(2):  # the first two of the real ranks hold the first replica's shards
-        assert played[rank]["losses"] == pytest.approx(real[rank]["losses"], rel=1e-5)
-        difference = (played[rank]["parameters"] - real[rank]["parameters"]).norm()
+        assert simulated[rank]["losses"] == pytest.approx(real[rank]["losses"], rel=1e-5)
+        difference = (simulated[rank]["parameters"] - real[rank]["parameters"]).norm()
         assert difference <= 1e-4 * real[rank]["parameters"].norm()
-    ours, theirs = summary(tmp_path / "played"), summary(tmp_path / "real")
+    ours, theirs = summary(tmp_path / "simulated"), summary(tmp_path / "real")
     assert ours["tokens"] == theirs["tokens"]
     assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
     assert sum(ours["bytes_sent_per_step_and_rank"].values()) == sum(theirs["bytes_sent_per_step_and_rank"].values())

@@ -27,15 +27,13 @@ from torchtitan.components.checkpoint import (
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.checkpoint.convert import load_optimizer
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, is_export, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
-from torchtitan_scape.checkpoint.parts import RandomState, SavedState, sizes_line
-from torchtitan_scape.checkpoint.state import Frame, StateReader, load_into
+from torchtitan_scape.checkpoint.parts import RESIDUALS, RandomState, sizes_line
+from torchtitan_scape.checkpoint.state import Frame, SavedState, StateReader, load_into
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
-from torchtitan_scape.optimizer.container import ReplicaOptimizers, ScapeOptimizers
-from torchtitan_scape.sync.scape.state import StateByParameter
+from torchtitan_scape.optimizer.container import ReplicaOptimizers
 
 RANDOM = "random"
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
@@ -65,9 +63,9 @@ class ReplicaCheckpointer(CheckpointManager):
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the default group's timeout is for steps: a rank may write for longer than that.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
-        if isinstance(self._optimizers, ScapeOptimizers):
-            self.states[OPTIMIZER] = SavedState(self._optimizers.scape, frame, record.values["residual"])
-            logger.info(sizes_line(StateByParameter(self._optimizers.scape), record.values["residual"]))
+        self.states[OPTIMIZER] = SavedState(self._optimizers, frame, record.values["residual"])
+        if len({sum(self._optimizers.checkpoint_sizes(choice).values()) for choice in RESIDUALS}) > 1:
+            logger.info(sizes_line(self._optimizers, record.values["residual"]))
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -298,16 +296,13 @@ class ReplicaCheckpointer(CheckpointManager):
                 "checkpoint.initial_load_path"
             )
         saved = read_record(path)
-        exact, different = self.record.compare(saved, path)
+        as_it_lies, different = self.record.compare(saved, path)
         excluded = set(self.exclude_from_loading)
-        dense = saved["method"] == "dense" == self.record.values["method"] and exact
         states = {
             k: v
             for k, v in self._states_to_load(False).items()
             if k not in (RUN_METADATA, RANDOM, DATALOADER, OPTIMIZER)
         }
-        if dense and OPTIMIZER not in excluded:
-            states[OPTIMIZER] = self.states[OPTIMIZER]
         random = {f"{RANDOM}.{key}" for key in self.states[RANDOM].state_dict()}
         if RANDOM not in excluded and not different.keys() & set(_AXES) and random <= names:
             states[RANDOM] = self.states[RANDOM]
@@ -315,19 +310,17 @@ class ReplicaCheckpointer(CheckpointManager):
         if MODEL not in excluded:
             self.states[MODEL].load_state_dict(states)
         told = []
-        if not dense and OPTIMIZER not in excluded:
-            shards = self._optimizers.shards()
-            step = self.states["train_state"].step
-            told.append(load_optimizer(self._optimizers, StateReader(path, saved, shards, self._frame), exact, step))
+        if OPTIMIZER not in excluded:
+            reader = StateReader(path, saved, self._optimizers, self._frame)
+            told.append(self._optimizers.load(reader, as_it_lies, self.states["train_state"].step))
         if DATALOADER not in excluded:
             told += self._load_data(path, saved)
         self._optimizers.put_counters(saved["counters"])
         self._keep_configured_rates(different.keys() & {"lr", "betas", "eps", "weight_decay"})
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
         changes = f"; differs from the run that saved: {listed}" if listed else ""
-        logger.info(
-            f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {'; '.join(told) or 'state as it was'}{changes}"
-        )
+        what = "; ".join(told) or "without its optimizer"
+        logger.info(f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {what}{changes}")
 
     def _load_data(self, path: str, saved: dict[str, Any]) -> list[str]:
         """The position in the data; returns what there is to say of it."""

@@ -1,13 +1,13 @@
 """What a checkpoint says of the run that saved it, and how this run differs."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
 from topology.layout import Layout
-from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.optimizer.container import ReplicaOptimizers
 
 RUN_METADATA = "run_metadata"
 # With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
@@ -17,24 +17,22 @@ _LAYOUT = ("replicas", "shard", "context", "tensor")
 class RunMetadata(Stateful):
     """Layout, method and options of a run, and counters at the time of the save.
 
-    counters: called for every save, behind which the optimizer has settled.
+    optimizers: asked for their counters at every save.
     """
 
-    def __init__(
-        self, layout: Layout, config: JobConfig, residual: str, counters: Callable[[], dict[str, Any]]
-    ) -> None:
-        optimizer = config.optimizer
-        played = config.topology.simulate_replicas
-        self._counters = counters
-        self._layout = {*_LAYOUT, *config.sync.scape.layout()}
+    def __init__(self, layout: Layout, config: JobConfig, residual: str, optimizers: ReplicaOptimizers) -> None:
+        optimizer, options = config.optimizer, options_of(config.sync)
+        simulated = config.topology.simulate_replicas
+        self._optimizers = optimizers
+        self._layout = {*_LAYOUT, *options.layout()}
         self.values: dict[str, Any] = {
             "ranks": layout.world_size,
             "replicate": layout.replicate,
             "shard": layout.shard,
             "context": layout.context,
             "tensor": layout.tensor,
-            "simulate_replicas": played,
-            "replicas": layout.replicate * played,
+            "simulate_replicas": simulated,
+            "replicas": layout.replicate * simulated,
             "model": f"{config.model.name} {config.model.flavor}",
             "method": config.sync.method,
             "optimizer": optimizer.name,
@@ -42,18 +40,16 @@ class RunMetadata(Stateful):
             "betas": [optimizer.beta1, optimizer.beta2],
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
+            "residual": residual,
+            "states": optimizers.described_states(residual),
+            **options.fingerprint(),
+            # Who is which replica follows from these.
+            "exchange": config.topology.exchange,
+            "ranks_per_node": layout.ranks_per_node,
         }
-        if config.sync.method == "scape":
-            self.values |= {
-                "residual": residual,
-                **config.sync.scape.fingerprint(),
-                # Who selects in which run follows from these.
-                "exchange": config.topology.exchange,
-                "ranks_per_node": layout.ranks_per_node,
-            }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(self.values | self._counters())}
+        return {"json": json.dumps(self.values | self._optimizers.counters())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to take back: whoever loads has read it before."""
@@ -68,14 +64,15 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
                 "another --job.dump_folder, or with the model of the checkpoint"
             )
-        keys = [key for key in self.values | saved if key in self.values and key in saved and key != "residual"]
+        keys = [
+            key
+            for key in self.values | saved
+            if key in self.values and key in saved and key not in ("residual", "states")
+        ]
         different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
-        if saved["method"] != self.values["method"]:
-            return False, different
-        if self.values["method"] != "scape":
-            return saved["optimizer"] == self.values["optimizer"], different
+        other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]
         laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
         # Errors of rounding are kept for the entries of a payload, which are others at another density.
-        if "density" in different and "bfloat16" in (saved["wire_dtype"], self.values["wire_dtype"]):
+        if "density" in different and "bfloat16" in (saved.get("wire_dtype"), self.values.get("wire_dtype")):
             laid_out.add("density")
-        return not laid_out, different
+        return not other and not laid_out, different

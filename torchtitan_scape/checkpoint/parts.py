@@ -1,30 +1,14 @@
 """What a checkpoint holds beside the model and TorchTitan's own states."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_scape.checkpoint.state import Frame, saved_state
+from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.report.text import size_text
-from torchtitan_scape.sync.scape.optimizer import Scape
-from torchtitan_scape.sync.scape.state import RESIDUALS, StateByParameter
 
-
-class SavedState(Stateful):
-    """SCAPE's state for `dcp.save`; `convert.load_optimizer` takes it back."""
-
-    def __init__(self, scape: Scape, frame: Frame, residual: str) -> None:
-        self._scape, self._frame, self._residual = scape, frame, residual
-
-    def state_dict(self) -> dict[str, Any]:
-        self._scape.settle()
-        return saved_state(self._scape, self._frame, self._residual)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("SCAPE's state is loaded by convert.load_optimizer")
+RESIDUALS = ("exact", "mean", "drop")
 
 
 class RandomState(Stateful):
@@ -53,14 +37,14 @@ class RandomState(Stateful):
             torch.get_device_module(self._device).set_rng_state(loaded[f"{self._name}.device"], self._device)
 
 
-def sizes_line(portable: StateByParameter, residual: str) -> str:
+def sizes_line(optimizers: ReplicaOptimizers, residual: str) -> str:
     """What a checkpoint takes, and would take with other residuals."""
-    model = 4 * sum(shard.parameter.numel() for shard in portable.scape.ordered)
+    model = 4 * sum(shard.parameter.numel() for shard in optimizers.shards())
 
     def total(choice: str) -> str:
-        return size_text(model + sum(portable.sizes(choice).values()))
+        return size_text(model + sum(optimizers.checkpoint_sizes(choice).values()))
 
-    kinds = {"parameters": model} | portable.sizes(residual)
+    kinds = {"parameters": model} | optimizers.checkpoint_sizes(residual)
     return (
         f'A checkpoint takes {total(residual)} with residual = "{residual}" '
         f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "

@@ -1,12 +1,12 @@
-"""The optimizer's state in a checkpoint: written as it is, read by the same layout or by another one.
+"""The optimizer's and the method's state in a checkpoint: written as it is, read by the same layout or by another one.
 
-Names follow the parameters, shapes are the global ones, so that any shard degree can read them. A residual has one row
-more in front, for each replica: written as a plain tensor it would be taken for copies of one, and all but one dropped.
+Names follow the parameters, shapes are the global ones, so that any shard degree can read them. A replica's own state
+has one row more in front, for each replica: written as a plain tensor it would be taken for copies of one, and all but
+one dropped. What a checkpoint has, and what each kind of it is, stands in its record: see `sync.base.State`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,14 +14,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
-from torchtitan_scape.sync.scape.optimizer import Scape
-from torchtitan_scape.sync.scape.state import StateByParameter
+from torchtitan_scape.optimizer.container import ReplicaOptimizers
+from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard as LocalShard
 from torchtitan_scape.sync.shards import local
 
@@ -33,11 +34,11 @@ class Frame:
     """How local tensors of this rank lie in the global ones.
 
     mesh: with the axis of replicas first, then those over which parameters are sharded.
-    played: replicas that one process plays, 1 for a real one.
+    simulated: replicas that one process plays, 1 for a real one.
     """
 
-    def __init__(self, mesh: DeviceMesh, played: int) -> None:
-        self._mesh, self.played = mesh, played
+    def __init__(self, mesh: DeviceMesh, simulated: int) -> None:
+        self._mesh, self.simulated = mesh, simulated
         self.replicas, self.replica = mesh["dp_replicate"].size(), mesh["dp_replicate"].get_local_rank()
         self.ways = mesh.size() // self.replicas  # over which a replica is sharded
 
@@ -53,8 +54,8 @@ class Frame:
         placements: list[Any] = []
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
-            placements = [_behind_rows(p) for p in parameter.placements]
-        if self.played > 1:  # a row of every replica, on each shard
+            placements = [_after_rows(p) for p in parameter.placements]
+        if self.simulated > 1:  # a row of every replica, on each shard
             if not names:
                 return values
             return _dtensor(values, parameter.device_mesh, placements, (count, *parameter.shape))  # type: ignore
@@ -64,14 +65,14 @@ class Frame:
     def share(self, count: int) -> int:
         """Rows of `count` that this rank reads: its own where there are as many replicas, else dealt out."""
         most = self.share_at_most(count)
-        return count if self.played > 1 else max(0, min(most, count - self.replica * most))
+        return count if self.simulated > 1 else max(0, min(most, count - self.replica * most))
 
     def share_at_most(self, count: int) -> int:
         """Of all ranks."""
-        return count if self.played > 1 else -(-count // self.replicas)
+        return count if self.simulated > 1 else -(-count // self.replicas)
 
 
-def _behind_rows(placement: Any) -> Any:
+def _after_rows(placement: Any) -> Any:
     if not hasattr(placement, "dim"):
         return placement
     if hasattr(placement, "split_factor"):
@@ -86,76 +87,77 @@ def _dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
     return DTensor(values.detach(), DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
-def saved_state(scape: Scape, frame: Frame, residual: str) -> dict[str, Tensor]:
-    """What a checkpoint gets of SCAPE, behind `settle`; see `optimizer.portable` for the kinds. A collective call."""
-    portable = StateByParameter(scape)
-    parameters = {shard.name: shard.parameter for shard in scape.ordered}
-    total = frame.replicas * frame.played
-    found = {}
-    for (kind, name), values in portable.tensors(residual).items():
-        parameter, values = parameters[name], _apart(values)
-        is_rows = kind == "residual"
-        found[f"{kind}.{name}"] = frame.rows(parameter, values, total) if is_rows else frame.whole(parameter, values)
-    return found | extras_of(portable)
+class SavedState(Stateful):
+    """The optimizer's state and the method's for `dcp.save`; `ReplicaOptimizers.load` takes them back."""
+
+    def __init__(self, optimizers: ReplicaOptimizers, frame: Frame, residual: str) -> None:
+        self._optimizers, self._frame, self._residual = optimizers, frame, residual
+
+    def state_dict(self) -> dict[str, Any]:
+        self._optimizers.settle()
+        found = self._optimizers.optimizer_state()
+        parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
+        total = self._frame.replicas * self._frame.simulated
+        for state in self._optimizers.states(self._residual):
+            for name, values in state.tensors.items():
+                values, key = _apart(values), f"{state.kind}.{name}"
+                if not state.by_parameter:
+                    found[self._optimizers.of_this_shard(key)] = values
+                elif state.own:
+                    found[key] = self._frame.rows(parameters[name], values, total)
+                else:
+                    found[key] = self._frame.whole(parameters[name], values)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("it is loaded by ReplicaOptimizers.load")
 
 
 def _apart(values: Tensor) -> Tensor:
     """The same memory as a storage of its own, which begins where `values` does.
 
-    Asynchronous saves stage whole storages, which are the flat buffers here, and take a DTensor of a view with an
+    Asynchronous saves stage whole storages, which may be flat buffers, and take a DTensor of a view with an
     offset for one that has memory of its own (PyTorch 2.13).
     """
     return torch.from_dlpack(values.detach())
 
 
-def extras_of(portable: StateByParameter) -> dict[str, Tensor]:
-    """What differs from shard to shard goes under the shard's number."""
-    rank = portable.scape.collectives.model_rank
-    return {f"{kind}.{rank}": values for kind, values in portable.extras().items()}
-
-
-@dataclass
-class Saved:
-    """A parameter's state as it was saved, on this rank's shard, on the CPU; FP32 (n,) where nothing else is said.
-
-    moment, residual: of SCAPE as in `optimizer.portable`, residual (rows, n) of the replicas whose rows this rank
-    reads; of a dense method the first moment, and None.
-    used, held: bool (n,), A and P. master; weight: BF16.
-    """
-
-    moment: Tensor | None
-    residual: Tensor | None = None
-    used: Tensor | None = None
-    held: Tensor | None = None
-    master: Tensor | None = None
-    weight: Tensor | None = None
-
-
 class StateReader:
     """Reads a checkpoint's optimizer state parameter by parameter, some at a time. All calls are collective.
 
-    saved: the record of the run that saved, see `record.py`.
+    saved: the record of the run that saved, see `metadata.py`.
+    replicas: of that run.
     """
 
-    def __init__(self, path: str, saved: dict[str, Any], shards: Sequence[LocalShard], frame: Frame) -> None:
-        self.path, self.saved, self.frame, self.shards = path, saved, frame, shards
+    def __init__(self, path: str, saved: dict[str, Any], optimizers: ReplicaOptimizers, frame: Frame) -> None:
+        self.path, self.saved, self.frame = path, saved, frame
+        self._optimizers, self._shards = optimizers, optimizers.shards()
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
         self.replicas: int = saved["replicas"]
+        self.same_count = self.replicas == frame.replicas * frame.simulated
 
-    def __iter__(self) -> Iterator[tuple[int, LocalShard, Saved]]:
-        """Every parameter with its number among the shards."""
-        read = self._read_scape if self.saved["method"] == "scape" else self._read_dense
+    def __iter__(self) -> Iterator[tuple[int, LocalShard, dict[str, Tensor]]]:
+        """Every parameter with its number, and what was saved of it by kind, on this rank's shard and the CPU: flat
+        (n,), of own states (rows, n) of the replicas whose rows this rank reads. "exp_avg" is a dense optimizer's first
+        moment.
+        """
         number = 0
         for shards in self._batches():
-            for saved, shard in zip(read(shards), shards, strict=True):
-                yield number, shard, saved
+            for kinds, shard in zip(self._read(shards), shards, strict=True):
+                yield number, shard, kinds
                 number += 1
+
+    def mean(self, own: Tensor) -> Tensor:
+        """(n,): the mean over replicas that saved of rows (r, n), of which every rank has some. A collective call."""
+        total = own.sum(0)
+        if self.frame.simulated == 1:
+            self._optimizers.collectives.sum_over_replicas(total)
+        return total.div_(self.replicas)
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
-        if not keys:
-            return
-        load_into(self.path, {"optimizer": keys})
+        if keys:
+            load_into(self.path, {"optimizer": keys})
 
     def model(self, shard: LocalShard) -> Tensor:
         """The parameter itself, FP32 (n,)."""
@@ -163,70 +165,82 @@ class StateReader:
         load_into(self.path, {shard.name: self.frame.whole(shard.parameter, room)})
         return room.view(-1)
 
+    def fill_of_this_shard(self, states: Sequence[State]) -> bool:
+        """Reads what is of this shard alone, as far as it was saved; whether all of it was."""
+        keys = {f"{s.kind}.{name}": t for s in states if not s.by_parameter for name, t in s.tensors.items()}
+        named = {self._optimizers.of_this_shard(key): values for key, values in keys.items()}
+        there = {key: values for key, values in named.items() if self.has(key)}
+        self.fill(there)
+        return len(there) == len(named)
+
+    def mean_of_this_run(self, own: Tensor) -> Tensor:
+        """(n,): the mean over this run's replicas, of rows (r, n) of those of this process. A collective call."""
+        mean = own.mean(0)
+        self._optimizers.collectives.sum_over_replicas(mean)
+        return mean.div_(self._optimizers.collectives.replicas)
+
+    def from_a_rank_that_has_rows(self, values: Tensor) -> None:
+        """Gives `values` of the first replica to all, where some ranks read no rows. A collective call."""
+        if not self.same_count and self.frame.simulated == 1:
+            self._optimizers.collectives.broadcast_from_first([values])
+
+    @property
+    def has_dense_state(self) -> bool:
+        """Whether a dense optimizer's state was saved."""
+        return self.has(f"state.{self._shards[0].name}.exp_avg")
+
     def applied_steps(self) -> float:
-        if self.saved["method"] == "scape":
-            return float(self.saved["scape"]["applied_steps"])
-        key = f"state.{self.shards[0].name}.step"
+        """Of the optimizer that was saved, as its bias correction counts them."""
+        if "applied_steps" in self.saved:
+            return float(self.saved["applied_steps"])
+        key = f"state.{self._shards[0].name}.step"
         stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
         steps = torch.zeros(stored.size, dtype=stored.properties.dtype)
         self.fill({key: steps})
         return float(steps)
 
-    def _read_scape(self, shards: Sequence[LocalShard]) -> list[Saved]:
-        dtypes = {"moment": torch.float32, "mask": torch.uint8, "master": torch.float32, "weight": torch.bfloat16}
+    def has(self, key: str) -> bool:
+        """Whether the optimizer's part of the checkpoint has something of this name."""
+        return f"optimizer.{key}" in self._kinds
+
+    def _read(self, shards: Sequence[LocalShard]) -> list[dict[str, Tensor]]:
         rooms: list[dict[str, Tensor]] = []
         keys: dict[str, Tensor] = {}
         for shard in shards:
             room: dict[str, Tensor] = {}
-            for kind, dtype in dtypes.items():
-                if self.has(f"{kind}.{shard.name}"):
-                    room[kind] = torch.empty(local(shard.parameter).shape, dtype=dtype)
-                    keys[f"{kind}.{shard.name}"] = self.frame.whole(shard.parameter, room[kind])
-            if self.has(f"residual.{shard.name}"):
-                room["residual"] = torch.empty((self.frame.share(self.replicas), *local(shard.parameter).shape))
-                keys[f"residual.{shard.name}"] = self.frame.rows(shard.parameter, room["residual"], self.replicas)
-            if not room.keys() & {"moment", "residual"}:
+            for kind, what in self.saved["states"].items():
+                key = f"{kind}.{shard.name}"
+                if not what["by_parameter"] or not self.has(key):
+                    continue
+                rows = (self.frame.share(self.replicas),) if what["own"] else ()
+                stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
+                room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
+                put = self.frame.rows(shard.parameter, room[kind], self.replicas) if rows else None
+                keys[key] = self.frame.whole(shard.parameter, room[kind]) if put is None else put
+            if self.has(moment := f"state.{shard.name}.exp_avg"):
+                room["exp_avg"] = torch.empty(shard.local_shape)
+                keys[moment] = self.frame.whole(shard.parameter, room["exp_avg"])
+            if not room:
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)
-        dense = self.saved["scape"]["densities"][1] == 1.0
-        found = []
-        for shard, room in zip(shards, rooms, strict=True):
-            flat = {kind: values.view(-1) for kind, values in room.items()}
-            rows, mask = room.get("residual"), flat.get("mask")
-            found.append(
-                Saved(
-                    flat.get("moment"),
-                    None if rows is None else rows.view(len(rows), shard.size),
-                    None if mask is None else mask % 2 > 0,
-                    None if mask is None or dense else mask > 1,
-                    flat.get("master"),
-                    flat.get("weight"),
-                )
-            )
-        return found
+        flat: Callable[[str, Tensor, int], Tensor] = lambda kind, values, size: (  # noqa: E731
+            values.view(len(values), size) if self._own(kind) else values.view(-1)
+        )
+        return [
+            {kind: flat(kind, values, shard.size) for kind, values in room.items()}
+            for shard, room in zip(shards, rooms, strict=True)
+        ]
 
-    def _read_dense(self, shards: Sequence[LocalShard]) -> list[Saved]:
-        rooms = [torch.empty(local(shard.parameter).shape) for shard in shards]
-        keys = {}
-        for shard, room in zip(shards, rooms, strict=True):
-            key = f"state.{shard.name}.exp_avg"
-            if not self.has(key):
-                raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
-            keys[key] = self.frame.whole(shard.parameter, room)
-        self.fill(keys)
-        return [Saved(room.view(-1)) for room in rooms]
-
-    def has(self, key: str) -> bool:
-        """Whether the optimizer's part of the checkpoint has something of this name."""
-        return f"optimizer.{key}" in self._kinds
+    def _own(self, kind: str) -> bool:
+        return bool(self.saved["states"].get(kind, {}).get("own"))
 
     def _batches(self) -> Iterator[list[LocalShard]]:
         """The parameters, so many at a time that what is read of them is about `_AT_A_TIME` bytes; as on all ranks."""
         rows = self.frame.share_at_most(self.replicas)
         batch: list[LocalShard] = []
         taken = 0
-        for shard in self.shards:
+        for shard in self._shards:
             batch.append(shard)
             taken += shard.parameter.numel() // self.frame.ways * 4 * (rows + 3)
             if taken >= _AT_A_TIME:

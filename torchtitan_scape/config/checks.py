@@ -2,18 +2,18 @@
 
 from operator import attrgetter
 
-from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.sync.registry import METHODS
 
 
 def check_config(config: JobConfig, device_type: str) -> None:
     """Refuses what would be silently wrong, or is not built. Raises ValueError with the fix."""
-    optimizer, parallelism = config.optimizer, config.parallelism
-    if optimizer.name not in ("AdamW", "AdamS"):
-        raise ValueError(f"[optimizer] name = {optimizer.name!r}; it must be 'AdamW' or 'AdamS'")
-    if config.sync.method == "scape" and optimizer.name != "AdamS":
+    optimizer, parallelism, method = config.optimizer, config.parallelism, config.sync.method
+    known = METHODS[method].optimizers
+    if optimizer.name not in known:
         raise ValueError(
-            f"[sync] method = 'scape' with [optimizer] name = {optimizer.name!r}: SCAPE is built on AdamS; "
-            "set [optimizer] name = 'AdamS', or [sync] method = 'dense'"
+            f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which goes with "
+            f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[-1]!r}, or another method"
         )
     refused = {
         "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
@@ -43,19 +43,9 @@ def check_config(config: JobConfig, device_type: str) -> None:
             "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
             "besides, with [sync.scape] weights_dtype"
         )
-    sharded = config.sync.method == "scape" and config.sync.scape.update == "sharded"
-    if config.topology.simulate_replicas > 1 and sharded:
-        raise ValueError(
-            '[sync.scape] update = "sharded" with simulated replicas: its losses are those of "replicated" up to FP32 '
-            'rounding; set update = "replicated"'
-        )
-    if config.topology.simulate_replicas > 1 and config.sync.method == "scape":
-        scape = config.sync.scape
-        if scape.offload or scape.weights_dtype != "float32":
-            raise ValueError(
-                f"[sync.scape] offload = {scape.offload} and weights_dtype = {scape.weights_dtype!r} with simulated "
-                "replicas, which keep all their state on the device: leave both at their defaults"
-            )
+    simulated, why = config.topology.simulate_replicas, options_of(config.sync).refuses_simulation()
+    if simulated > 1 and why:
+        raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {why}")
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
     _check_ranges(config)

@@ -3,33 +3,34 @@
 No `from __future__ import annotations` here: TorchTitan tells sections apart by `is_dataclass(field.type)`.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, field, make_dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
-from torchtitan_scape.sync.options import Options
+from torchtitan_scape.sync.options import MethodOptions, Options
+from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.types import check_section
 
 
 @dataclass
-class Sync(Options):
+class _Sync(Options):
     """[sync]: who synchronises the replicas."""
 
     section: ClassVar[str] = "sync"
 
-    method: Literal["dense", "scape"] = "scape"
-    """All gradients in FP32, or SCAPE's sparse first moment"""
+    flush_at_end: bool = False
+    """Make the last step's exchange whole, so that no residual is left unsent; its norm is reported in any case"""
 
     max_skipped_steps: int = 10
     """So many steps in a row with a non-finite gradient on any rank stop the run"""
 
     consistency_interval: int = 100
     """Every so many steps, and before every checkpoint, replicas compare what must be equal on them to the last bit
-    (parameters, masks, visit rates, a master that all have); 0 for never"""
+    (parameters, and what their method keeps that is not a replica's own); 0 for never"""
 
     on_inconsistency: Literal["stop", "repair"] = "stop"
     """Where they differ: end the run with exit code 3, or overwrite what differs by what most replicas hold; without a
@@ -38,12 +39,35 @@ class Sync(Options):
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
 
-    scape: ScapeOptions = field(default_factory=ScapeOptions)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.max_skipped_steps >= 1, "max_skipped_steps", "it must be 1 or more")
         self.require(self.consistency_interval >= 0, "consistency_interval", "it must be 0 (never) or more")
+
+
+if TYPE_CHECKING:
+
+    class Sync(_Sync):
+        method: str
+        scape: ScapeOptions
+
+else:
+    # `method`, and a section for each of the registry's.
+    Sync = make_dataclass(
+        "Sync",
+        [
+            ("method", Literal[tuple(METHODS)], field(default="scape")),
+            *((name, entry.options, field(default_factory=entry.options)) for name, entry in METHODS.items()),
+        ],
+        bases=(_Sync,),
+        namespace={"__doc__": _Sync.__doc__},
+    )
+
+
+def options_of(sync: Sync) -> MethodOptions:
+    """The section of the method that `[sync]` names."""
+    found: MethodOptions = getattr(sync, sync.method)
+    return found
 
 
 @dataclass
@@ -83,9 +107,9 @@ class Checkpoint(TitanCheckpoint):
     """[checkpoint]: TorchTitan's, and what it needs for state that differs from replica to replica."""
 
     residual: Literal["exact", "mean", "drop"] = "exact"
-    """What is saved of SCAPE's residuals: every replica's (4 bytes a parameter and replica; resuming is exact), their
-    mean (no bytes beside the first moment's 4; nothing is lost, but replicas select otherwise than they would have), or
-    nothing (as large as the mean, saves its exchange; what was not sent is lost)"""
+    """What is saved of the residuals, which every replica has of its own: all of them (4 bytes a parameter and replica;
+    resuming is exact), their mean (nothing is lost, but replicas select otherwise than they would have; that of SCAPE
+    has room in the first moment), or nothing (saves the mean's exchange; what was not sent is lost)"""
 
     fallback: bool = True
     """Where the newest checkpoint is damaged, the newest whole one before it is taken, and said; false stops the run"""

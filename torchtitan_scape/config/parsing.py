@@ -27,6 +27,7 @@ GONE = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
     "sync.scape.wait_scaling": "it is now staleness_scaling",
     "sync.scape.max_wait": "it is now max_staleness",
+    "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
     "sync.scape.wait_by": 'it is gone, leave it out: what was "row_column" is the only rule, as it was by default',
 }
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")

@@ -2,76 +2,136 @@
 
 TorchTitan clips before `step()`, where replicas still disagree. Its call is turned into `grad_norm`, a tensor
 that `step()` fills in place and the trainer logs afterwards.
+
+One process plays one replica, or several that are simulated: everything here has a method (or an optimizer) for each
+and runs them in step. Which method it is, nothing here knows.
 """
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.distributed import ParallelDims
 
 from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
-from topology.layout import Layout
-from topology.links import Links
-from topology.process_groups import collectives_of
-from topology.simulated import SimulatedCollectives, played_layout
-from torchtitan_scape.config.job_config import JobConfig
+from topology.dry_run import DryRunCollectives
+from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.optimizer.adams import AdamS
-from torchtitan_scape.parallelize import ReplicaParallelDims
-from torchtitan_scape.planner.cost import Assumptions, best_chunk_bytes
-from torchtitan_scape.planner.payload import payload_bytes
-from torchtitan_scape.planner.volumes import Method, optimizer_bytes
+from torchtitan_scape.optimizer.loading import load_synced
 from torchtitan_scape.report.timing import PhaseTimer
-from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_dense, shared_by_scape
-from torchtitan_scape.sync.dense import DenseSync
+from torchtitan_scape.sync.base import Method, Setting, State, Step
+from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
-from torchtitan_scape.sync.scape.optimizer import Scape
-from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.scape.state import StateByParameter
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
+
+if TYPE_CHECKING:
+    from torchtitan_scape.checkpoint.state import StateReader
+
+Replicas = OneReplica | SimulatedReplicas
 
 
 class ReplicaOptimizers(OptimizersContainer):
-    """The common part: one optimizer over the one model part, on named parameters."""
+    """The common part: one optimizer over the one model part, on named parameters.
 
-    collectives: ReplicaCollectives
+    Attributes:
+        replicas: those that this process plays.
+        grad_norm: FP32 (), of the synchronised gradient over the model, before clipping.
+        repairs: whether replicas that differ from the others are repaired.
+    """
+
+    replicas: Replicas
     timer: PhaseTimer
     guard: FiniteGuard
     grad_norm: Tensor
+    repairs = False
     _shards: list[Shard]
-    repairs = False  # whether replicas that differ from the others are repaired
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.model_parts = model_parts
         self.optimizers = [optimizer]
+        self._collected: list[list[Tensor]] = []
         self._post_init([p for group in optimizer.param_groups for p in group["params"]], optimizer.defaults)
+
+    @property
+    def collectives(self) -> ReplicaCollectives:
+        """Speaks for all replicas of this process."""
+        return self.replicas.all
 
     def dense_bytes(self) -> float:
         """Bytes that this rank would send in a step that all-reduces all its gradients in FP32."""
-        entries = sum(local(p).numel() for group in self.optimizers[0].param_groups for p in group["params"])
-        return self.collectives.reduced_bytes(entries)
+        return self.collectives.reduced_bytes(sum(shard.size for shard in self._shards))
 
     def collect(self) -> None:
-        """What a simulated replica leaves behind its last backward pass is taken; dense gradients just add up."""
+        """Takes the present gradients for those of the next simulated replica, and sets them to None.
 
+        Where there is one, its gradients stay where they are; where replicas' gradients may be added up, too.
+        """
+        if len(self.replicas.endpoints) > 1:
+            self._collected.append([flat_gradient(shard) for shard in self._shards])
+            for shard in self._shards:
+                shard.parameter.grad = None
+
+    def _gradients(self) -> list[list[Tensor]]:
+        """The flat gradients of every replica of this process."""
+        rows, self._collected = self._collected, []
+        if len(self.replicas.endpoints) == 1:
+            return [[flat_gradient(shard) for shard in self._shards]]
+        if len(rows) != len(self.replicas.endpoints):
+            raise ValueError(
+                f"{len(rows)} replicas' gradients were collected, and {len(self.replicas.endpoints)} replicas are "
+                "simulated; call collect() after the backward pass of each of them, then step()"
+            )
+        return rows
+
+    @abstractmethod
     def settle(self) -> None:
         """Learns whether the last step was applied; `step` does it for the one before."""
-        self.guard.settle()
 
     def shards(self) -> list[Shard]:
         """Of all parameters, in the order in which checkpoints are read."""
         return self._shards
 
+    @abstractmethod
     def send_all(self) -> None:
-        """Makes the next step dense, so that it leaves no residual; it is where gradients are dense."""
+        """Makes the next exchange whole, so that it leaves nothing pending."""
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    @abstractmethod
+    def states(self, residual: str) -> list[State]:
+        """What is kept between steps beside the optimizer's own state, after `settle`; of `own` states the tensors have
+        a row in front for every replica of this process. A collective call.
+
+        residual: "exact"; "mean", for the replicas' mean of what is pending; or "drop", for none of it.
+        """
+
+    @abstractmethod
+    def described_states(self, residual: str) -> dict[str, dict[str, Any]]:
+        """What each kind in `states` is, for a checkpoint's record: see `State.describe`. No collective call."""
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's own state for a checkpoint, by TorchTitan's names; empty where `states` has all."""
+        return self.state_dict()
+
+    def of_this_shard(self, key: str) -> str:
+        """The name of what differs from shard to shard."""
+        return f"{key}.{self.collectives.model_rank}"
+
+    @abstractmethod
+    def load(self, reader: "StateReader", as_it_lies: bool, step: int) -> str:
+        """Takes a checkpoint's state, of this method and layout or of others. A collective call, after the model.
+
+        as_it_lies: they are this run's. step: of the checkpoint. Returns what was done, in words.
+        """
+
+    @abstractmethod
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        """Bytes of all that `states` and the optimizer's state leave in a checkpoint, by kind."""
 
     def counters(self) -> dict[str, Any]:
         """For a checkpoint: what is no tensor, as plain values."""
@@ -82,86 +142,100 @@ class ReplicaOptimizers(OptimizersContainer):
         """Takes back the "counters" of `counters`."""
         self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
 
+    # ------------------------------------------------------------------------------- checks and reports
+
+    @abstractmethod
     def shared(self) -> list[Shared]:
-        """What all replicas hold alike, behind `settle`."""
-        raise NotImplementedError
+        """What all replicas hold alike, after `settle`."""
 
     def check_consistency(self, step: int) -> None:
-        """Compares what replicas hold alike, to the last bit, behind `step`. A collective call; waits for the device.
+        """Compares what replicas hold alike, to the last bit, after `step`. A collective call; waits for the device.
 
         Raises ReplicasDifferError, on every rank, where it differs and is not to be, or cannot be, repaired.
         """
-        if self.collectives.replicas == 1 or self.collectives.simulated or self.collectives.is_fake:
+        if self.collectives.replicas == 1 or isinstance(self.collectives, DryRunCollectives):
             return
         with self.timer.phase("compare"):
             self.settle()
             check_replicas_equal(self.collectives, self.shared(), self.grad_norm.device, step, self.repairs)
 
+    @abstractmethod
     def planned_bytes(self) -> float:
-        """Bytes of payload and masks that this rank will send in a step, warm-up over."""
-        return self.dense_bytes()
+        """Bytes that this rank will send in a step, warm-up over."""
 
     def payload_parts(self) -> int:
-        """Parts in which the payload goes at the target density."""
+        """Parts in which the payload goes, warm-up over."""
         return 1
 
+    @abstractmethod
     def statistics(self) -> dict[str, float]:
         """Figures of the last step for the log. A collective call."""
-        raise NotImplementedError
 
 
-class DenseOptimizers(ReplicaOptimizers):
-    """AdamW or AdamS on gradients that `DenseSync` synchronises."""
+class SyncedOptimizers(ReplicaOptimizers):
+    """An optimizer on gradients that a `Method` synchronises: finite flag, synchronise, norm and clip, update, and
+    what the method does after it."""
 
     def __init__(
         self,
         model_parts: list[nn.Module],
-        make_optimizer: Any,
-        collectives: ReplicaCollectives,
+        optimizer: torch.optim.Optimizer,
+        make_method: Callable[[Setting], Method],
+        replicas: Replicas,
+        *,
         max_norm: float,
         max_skipped_steps: int,
         kernels: str,
+        steps: int,
     ) -> None:
-        named = _named_parameters(model_parts)
-        self._own(model_parts, make_optimizer(named))
-        self.collectives, self.max_norm = collectives, max_norm
-        self._sync = DenseSync(collectives, reduction="sum")
-        self._shards = collect_shards(self.optimizers[0].param_groups)
-        device = local(self._shards[0].parameter).device
+        self.replicas, self.max_norm = replicas, max_norm
+        self._own(model_parts, optimizer)
+        self._shards = collect_shards(optimizer.param_groups)
+        device = self._shards[0].device
         self.timer = PhaseTimer(device.type)
+        self.collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
+        scale = float(self.collectives.replicas)  # the loss is divided by the global token count
+        self.methods = replicas.run(lambda i: make_method(Setting(self._shards, replicas.endpoints[i], scale, steps)))
         self.guard = FiniteGuard(
-            [s.name for s in self._shards],
+            [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],
             finite_check(choose(kernels, device)),
-            self.timer.timed("wait", collectives.all_true),
-            collectives.gather_objects,
+            self.timer.timed("wait", self.collectives.all_true),
+            self.collectives.gather_objects,
             dist.get_rank(),
             max_skipped_steps,
         )
+        self.attempted_steps = 0
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
-        collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
         phase = self.timer.phase
         with phase("check"):
             self.settle()
-            gradients = [flat_gradient(shard).float() for shard in self._shards]
-            applied = self.guard.check(gradients)
+            rows = [[gradient.float() for gradient in row] for row in self._gradients()]
+            applied = self.guard.check([gradient for row in rows for gradient in row])
+        self.attempted_steps += 1
+        step = Step(self.attempted_steps, applied)
         with phase("exchange"):
-            self._sync.synchronize(gradients)
+            gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
         with phase("clip"):
-            counted = [g for shard, g in zip(self._shards, gradients, strict=True) if shard.counted]
-            squares = torch.zeros_like(self.grad_norm)
-            if counted:
-                squares += torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum().float()
-            self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
-            self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
-            torch._foreach_mul_(gradients, self.clip_factor)
+            self._clip(gradients)
             for shard, gradient in zip(self._shards, gradients, strict=True):
                 store_gradient(shard, gradient)
         with phase("update"):
             self._update(applied)
+        with phase("exchange"):
+            self.replicas.run(lambda i: self.methods[i].updated(step))
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        counted = [g for shard, g in zip(self._shards, gradients, strict=True) if shard.counted]
+        squares = torch.zeros_like(self.grad_norm)
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum().float()
+        self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
+        self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, self.clip_factor)
 
     def _update(self, applied: Tensor) -> None:
         optimizer = self.optimizers[0]
@@ -172,131 +246,160 @@ class DenseOptimizers(ReplicaOptimizers):
         elif applied.item():
             optimizer.step()
 
-    def shared(self) -> list[Shared]:
-        return shared_by_dense(self.optimizers[0], self._shards)
-
-    def statistics(self) -> dict[str, float]:
-        return {
-            "density": 1.0,
-            "clip_factor": self.clip_factor.item(),
-            "skipped_steps": float(self.guard.skipped),
-        }
-
-
-class ScapeOptimizers(ReplicaOptimizers):
-    """SCAPE, which owns the exchange, clipping included."""
-
-    def __init__(self, model_parts: list[nn.Module], make_optimizer: Any) -> None:
-        self.scape: Scape = make_optimizer(_named_parameters(model_parts))
-        self._own(model_parts, self.scape)
-        self.collectives, self.timer, self.guard = self.scape.collectives, self.scape.timer, self.scape.guard
-        self.grad_norm = self.scape.grad_norm
-
-    def statistics(self) -> dict[str, float]:
-        return self.scape.statistics()
-
-    def shared(self) -> list[Shared]:
-        return shared_by_scape(self.scape)
-
-    def collect(self) -> None:
-        self.scape.collect()
-
     def settle(self) -> None:
-        self.scape.settle()
-
-    def planned_bytes(self) -> float:
-        return self.scape.planned_bytes()
-
-    def payload_parts(self) -> int:
-        return len(self.scape.passes.parts)
-
-    def shards(self) -> list[Shard]:
-        return self.scape.ordered
+        self.guard.settle()
 
     def send_all(self) -> None:
-        self.scape.send_all()
+        for method in self.methods:
+            method.send_all()
+
+    def states(self, residual: str) -> list[State]:
+        found = rows_of(self.replicas.run(lambda i: self.methods[i].states()))
+        if residual == "exact":
+            return found
+        rest = [state for state in found if state.carries != "gradient"]
+        if residual == "drop":
+            return rest
+        pending = [state for state in found if state.carries == "gradient"]
+        return [*rest, *(State(s.kind, self._means(s), own=False, carries="gradient") for s in pending)]
+
+    def _means(self, state: State) -> dict[str, Tensor]:
+        """The mean over all replicas of every tensor."""
+        return {name: mean_of_rows(rows, self.collectives) for name, rows in state.tensors.items()}
 
     def counters(self) -> dict[str, Any]:
-        return super().counters() | {"scape": StateByParameter(self.scape).record()}
+        return super().counters() | {"attempted_steps": self.attempted_steps}
+
+    def load(self, reader: "StateReader", as_it_lies: bool, step: int) -> str:
+        return load_synced(self, reader, as_it_lies, step)
+
+    def described_states(self, residual: str) -> dict[str, dict[str, Any]]:
+        found = {state.kind: state.describe() for state in self.methods[0].states()}
+        for kind, what in list(found.items()):
+            if what["carries"] == "gradient" and residual == "drop":
+                del found[kind]
+            elif what["carries"] == "gradient":
+                what["own"] = residual == "exact"
+        return found
+
+    def read_optimizer(self, reader: "StateReader") -> None:
+        """The optimizer's own state, of whatever layout, as it is."""
+        state = self.state_dict()
+        reader.fill(state)
+        self.load_state_dict(state)
+
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        entries = {shard.name: shard.parameter.numel() for shard in self._shards}
+        moments = 1 if isinstance(self.optimizers[0], AdamS) else 2
+        sizes = {"moments": 4 * moments * sum(entries.values())}
+        rows = {"exact": self.collectives.replicas, "mean": 1, "drop": 0}[residual]
+        for state in self.methods[0].states():
+            if state.by_parameter:
+                count = rows if state.carries == "gradient" else 1
+                size = sum(entries[name] * values.element_size() for name, values in state.tensors.items())
+                sizes[state.kind] = count * size
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def shared(self) -> list[Shared]:
+        kept = [state for state in self.methods[0].states() if not state.own]
+        return shared_by_optimizer(self.optimizers[0], self._shards, kept)
+
+    def planned_bytes(self) -> float:
+        return self.methods[0].planned_bytes()
+
+    def statistics(self) -> dict[str, float]:
+        figures = {"density": self.methods[0].density()}
+        pending = [s for s in rows_of([method.states() for method in self.methods]) if s.carries == "gradient"]
+        if pending:
+            # The root mean square over replicas.
+            squares = torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
+            counted = {shard.name for shard in self._shards if shard.counted}
+            for rows in (rows for s in pending for name, rows in s.tensors.items() if name in counted):
+                squares += rows.double().square().sum() / len(rows)
+            total = self.collectives.sum_over_all(squares) / self.collectives.replicas
+            figures["residual_norm"] = total.item() ** 0.5
+        return figures | {"clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}
 
 
-def build_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: OptimizerConfig,
-    parallel_dims: ParallelDims,
-    *,
-    job_config: JobConfig,
-) -> ReplicaOptimizers:
-    """The optimizers that `[sync] method` and `[optimizer] name` ask for."""
-    assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
-    sync, scape = job_config.sync, job_config.sync.scape
-    layout, played = parallel_dims.groups.layout, job_config.topology.simulate_replicas
-    assert layout is not None
-    collectives = collectives_of(parallel_dims.groups)
-    if played > 1:
-        layout, collectives = played_layout(layout, played), SimulatedCollectives(played, parallel_dims.groups)
-    common: dict[str, Any] = dict(
-        lr=optimizer_config.lr,
-        betas=(optimizer_config.beta1, optimizer_config.beta2),
-        eps=optimizer_config.eps,
-        weight_decay=optimizer_config.weight_decay,
-    )
-    max_norm = float(job_config.training.max_norm)
-    match sync.method, optimizer_config.name:
-        case "scape", "AdamS":
-            chunk_bytes = scape.chunk_bytes or _chunk_bytes(model_parts, scape, layout, collectives)
-            make: Any = partial(
-                Scape,
-                **common,
-                options=replace(scape, chunk_bytes=chunk_bytes),
-                replicas=collectives,
-                max_norm=max_norm,
-                reduction="sum",
-                max_skipped_steps=sync.max_skipped_steps,
-                kernels=sync.kernels,
-            )
-            if scape.weights_dtype == "bfloat16":
-                hold_in_bfloat16(model_parts[0], scaled=scape.update == "sharded")
-            optimizers: ReplicaOptimizers = ScapeOptimizers(model_parts, make)
-            optimizers.repairs = sync.on_inconsistency == "repair"
-            return optimizers
-        case "dense", "AdamS":
-            make = partial(AdamS, **common, kernels=sync.kernels)
-        case "dense", "AdamW":
-            implementation = optimizer_config.implementation
-            make = partial(
-                torch.optim.AdamW,
-                **common,
-                fused=implementation == "fused",
-                foreach=implementation == "foreach",
-            )
-        case method, name:
-            raise ValueError(f"no optimizer for [sync] method = {method!r} with [optimizer] name = {name!r}")
-    optimizers = DenseOptimizers(model_parts, make, collectives, max_norm, sync.max_skipped_steps, sync.kernels)
-    optimizers.repairs = sync.on_inconsistency == "repair"
-    return optimizers
+class OwnStepOptimizers(ReplicaOptimizers):
+    """An optimizer that is the method as well and owns the whole step, clipping included, as SCAPE does.
+
+    It has `step_on` and the attributes and calls that are used here, of `torchtitan_scape.sync.scape.optimizer.Scape`.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        make_optimizer: Callable[[ReplicaCollectives], Any],
+        replicas: Replicas,
+    ) -> None:
+        self.replicas = replicas
+        self.each = replicas.run(lambda i: make_optimizer(replicas.endpoints[i]))
+        self.first = self.each[0]
+        for other in self.each[1:]:
+            other.param_groups = self.first.param_groups  # the schedule's rates
+        self._own(model_parts, self.first)
+        self._shards = self.first.ordered
+        self.timer, self.guard, self.grad_norm = self.first.timer, self.first.guard, self.first.grad_norm
+
+    @torch.no_grad()
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        rows = self._gradients()
+        self.replicas.run(lambda i: self.each[i].step_on(rows[i]))
+
+    def settle(self) -> None:
+        self.replicas.run(lambda i: self.each[i].settle())
+
+    def send_all(self) -> None:
+        self.replicas.run(lambda i: self.each[i].send_all())
+
+    def states(self, residual: str) -> list[State]:
+        return rows_of(self.replicas.run(lambda i: self.each[i].states(residual)))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return {}
+
+    def counters(self) -> dict[str, Any]:
+        return super().counters() | self.first.counters()
+
+    def load(self, reader: "StateReader", as_it_lies: bool, step: int) -> str:
+        self.settle()
+        return self.first.load_each(self.each, reader, as_it_lies, step)
+
+    def described_states(self, residual: str) -> dict[str, dict[str, Any]]:
+        return self.first.described_states()
+
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        return self.first.checkpoint_sizes(residual)
+
+    def shared(self) -> list[Shared]:
+        return self.first.shared()
+
+    def planned_bytes(self) -> float:
+        return self.first.planned_bytes()
+
+    def payload_parts(self) -> int:
+        return self.first.payload_parts()
+
+    def statistics(self) -> dict[str, float]:
+        return self.replicas.run(lambda i: self.each[i].statistics())[0]
 
 
-def _chunk_bytes(
-    model_parts: list[nn.Module], scape: ScapeOptions, layout: Layout, collectives: ReplicaCollectives
-) -> int:
-    """The payload's chunk that the cost model finds best, from the nominal figures of the machine's preset."""
-    shapes = [tuple(local(p).shape) for _, p in _named_parameters(model_parts)]
-    # Of the whole group, so that all its ranks agree: the links of one rank's own rings may differ from the next one's.
-    tiers = layout.hierarchy(layout.replicate_group(dist.get_rank()))
-    method = Method("scape", scape.density, scape.wire_dtype, block=scape.block_size)
-    device = layout.machine.device
-    packed, _ = optimizer_bytes(method, shapes, layout.replicate)
-    return best_chunk_bytes(
-        payload_bytes(shapes, scape.density, block=scape.block_size),
-        packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),
-        [(tier.level, tier.size) for tier in tiers],
-        Links.from_machine(layout.machine),
-        scape.wire_dtype,
-        flat=len(collectives.rings) < len(tiers),
-    )
+def rows_of(each: Sequence[list[State]]) -> list[State]:
+    """The states of the replicas of a process as one: own tensors get a row in front for each."""
+    found = []
+    for states in zip(*each, strict=True):
+        first = states[0]
+        tensors = first.tensors
+        if first.own:
+            rows = {name: [state.tensors[name] for state in states] for name in tensors}
+            tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
+        found.append(State(first.kind, tensors, first.own, first.carries, first.by_parameter))
+    return found
 
 
-def _named_parameters(model_parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    assert len(model_parts) == 1, "pipeline parallelism is refused at start"
-    return [(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad]
+def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
+    """The mean over all replicas, of which this process has the rows (first dimension). A collective call."""
+    mean = rows.mean(0)
+    collectives.sum_over_replicas(mean)
+    return mean.div_(collectives.replicas)

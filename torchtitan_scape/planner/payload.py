@@ -47,8 +47,21 @@ def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
     return Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes)).share
 
 
-def topk_bytes(shapes: Shapes, density: float, block: int) -> int:
-    """Values in FP32 and offsets of what every replica selects for itself, tensor by tensor."""
-    layout, k = block_layout(shapes, 1, block), entries_per_block(density, block)
-    offsets = sum(offset_bytes(blocks, k, block) for blocks in layout.blocks)
-    return offsets + 4 * sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes)))
+def topk_count(entries: int, density: float, block: int) -> int:
+    """Entries of a tensor in a top-k message: k of each block, a short last one too; of the tensor where block is 0."""
+    if not block:
+        return max(1, round(density * entries))
+    return -(-entries // block) * entries_per_block(density, block)
+
+
+def topk_offset_bytes(entries: int, density: float, block: int) -> int:
+    """Bytes that say where they are: packed offsets in their blocks, or 32 bits each."""
+    if not block:
+        return 4 * topk_count(entries, density, block)
+    return offset_bytes(-(-entries // block), entries_per_block(density, block), block)
+
+
+def topk_message_bytes(sizes: Sequence[int], density: float, block: int) -> int:
+    """One replica's message about tensors of these sizes: FP32 values, offsets, and zeros up to 16 bytes."""
+    size = sum(4 * topk_count(n, density, block) + topk_offset_bytes(n, density, block) for n in sizes if n)
+    return -(-size // 16) * 16

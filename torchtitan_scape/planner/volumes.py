@@ -17,7 +17,7 @@ from torchtitan_scape.planner.payload import (
     mask_bytes,
     owned_entries,
     payload_entries,
-    topk_bytes,
+    topk_message_bytes,
     whole_sizes,
 )
 from torchtitan_scape.planner.workloads import Workload, local_shapes
@@ -35,7 +35,7 @@ class Method:
     values: with "sharded", the dtype in which new values travel.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory.
-    block: entries of a block, in each of which the largest are selected.
+    block: entries of a block, in each of which the largest are selected; 0 for the largest of a tensor (top-k).
     """
 
     kind: str
@@ -192,7 +192,8 @@ def _with_residual(
 def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
     if method.density >= 1.0:
         return [Message("reduce", 4.0 * entries_of(shapes))]
-    selected = topk_bytes(shapes, method.density, method.block)
+    sizes = [math.prod(shape) for shape in shapes if len(shape) > 1]
+    selected = topk_message_bytes(sizes, method.density, method.block)
     return [Message("gather", selected), Message("reduce", 4.0 * sum(whole_sizes(shapes)))]
 
 
@@ -314,12 +315,12 @@ def _buffer_bytes(method: Method, shapes: Shapes, replicas: int) -> float:
 
 
 def _scape_simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    """Of every replica state, gradient, payload and selection; once the masks, and last step's moment on them."""
+    """Of every replica state, gradient, masks, payload and last step's moment on it."""
     n, layout = 4.0 * entries_of(shapes), block_layout(shapes, replicas, method.block)
-    masks = 2.0 * layout.mask_bytes() + replicas * layout.wire_bytes(method.density, "block")
+    masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(method.density, "block"))
     entries = payload_entries(shapes, method.density, method.block) if method.density < 1.0 else 0
     # In BF16 what rounding lost besides, the last step's and this one's.
-    rows = replicas + 1 if method.wire == "float32" else 3 * replicas + 1
+    rows = (2 if method.wire == "float32" else 4) * replicas
     return {
         "parameters": n,
         "gradients": replicas * n,

@@ -7,11 +7,10 @@ import torch
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 
-from topology.layout import Layout
+from topology.layout import Layout, simulated_layout
 from topology.links import Links
-from topology.simulated import played_layout
 from torchtitan_scape import device
-from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
@@ -19,19 +18,8 @@ from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
 
 
 def method_of(config: JobConfig) -> Method:
-    scape = config.sync.scape
-    if config.sync.method == "scape":
-        return Method(
-            "scape",
-            scape.density,
-            scape.wire_dtype,
-            update=scape.update,
-            values=scape.values_dtype,
-            weights=scape.weights_dtype,
-            offload=tuple(scape.offload),
-            block=scape.block_size,
-        )
-    return Method(config.optimizer.name.lower())
+    """The config's method as the cost model knows it."""
+    return options_of(config.sync).planned(config.optimizer.name)
 
 
 def workload_of(config: JobConfig) -> Workload:
@@ -63,23 +51,23 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
 
     Activations, and what FSDP gathers, come on top: they are those of one replica.
     """
-    played, method = config.topology.simulate_replicas, method_of(config)
+    simulated, method = config.topology.simulate_replicas, method_of(config)
     shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
 
     def needed(replicas: int) -> dict[str, float]:
         return simulated_memory_bytes(method, shapes, replicas)
 
-    kinds, free = needed(played), device.free_memory(device_type, rank, layout.ranks_per_node)
+    kinds, free = needed(simulated), device.free_memory(device_type, rank, layout.ranks_per_node)
     total = sum(kinds.values())
     text = (
-        f"{played} simulated replicas need {size_text(total)} a rank without activations "
+        f"{simulated} simulated replicas need {size_text(total)} a rank without activations "
         f"({kinds_text(kinds)}); {size_text(free)} are free"
     )
     logger.info(text)
     if total > free and config.comm.mode != "fake_backend":
-        fits = next((n for n in range(played - 1, 1, -1) if sum(needed(n).values()) <= free), None)
+        fits = next((n for n in range(simulated - 1, 1, -1) if sum(needed(n).values()) <= free), None)
         advice = "take a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")
-        raise ValueError(f"[topology] simulate_replicas = {played}: {text}; {advice}")
+        raise ValueError(f"[topology] simulate_replicas = {simulated}: {text}; {advice}")
 
 
 @dataclass(frozen=True)
@@ -93,20 +81,20 @@ class Forecast:
     @classmethod
     def of(cls, config: JobConfig, layout: Layout) -> "Forecast":
         """layout: of the process or group of shards that plays the replicas."""
-        played = played_layout(layout, config.topology.simulate_replicas)
+        simulated = simulated_layout(layout, config.topology.simulate_replicas)
         workload, links = workload_of(config), Links.from_machine(layout.machine)
         run, dense = (
             predict(
                 method,
                 workload,
-                played,
+                simulated,
                 links,
                 batch=workload.batch,
                 micro_batch=config.training.local_batch_size,
             )
             for method in (method_of(config), Method("adams"))
         )
-        return cls(played, run, dense)
+        return cls(simulated, run, dense)
 
     @property
     def speedup(self) -> float:

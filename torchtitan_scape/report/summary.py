@@ -33,7 +33,7 @@ class Run(Protocol):
     ntokens_seen: int
     steps_taken: int
     train_seconds: float
-    played: int
+    simulated: int
     ran_out: bool
 
     @property
@@ -45,7 +45,7 @@ def summarise(trainer: Run) -> None:
     trainer.optimizers.settle()
     traffic = trainer.optimizers.collectives.traffic
     sent, dense = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
-    own = [trainer.ntokens_seen / trainer.played, float(trainer.dataloader.empty_documents())]
+    own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
     read = torch.tensor(own, dtype=torch.float64, device=trainer.optimizers.grad_norm.device)
     # Ranks of one data-parallel index read the same tokens.
     read = trainer.optimizers.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
@@ -85,7 +85,7 @@ def summarise(trainer: Run) -> None:
     if trainer.memory is not None:
         summary["predicted_memory_bytes"] = trainer.memory.kinds
     if trainer.forecast is not None:
-        summary |= {"simulated_replicas": trainer.played, "predicted": trainer.forecast.figures()}
+        summary |= {"simulated_replicas": trainer.simulated, "predicted": trainer.forecast.figures()}
     if dist.get_rank() != 0:
         return
     folder = Path(trainer.job_config.job.dump_folder)
@@ -93,7 +93,7 @@ def summarise(trainer: Run) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     for line in (
         f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}"
-        + (f", {trainer.played} simulated replicas)" if trainer.played > 1 else ")")
+        + (f", {trainer.simulated} simulated replicas)" if trainer.simulated > 1 else ")")
         + (f": the data ran out after {total} steps" if trainer.ran_out else ""),
         f"  layout            {trainer.described}",
         f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",

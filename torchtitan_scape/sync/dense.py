@@ -1,20 +1,32 @@
 """The dense baseline: every gradient, in FP32."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.base import Message, Method, Step
+from torchtitan_scape.sync.options import MethodOptions
 
 
-class DenseSync:
-    """All-reduces the gradients over replicas, in chunks. `sent + residual == input` with no residual.
+@dataclass
+class DenseOptions(MethodOptions):
+    """[sync.dense]: nothing to set."""
 
-    reduction: "sum" where the loss is divided by the global token count already, else "mean".
-    """
+    section: ClassVar[str] = "sync.dense"
 
-    def __init__(self, collectives: ReplicaCollectives, reduction: str = "sum") -> None:
-        self.collectives = collectives
-        self._mean = reduction == "mean"
 
-    def synchronize(self, gradients: list[Tensor]) -> None:
-        """FP32 flat gradients in, their sum or mean over replicas out, in place. A collective call."""
-        self.collectives.all_reduce_chunked(gradients, mean=self._mean)
+class Dense(Method):
+    """All-reduces the gradients over replicas, in chunks. Nothing is left pending."""
+
+    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+        # Gradients that are to be summed are summed: scaled by N and averaged they would be rounded once more.
+        divisor = self.collectives.replicas / self.setting.scale
+        self.collectives.all_reduce_chunked(gradients, mean=False)
+        if divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
+        return gradients
+
+    def messages(self) -> list[Message]:
+        return [Message("all_reduce", sum(shard.size for shard in self.setting.shards))]

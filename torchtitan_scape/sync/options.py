@@ -10,6 +10,7 @@ No `from __future__ import annotations` in a file with a section: TorchTitan tel
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.types import check_section
 
 # Of a field, as in `field(default=1024, metadata=LAYOUT)`.
@@ -44,6 +45,23 @@ class Options:
         """Of these, what decides where state lies."""
         values = self.fingerprint()
         return {f.name: values[f.name] for f in fields(self) if f.metadata.get("layout")}
+
+
+@dataclass
+class MethodOptions(Options):
+    """The section of a method of the replicate axis, and what others ask of it before there is an object."""
+
+    def stages_one_ring(self) -> bool:
+        """Whether an exchange over a single ring has several stages, so that it needs lanes."""
+        return False
+
+    def refuses_simulation(self) -> str:
+        """Why replicas that one process plays do not go with these options; empty where they do."""
+        return ""
+
+    def planned(self, optimizer: str) -> PlannedMethod:
+        """What the cost model knows of the method, with this `[optimizer] name`."""
+        return PlannedMethod(optimizer.lower())
 
 
 def _plain(value: Any) -> Any:

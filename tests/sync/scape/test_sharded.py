@@ -13,7 +13,6 @@ from kernels.scape.reference import unpack_bits
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.sync.scape.test_literal import GRID
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, literal, make_scape, positions, train
-from topology.simulated import SimulatedCollectives
 from torchtitan_scape import Scape
 
 ROUNDED = [
@@ -253,7 +252,6 @@ def test_wrong_options_are_refused() -> None:
         ({"update": "shared"}, r"update = 'shared'; it must be 'replicated' \| 'sharded'"),
         ({"values_dtype": "bfloat16"}, "values_dtype = 'bfloat16'; it is for update = \"sharded\""),
         ({"update": "sharded", "values_dtype": "half"}, "values_dtype = 'half'; it must be"),
-        ({"update": "sharded", "replicas": SimulatedCollectives(2)}, "'sharded', and replicas are simulated"),
     ):
         with pytest.raises(ValueError, match=message):
             make_scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]

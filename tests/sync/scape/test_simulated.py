@@ -1,4 +1,4 @@
-"""One process that plays N replicas is N ranks: to the last bit where the sums are in the same order."""
+"""Replicas that share a model, which the first of them writes, are as those with models of their own, bit for bit."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, draw, gradient, make_scape
-from topology.simulated import SimulatedCollectives
+from tests.toy import DENSE, SPARSE, copied, draw, gradient, make_scape
+from topology.in_process import SimulatedReplicas
 from torchtitan_scape import Scape
 from torchtitan_scape.sync.guard import NonFiniteGradientError
 
@@ -16,26 +16,21 @@ SHAPES = SPARSE + DENSE
 STEPS = 12
 
 
-class Chunked(SimulatedCollectives):
-    """In chunks as small as those of the threads."""
-
-    chunk_entries = 64
-
-
-def make(collectives: Any, **options: Any) -> Scape:
-    named = [(f"p{i}", nn.Parameter(p)) for i, p in enumerate(draw(0, SHAPES))]
+def make(collectives: Any, parameters: list[nn.Parameter] | None = None, **options: Any) -> Scape:
+    parameters = parameters or [nn.Parameter(p) for p in draw(0, SHAPES)]
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
     return make_scape(named, lr=1e-2, block_size=16, replicas=collectives, **options)
 
 
-def put_gradients(optimizer: Scape, step: int, replica: int, nan_at: int | None) -> None:
-    for p, g in zip(optimizer.param_groups[0]["params"], gradient(step, replica, SHAPES), strict=True):
-        p.grad = g
+def gradients(step: int, replica: int, nan_at: int | None) -> list[Tensor]:
+    found = gradient(step, replica, SHAPES)
     if step == nan_at and replica == 1:
-        p.grad.view(-1)[0] = float("nan")
+        found[-1].view(-1)[0] = float("nan")
+    return found
 
 
 def snapshot(optimizer: Scape) -> dict[str, Tensor]:
-    """Everything that a step leaves; of a simulated run the rows of the state are the replicas'."""
+    """Everything that a step leaves."""
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
         "states": torch.cat(optimizer.passes.states, dim=-1).clone(),
@@ -59,27 +54,49 @@ def bits(optimizer: Scape) -> Tensor:
     return optimizer.masks.in_use.bits.clone()
 
 
-def real(collectives: ThreadCollectives, nan_at: int | None, steps: int = STEPS, **options: Any) -> Any:
+Run = tuple[list[dict[str, Tensor]], dict[str, float], dict[Any, float], Tensor, float]
+
+
+def finished(optimizer: Scape, history: list[dict[str, Tensor]]) -> Run:
+    sent = dict(optimizer.collectives.traffic.sent)
+    return history, optimizer.statistics(), sent, bits(optimizer), optimizer.planned_bytes()
+
+
+def real(collectives: ThreadCollectives, nan_at: int | None, steps: int = STEPS, **options: Any) -> Run:
     optimizer = make(collectives, **options)
     history = []
     for step in range(steps):
-        put_gradients(optimizer, step, collectives.replica, nan_at)
+        for p, g in zip(optimizer.param_groups[0]["params"], gradients(step, collectives.replica, nan_at), strict=True):
+            p.grad = g
         optimizer.step()
         history.append(snapshot(optimizer))
-    return history, optimizer.statistics(), dict(collectives.traffic.sent), bits(optimizer), optimizer.planned_bytes()
+    return finished(optimizer, history)
 
 
-def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: Any) -> Any:
-    collectives = Chunked(replicas)
-    optimizer = make(collectives, **options)
-    history = []
-    for step in range(steps):
-        for replica in range(replicas):
-            put_gradients(optimizer, step, replica, nan_at)
-            optimizer.collect()
-        optimizer.step()
-        history.append(snapshot(optimizer))
-    return history, optimizer.statistics(), dict(collectives.traffic.sent), bits(optimizer), optimizer.planned_bytes()
+class Simulated:
+    """Replicas that share their parameters, in chunks as small as those of `run_replicas`."""
+
+    def __init__(self, replicas: int, **options: Any) -> None:
+        self.replicas = SimulatedReplicas(replicas)
+        for endpoint in self.replicas.endpoints:
+            endpoint.chunk_entries, endpoint.least_columns = 64, 7
+        self.parameters = [nn.Parameter(p) for p in draw(0, SHAPES)]
+        endpoints = self.replicas.endpoints
+        self.each = self.replicas.run(lambda i: make(endpoints[i], self.parameters, **options))
+
+    def step(self, step: int, nan_at: int | None) -> list[dict[str, Tensor]]:
+        def one(i: int) -> None:
+            own = gradients(step, i, nan_at)
+            self.each[i].step_on([own[int(shard.name[1:])].view(-1) for shard in self.each[i].ordered])
+
+        self.replicas.run(one)
+        return [snapshot(optimizer) for optimizer in self.each]
+
+
+def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: Any) -> list[Run]:
+    run = Simulated(replicas, **options)
+    history = [run.step(step, nan_at) for step in range(steps)]
+    return run.replicas.run(lambda i: finished(run.each[i], [every[i] for every in history]))
 
 
 @pytest.mark.parametrize(
@@ -101,60 +118,62 @@ def test_it_is_the_run_of_n_ranks(replicas: int, nan_at: int | None, options: di
 
 
 def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -> None:
-    """Threads that are the replicas, and one simulation, on the same backend: everything equal to the last bit."""
+    """Replicas with models of their own, and simulated ones, on the same backend: everything equal to the last bit."""
     ranks = run_replicas(replicas, lambda collectives: real(collectives, nan_at, steps, **options))
-    history, figures, sent, mask, planned = simulated(replicas, nan_at, steps, **options)
-    for step, one in enumerate(history):
-        for key in ("parameters", "norm", "factor"):
-            expected = ranks[0][0][step][key]
-            assert torch.equal(one[key].nan_to_num(-1), expected.nan_to_num(-1)), (step, key)
-        for replica, (theirs, *_) in enumerate(ranks):
-            assert torch.equal(one["states"][replica], theirs[step]["states"]), (step, replica)
-            assert torch.equal(one["wire_residual"][replica], theirs[step]["wire_residual"]), (step, replica)
-    assert torch.equal(mask, ranks[0][3])
-    assert figures == pytest.approx(ranks[0][1], rel=1e-12)
-    assert sent == pytest.approx(ranks[0][2]) and planned == ranks[0][4]
+    for ours, theirs in zip(simulated(replicas, nan_at, steps, **options), ranks, strict=True):
+        for step, (one, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
+            for key, values in one.items():
+                assert torch.equal(values.nan_to_num(-1), other[key].nan_to_num(-1)), (step, key)
+        assert torch.equal(ours[3], theirs[3])
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
+        assert ours[2] == pytest.approx(theirs[2]) and ours[4] == theirs[4]
 
 
 @pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16", "density_warmup_steps": 3}])
 def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
-    whole = simulated(3, None, density=0.1, **options)[0]
-    optimizer = make(Chunked(3), density=0.1, **options)
-    for step in range(STEPS):
-        if step == 6:
-            state = optimizer.state_dict()
-            parameters = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-            optimizer = make(Chunked(3), density=0.1, **options)
-            optimizer.load_state_dict(state)
-            for p, value in zip(optimizer.param_groups[0]["params"], parameters, strict=True):
-                p.data.copy_(value)
-        for replica in range(3):
-            put_gradients(optimizer, step, replica, None)
-            optimizer.collect()
-        optimizer.step()
-    for key, value in snapshot(optimizer).items():
-        assert torch.equal(value, whole[-1][key]), key
+    whole = simulated(3, None, density=0.1, **options)
+    begun, run = Simulated(3, density=0.1, **options), Simulated(3, density=0.1, **options)
+    for step in range(6):
+        begun.step(step, None)
+    states = begun.replicas.run(lambda i: copied(begun.each[i].state_dict()))
+    run.replicas.run(lambda i: run.each[i].load_state_dict(states[i]))
+    for p, value in zip(run.parameters, begun.parameters, strict=True):
+        p.data.copy_(value)
+    for step in range(6, STEPS):
+        last = run.step(step, None)
+    for replica, found in enumerate(last):
+        assert all(torch.equal(values, whole[replica][0][-1][key]) for key, values in found.items())
+    states = run.replicas.run(lambda i: run.each[i].state_dict())
+    fewer = Simulated(2, density=0.1, **options)
     with pytest.raises(ValueError, match="replicas=3, this run has 2"):
-        make(Chunked(2), density=0.1, **options).load_state_dict(optimizer.state_dict())
-
-
-def test_a_real_replica_does_not_collect() -> None:
-    with pytest.raises(ValueError, match="collect\\(\\) is for simulated replicas"):
-        make_scape([("w", torch.nn.Parameter(torch.ones(2, 2)))], lr=0.1).collect()
+        fewer.replicas.run(lambda i: fewer.each[i].load_state_dict(states[i]))
 
 
 def test_what_can_go_wrong_is_named() -> None:
     for replicas in (0, 1):
         with pytest.raises(ValueError, match=f"{replicas} simulated replicas; there must be 2 or more"):
-            SimulatedCollectives(replicas)
-    optimizer = make(SimulatedCollectives(3), density=0.1, max_skipped_steps=1)
-    put_gradients(optimizer, 0, 0, None)
-    optimizer.collect()
-    with pytest.raises(ValueError, match="1 replicas' gradients were collected, and 3 replicas are simulated"):
-        optimizer.step()
-    for replica in range(3):
-        put_gradients(optimizer, 0, replica, nan_at=0)
-        optimizer.collect()
-    optimizer.step()
+            SimulatedReplicas(replicas)
+    run = Simulated(3, density=0.1, max_skipped_steps=1)
+    run.step(0, nan_at=0)
     with pytest.raises(NonFiniteGradientError, match=r"parameter 'p5 \(simulated replica 1\)'"):
-        optimizer.settle()
+        run.replicas.run(lambda i: run.each[i].settle())
+
+
+def test_a_replica_that_fails_ends_all() -> None:
+    def work(replica: int) -> None:
+        endpoint = simulated.endpoints[replica]
+        endpoint.all_true(torch.tensor(True))
+        if replica == 1:
+            raise KeyError("of replica 1")
+        endpoint.all_true(torch.tensor(True))
+
+    simulated = SimulatedReplicas(3)
+    for _ in range(2):  # and the next run begins anew
+        with pytest.raises(KeyError, match="of replica 1"):
+            simulated.run(work)
+
+
+def test_a_collective_that_one_replica_leaves_out_is_an_error() -> None:
+    simulated = SimulatedReplicas(2)
+    with pytest.raises(RuntimeError, match=r"for which replicas \[0\] did not come"):
+        simulated.run(lambda i: simulated.endpoints[i].all_true(torch.tensor(True)) if i else None)

@@ -1,7 +1,7 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,16 @@ from topology.groups import ReplicaGroups
 from topology.lanes import Handle
 from topology.process_groups import collectives_of
 from torchtitan_scape.report.timing import PhaseTimer
+from torchtitan_scape.sync.base import State
+from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.sync.options import check_hyperparameters
 from torchtitan_scape.sync.scape.agreement import check_one_device, check_replicas_agree, check_weights, describe, split
 from torchtitan_scape.sync.scape.exchange import GatherExchange, LocalExchange
+from torchtitan_scape.sync.scape.loading import load_scape
 from torchtitan_scape.sync.scape.masks import DelayedMasks
 from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.scape.shared import shared_by_scape
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.statistics import statistics
 from torchtitan_scape.sync.scape.weights import share_scale
@@ -61,9 +65,8 @@ class Scape(Optimizer):
     Parameters that `weights.hold_in_bfloat16` has made are kept in BF16, with an FP32 master here: of the n/N entries
     that this replica owns where the update is sharded, else of all.
 
-    With `replicas=topology.simulated.SimulatedCollectives(N)` this process plays all N replicas: call `collect()` after
-    the backward pass of each, then `step()` once. N states and N gradients exist at the same time, N x 8 bytes a
-    parameter: no state may be written before all gradients are known to be finite.
+    Of replicas that one process plays (`topology.in_process.SimulatedReplicas`) each has an optimizer of its own over
+    the same parameters, which the first one writes, and all step in turn on gradients that `step_on` is given.
 
     On a GPU the host never waits for the step it is in, only for the finite check of the one before.
 
@@ -124,8 +127,6 @@ class Scape(Optimizer):
         others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": options.chunk_bytes}
         check_replicas_agree(replicas, self.fingerprint | others, self.param_groups)
         replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
-        if replicas.simulated and (options.offload or self.bf16_weights):
-            raise ValueError("replicas are simulated, which keep all their state on the device, weights in FP32")
 
         device = local(self._shards[0].parameter).device
         backend = passes_backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
@@ -167,7 +168,7 @@ class Scape(Optimizer):
                 self._layout,
                 [s.size for s in self._dense],
                 # In a dry run nobody else selects.
-                replica="all" if replicas.simulated else None if replicas.is_fake else replicas.replica,
+                replica=None if replicas.is_fake else replicas.replica,
                 chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
                 holds_master=self.bf16_weights,
                 **common,
@@ -176,12 +177,8 @@ class Scape(Optimizer):
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
 
-        self._collected: list[Tensor] = []
-        names = [s.name for s in self.ordered]
         self.guard = FiniteGuard(
-            names
-            if not replicas.simulated
-            else [f"{name} (simulated replica {i})" for i in range(replicas.replicas) for name in names],
+            [s.name + replicas.label for s in self.ordered],
             finite_check(backend),
             self.timer.timed("wait", replicas.all_true),
             replicas.gather_objects,
@@ -196,8 +193,6 @@ class Scape(Optimizer):
     def _gather_passes(self, backend: str, common: dict[str, Any]) -> GatherPasses:
         """The passes of the sharded form. From here on the tensors are pieces that belong to one replica each."""
         replicas = self.collectives
-        if replicas.simulated:
-            raise ValueError("update is 'sharded', and replicas are simulated; 'replicated' gives the same losses")
         ownership = Ownership.of(self._layout, [s.size for s in self._dense])
         for shards, pieces in ((self._sparse, ownership.sparse), (self._dense, ownership.whole)):
             for piece in pieces:
@@ -233,9 +228,15 @@ class Scape(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self.timer.phase("check"):
+            gradients = [flat_gradient(shard) for shard in self.ordered]
+        self.step_on(gradients)
+        return loss
+
+    @torch.no_grad()
+    def step_on(self, gradients: list[Tensor]) -> None:
+        """`step` on the flat local gradients (n,) of `ordered`, wherever they lie; they are scratch space."""
         phase, passes, masks = self.timer.phase, self.passes, self.masks
-        with phase("check"):
-            gradients = self._gradients()
         with phase("exchange"):
             self.settle()
         if self.attempted_steps == 0:
@@ -291,40 +292,16 @@ class Scape(Optimizer):
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
             masks.exchange(selected, next_density)
-        return loss
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Takes the present gradients for those of the next simulated replica, and sets them to None.
-
-        Raises ValueError where no replicas are simulated.
-        """
-        if not self.collectives.simulated:
-            raise ValueError("collect() is for simulated replicas; a replica of its own calls step() alone")
-        self._collected += [flat_gradient(shard) for shard in self.ordered]
-        for shard in self.ordered:
-            shard.parameter.grad = None
-
-    def _gradients(self) -> list[Tensor]:
-        """The flat gradients of the step; of all simulated replicas, one behind the other."""
-        if not self.collectives.simulated:
-            return [flat_gradient(shard) for shard in self.ordered]
-        gradients, self._collected = self._collected, []
-        played = len(gradients) // len(self.ordered)
-        if played != self.collectives.replicas:
-            raise ValueError(
-                f"{played} replicas' gradients were collected, and {self.collectives.replicas} replicas are simulated; "
-                "call collect() after the backward pass of each of them, then step()"
-            )
-        return gradients
 
     def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the passes work on, from the tensors of all shards (of every simulated replica in turn)."""
+        """What the passes work on, from the tensors of all shards."""
         pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces if p is not None]
         return pieces if self._sharded else tensors
 
     def _local_parameters(self) -> list[Tensor]:
-        return self._cut([stored(shard.parameter) for shard in self.ordered])
+        values = [stored(shard.parameter) for shard in self.ordered]
+        # Another replica of this process writes them; what this one makes of its copies is the same.
+        return self._cut(values if self.collectives.writes else [v.clone() for v in values])
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
@@ -392,6 +369,35 @@ class Scape(Optimizer):
         every step.
         """
         return statistics(self)
+
+    def states(self, residual: str) -> list[State]:
+        """What a checkpoint gets, after `settle`: see `StateByParameter`. A collective call."""
+        return StateByParameter(self).states(residual)
+
+    def described_states(self) -> dict[str, dict[str, Any]]:
+        """What kinds there may be in `states`."""
+        return StateByParameter.described()
+
+    def counters(self) -> dict[str, Any]:
+        """For a checkpoint: what is no tensor, as plain values."""
+        return {"scape": StateByParameter(self).record(), "applied_steps": self.applied_steps.item()}
+
+    @staticmethod
+    def load_each(each: Sequence["Scape"], reader: Any, as_it_lies: bool, step: int) -> str:
+        """Takes a checkpoint's state into the optimizers of this process's replicas: see `load_scape`."""
+        return load_scape(each, reader, as_it_lies, step)
+
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        """Bytes of all that `states` of all ranks leave in a checkpoint, by kind."""
+        return StateByParameter(self).sizes(residual)
+
+    def shared(self) -> list[Shared]:
+        """What all replicas hold alike, after `settle`."""
+        return shared_by_scape(self)
+
+    def payload_parts(self) -> int:
+        """Parts in which the payload goes at the target density."""
+        return len(self.passes.parts)
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from torchtitan_scape.sync.options import FREE, LAYOUT, Options
+from torchtitan_scape.planner.volumes import Method as PlannedMethod
+from torchtitan_scape.sync.options import FREE, LAYOUT, MethodOptions
 
 
 @dataclass
-class ScapeOptions(Options):
+class ScapeOptions(MethodOptions):
     """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
 
     section: ClassVar[str] = "sync.scape"
@@ -58,9 +59,6 @@ class ScapeOptions(Options):
     """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
     others); two buffers of the largest tensor stay on the device for each"""
 
-    flush_at_end: bool = field(default=False, metadata=FREE)
-    """Make the last step dense, so that no residual is left unsent; its norm is reported in any case"""
-
     chunk_bytes: int = field(default=0, metadata=FREE)
     """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
 
@@ -80,6 +78,29 @@ class ScapeOptions(Options):
         has_master = "bfloat16" in (self.weights_dtype, self.values_dtype)
         advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
         self.require(has_master or "master" not in self.offload, "offload", advice)
+
+    def stages_one_ring(self) -> bool:
+        return self.wire_dtype == "bfloat16"
+
+    def refuses_simulation(self) -> str:
+        if self.update == "sharded":
+            return 'update = "sharded": its losses are those of "replicated" up to FP32 rounding; set that'
+        if self.offload or self.weights_dtype != "float32":
+            given = f"offload = {self.offload} and weights_dtype = {self.weights_dtype!r}"
+            return f"{given}: simulated replicas keep all their state on the device; leave both at their defaults"
+        return ""
+
+    def planned(self, optimizer: str) -> PlannedMethod:
+        return PlannedMethod(
+            "scape",
+            self.density,
+            self.wire_dtype,
+            update=self.update,
+            values=self.values_dtype,
+            weights=self.weights_dtype,
+            offload=tuple(self.offload),
+            block=self.block_size,
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         # What does nothing is no difference.

@@ -24,17 +24,27 @@ from torch import Tensor
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.gather_passes import GatherPasses
+from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import local, stored
 
 if TYPE_CHECKING:
     from torchtitan_scape.sync.scape.optimizer import Scape
 
-RESIDUALS = ("exact", "mean", "drop")
-
 
 def for_moment(residual: Tensor, beta1: float) -> Tensor:
     """What has to be added to a first moment for a residual: the next step takes it times b1. Zeros where b1 is 0."""
     return residual / beta1 if beta1 > 0.0 else torch.zeros_like(residual)
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "moment": {"own": False, "carries": "copy"},
+    "residual": {"own": True, "carries": "gradient"},
+    "mask": {"own": False, "carries": "rebuild"},
+    "master": {"own": False, "carries": "copy"},
+    "weight": {"own": False, "carries": "copy"},
+    "visits": {"own": False, "carries": "rebuild", "by_parameter": False},
+    "scales": {"own": False, "carries": "rebuild", "by_parameter": False},
+}
 
 
 class StateByParameter:
@@ -63,7 +73,7 @@ class StateByParameter:
 
     @torch.no_grad()
     def tensors(self, residual: str = "exact") -> dict[tuple[str, str], Tensor]:
-        """Everything by (kind, parameter's name), of local shape; `residual` has a row a replica of this process.
+        """Everything by (kind, parameter's name), of local shape.
 
         residual: "exact"; "mean", which has the replicas' mean in `moment` instead; or "drop". A collective call,
         behind `settle`. What is no copy changes with the next step.
@@ -75,19 +85,15 @@ class StateByParameter:
             if i < self.sparsified:
                 found["mask", name] = self._mask_bytes(i, held).view(shape)
             if residual == "exact" and self.one_buffer:
-                state = torch.atleast_2d(self.passes.kept("state")[i])
-                if i < self.sparsified:
-                    found["residual", name] = state.view(len(state), *shape)
-                else:
-                    found["moment", name] = state[0].view(shape)
+                kind = "residual" if i < self.sparsified else "moment"
+                found[kind, name] = self.passes.kept("state")[i].view(shape)
             else:
                 moment, own = self._parts(i, held)
                 if residual == "exact" and (i < self.sparsified or self.rounds):
-                    found["residual", name] = own.view(len(own), *shape).cpu()
+                    found["residual", name] = own.view(shape).cpu()
                 elif residual == "mean":
-                    mean = own.sum(0)
-                    self.scape.collectives.sum_over_replicas(mean)
-                    moment = self.with_residual(i, moment, mean.div_(self.scape.collectives.replicas), held)
+                    self.scape.collectives.sum_over_replicas(own)
+                    moment = self.with_residual(i, moment, own.div_(self.scape.collectives.replicas), held)
                 elif residual == "drop" and held is not None:
                     moment = torch.where(held, moment, 0.0)
                 found["moment", name] = moment.view(shape).cpu()
@@ -96,6 +102,19 @@ class StateByParameter:
             if self.gathers and self.scape.bf16_weights:
                 found["weight", name] = stored(shard.parameter)
         return found
+
+    def states(self, residual: str) -> list[State]:
+        """`tensors` and `extras` as what a method declares. A collective call."""
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for (kind, name), values in self.tensors(residual).items():
+            kinds.setdefault(kind, {})[name] = values
+        found = [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()]
+        return found + [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
+
+    @staticmethod
+    def described() -> dict[str, dict[str, Any]]:
+        """Of all kinds that there may be: see `State.describe`."""
+        return {kind: State(kind, {}, **what).describe() for kind, what in _KINDS.items()}
 
     def sizes(self, residual: str) -> dict[str, int]:
         """Bytes of all that `tensors` of all ranks leave in a checkpoint, by kind."""
@@ -143,11 +162,6 @@ class StateByParameter:
     # ------------------------------------------------------------------------------------------ loading
 
     @property
-    def rows(self) -> int:
-        """Replicas whose residuals this process holds."""
-        return self.scape.collectives.replicas if self.scape.collectives.simulated else 1
-
-    @property
     def has_master(self) -> bool:
         return bool(self.passes.masters)
 
@@ -158,8 +172,8 @@ class StateByParameter:
 
     @torch.no_grad()
     def put(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None) -> None:
-        """Takes a parameter's state: moment FP32 (n,), own residual FP32 (rows, n) or None for zeros, P bool (n,) or
-        None for all ones. What own has on P goes into the errors of rounding, if P is at the target density.
+        """Takes a parameter's state: moment FP32 (n,), own residual FP32 (n,) or None for zeros, P bool (n,) or None
+        for all ones. What own has on P goes into the errors of rounding, if P is at the target density.
         """
         device = self.passes.device
         moment = moment.to(device)
@@ -169,13 +183,12 @@ class StateByParameter:
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
         kept = self.passes.kept("state")
         for number, start, end in self.pieces[i]:
-            part = None if own is None else own[:, start:end]
+            part = torch.zeros_like(moment[start:end]) if own is None else own[start:end]
             if not self.gathers:
-                values = moment[start:end] if part is None else moment[start:end] + part
-                kept[number].copy_(values if kept[number].ndim == values.ndim else values.view(-1))
+                kept[number].copy_(moment[start:end] + part)
                 continue
             if i < self.sparsified:
-                kept[number].copy_(part[0] if part is not None else torch.zeros_like(moment[start:end]))
+                kept[number].copy_(part)
             if self.passes.owns(number):  # type: ignore[attr-defined]
                 self.passes.share_of(self.passes.common, number).copy_(moment[start:end])  # type: ignore[attr-defined]
 
@@ -240,11 +253,11 @@ class StateByParameter:
                 self.put_mask(i, bits > 1, self.masks.previous)
                 held = None if self.masks.previous.dense else (bits > 1).to(self.passes.device)
             if own is not None:
-                own = own.reshape(len(own), -1).to(self.passes.device)
+                own = own.reshape(-1).to(self.passes.device)
             moment = flat["moment"]
             if moment is None:  # one buffer, in which the moment is what lies on P
                 assert own is not None
-                moment = own[0] if held is None else own[0].masked_fill(~held, 0.0)
+                moment = own if held is None else own.masked_fill(~held, 0.0)
                 own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
             self.put(i, moment.reshape(-1), own, held)
             if flat["master"] is not None:
@@ -279,23 +292,23 @@ class StateByParameter:
         return first + 2 * (ones if held is None else held.to(torch.uint8).cpu())
 
     def _parts(self, i: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
-        """moment FP32 (n,) and own residual FP32 (rows, n), new tensors on the device."""
+        """moment and own residual, FP32 (n,), new tensors on the device."""
         kept, size, device = self.passes.kept("state"), self.scape.ordered[i].size, self.passes.device
         if not self.gathers:
-            state = torch.atleast_2d(kept[i]).to(device)
+            state = kept[i].to(device)
             if held is None:
-                moment, own = state[0].clone(), torch.zeros_like(state)
+                moment, own = state.clone(), torch.zeros_like(state)
             else:
-                moment, own = torch.where(held, state[0], 0.0), torch.where(held, 0.0, state)
+                moment, own = torch.where(held, state, 0.0), torch.where(held, 0.0, state)
         else:
-            own = torch.zeros(1, size, device=device)
+            own = torch.zeros(size, device=device)
             for number, start, end in self.pieces[i] if i < self.sparsified else ():
-                own[0, start:end] = kept[number]
+                own[start:end] = kept[number]
             moment = self._assembled(i, lambda number: self.passes.share_of(self.passes.common, number))  # type: ignore
         if self._carries:
             for number, start, end in self.pieces[i]:
                 where = self._where(held, start, end)
-                own[:, start:end][:, where] = torch.atleast_2d(self.passes.wire_residual_of(number))
+                own[start:end][where] = self.passes.wire_residual_of(number)
         return moment, own
 
     def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
@@ -321,7 +334,7 @@ class StateByParameter:
         if self._carries:
             for number, start, end in self.pieces[i]:
                 errors = self.passes.wire_residual_of(number)
-                errors.copy_(own[:, start:end][:, self._where(held, start, end)].view(errors.shape))
+                errors.copy_(own[start:end][self._where(held, start, end)])
 
     @torch.no_grad()
     def release_wire_residual(self) -> None:
@@ -329,9 +342,8 @@ class StateByParameter:
         if not self._carries:
             return
         errors, replicas = self.passes.wire_residual, self.scape.collectives.replicas
-        mean = torch.atleast_2d(errors).sum(0)
-        self.scape.collectives.sum_over_replicas(mean)
-        errors.copy_(mean.div_(replicas).expand_as(errors))
+        self.scape.collectives.sum_over_replicas(errors)
+        errors.div_(replicas)
         kept = self.passes.kept("state")
         for i in range(len(self.names)):
             held = self._held(i)
@@ -343,7 +355,7 @@ class StateByParameter:
                 if not self.gathers:
                     state = kept[number]  # on the host, where it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where
-                    state[..., where] += lost.to(state.device)
+                    state[where] += lost.to(state.device)
                 elif self.passes.owns(number):  # type: ignore[attr-defined]
                     self.passes.share_of(self.passes.common, number)[where] += lost  # type: ignore[attr-defined]
         errors.zero_()

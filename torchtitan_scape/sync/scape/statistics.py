@@ -21,14 +21,13 @@ def statistics(scape: "Scape") -> dict[str, float]:
         if not scape.shard_of(i).counted:
             continue
         used, before = (_unpacked(layout.bits(mask, i), size, sums.device) for mask in (in_use, previous))
-        states = torch.atleast_2d(kept[i].to(sums.device))  # a row a simulated replica
-        residuals = [torch.where(used, 0.0, state).double().square().sum() for state in states]
+        residual = torch.where(used, 0.0, kept[i].to(sums.device))
         sums += torch.stack(
             [
                 torch.tensor(float(size), dtype=torch.float64, device=sums.device),
                 used.sum().double(),
                 (used & before).sum().double(),
-                torch.stack(residuals).mean(),
+                residual.double().square().sum(),
             ]
         )
     entries, nnz, common, squares = (scape.collectives.sum_over_all(sums) / scape.collectives.replicas).tolist()

@@ -1,0 +1,249 @@
+"""What holds for every method of the replicate axis. A method is one line of `CASES`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.sync.base import Method, Setting, Step
+from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.sync.shards import collect_shards
+
+# Matrices, one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero, and
+# what is not compressed.
+SHAPES = [(40, 24), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
+WITHOUT = 4
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """options: as a run has them. dense: with which the method is dense training. begins: steps until it compresses."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    dense: dict[str, Any] | None = None
+    begins: int = 0
+
+    def __str__(self) -> str:
+        return " ".join([self.method, *map(str, self.options.values())])
+
+
+CASES = [
+    Case("dense"),
+    Case("topk", {"density": 0.1, "block_size": 64}, dense={"density": 1.0}),
+    Case("topk", {"density": 0.05, "selection": "tensor", "density_warmup_steps": 3}, {"density": 1.0}, begins=3),
+    Case("topk", {"density": 0.1, "block_size": 16, "start": 2, "dense_names": ["p0"]}, {"start": STEPS}, begins=2),
+    Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
+    Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
+]
+
+
+def make(case: Case, collectives: ReplicaCollectives, scale: float = 1.0, **other: Any) -> Method:
+    named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(SHAPES)]
+    shards = collect_shards([{"params": [p for _, p in named], "param_names": [name for name, _ in named]}])
+    entry = METHODS[case.method]
+    assert entry.method is not None
+    return entry.method(Setting(shards, collectives, scale, steps=100), entry.options(**{**case.options, **other}))
+
+
+def gradients(step: int, replica: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    found = [torch.randn(shape, generator=generator).view(-1) for shape in SHAPES]
+    found[WITHOUT].zero_()
+    return found
+
+
+def kept(method: Method) -> dict[str, Tensor]:
+    """Copies of all that it keeps."""
+    return {f"{s.kind}.{name}": t.clone() for s in method.states() for name, t in s.tensors.items()}
+
+
+def pending(method: Method) -> list[Tensor]:
+    """Of every parameter, flat FP64."""
+    found = [torch.zeros(torch.Size(shape).numel(), dtype=torch.float64) for shape in SHAPES]
+    for state in method.states():
+        for name, values in state.tensors.items() if state.carries == "gradient" else ():
+            found[int(name[1:])] += values.double().view(-1)
+    return found
+
+
+@dataclass
+class Played:
+    """Of one replica: what `synchronize` gave, what was kept and pending after every step, bytes sent in it."""
+
+    given: list[list[Tensor]] = field(default_factory=list)
+    kept: list[dict[str, Tensor]] = field(default_factory=list)
+    pending: list[list[Tensor]] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    planned: float = 0.0
+
+
+def play(
+    collectives: ReplicaCollectives,
+    case: Case,
+    nan_at: int = 0,
+    method: Method | None = None,
+    first: int = 1,
+    **other: Any,
+) -> Played:
+    method = method or make(case, collectives, **other)
+    played, before = Played(planned=method.planned_bytes()), 0.0
+    for number in range(first, STEPS + 1):
+        own = gradients(number, collectives.replica)
+        if number == nan_at and collectives.replica == collectives.replicas - 1:
+            own[0][3] = torch.nan
+        # Without the guard, whose flag this is.
+        step = Step(number, torch.tensor(number != nan_at))
+        with torch.no_grad():
+            played.given.append([g.clone() for g in method.synchronize(own, step)])
+            method.updated(step)
+        played.kept.append(kept(method))
+        played.pending.append(pending(method))
+        sent = sum(collectives.traffic.sent_by_level().values())
+        played.sent.append(sent - before)
+        before = sent
+    return played
+
+
+def on_gloo(case: Case, **other: Any) -> Played:
+    return play(ProcessGroupCollectives(dist.group.WORLD), case, **other)
+
+
+def mean(step: int, replicas: int) -> list[Tensor]:
+    every = [gradients(step, replica) for replica in range(replicas)]
+    return [torch.stack(tensors).double().mean(0) for tensors in zip(*every, strict=True)]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((a.double() - b.double()).norm() <= tolerance * (1.0 + b.double().norm()))
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> None:
+    """In the mean over replicas, of every parameter, at every step; and all replicas take the same bits."""
+    ranks = run_replicas(replicas, lambda collectives: play(collectives, case))
+    total, delivered = ([torch.zeros_like(t) for t in mean(0, 1)] for _ in range(2))
+    for i in range(STEPS):
+        for n, (all_given, got) in enumerate(zip(mean(i + 1, replicas), ranks[0].given[i], strict=True)):
+            assert all(torch.equal(got, rank.given[i][n]) for rank in ranks), (i, n)
+            total[n] += all_given
+            delivered[n] += got.double()
+            left = torch.stack([rank.pending[i][n] for rank in ranks]).mean(0)
+            assert close(delivered[n] + left, total[n]), (i, n)
+    assert all(rank.kept[-1].keys() == ranks[0].kept[-1].keys() for rank in ranks)
+    assert torch.equal(ranks[0].given[-1][WITHOUT], torch.zeros_like(ranks[0].given[-1][WITHOUT]))
+
+
+def test_shared_state_is_shared(case: Case) -> None:
+    def work(collectives: ReplicaCollectives) -> dict[str, Tensor]:
+        method = make(case, collectives)
+        play(collectives, case, method=method)
+        return {f"{s.kind}.{n}": t for s in method.states() if not s.own for n, t in s.tensors.items()}
+
+    first, second = run_replicas(2, work)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_skipped_step_changes_nothing(case: Case) -> None:
+    """Of what is kept, to the last bit; and the steps after it are free of NaN."""
+    at = case.begins + 3
+    for rank in run_replicas(3, lambda collectives: play(collectives, case, nan_at=at)):
+        before, after = rank.kept[at - 2], rank.kept[at - 1]
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert all(t.isfinite().all() for tensors in rank.given[at:] for t in tensors)
+        assert all(t.isfinite().all() for t in rank.kept[-1].values())
+
+
+@pytest.mark.parametrize("at", range(1, STEPS))
+def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> None:
+    """A new method with the states of another goes on as that one, to the last bit, in any phase."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
+        whole = play(collectives, case)
+        method = make(case, collectives)
+        for state in method.states():
+            for name, values in state.tensors.items():
+                values.copy_(whole.kept[at - 1][f"{state.kind}.{name}"])
+        return whole, play(collectives, case, method=method, first=at + 1)
+
+    for whole, rest in run_replicas(2, work):
+        for one, other in zip(whole.given[at:], rest.given, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(values, rest.kept[-1][key]) for key, values in whole.kept[-1].items())
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
+    for rank in run_replicas(replicas, lambda collectives: play(collectives, case)):
+        for sent in rank.sent[case.begins :]:
+            assert sent == pytest.approx(rank.planned)
+
+
+def test_its_dense_limit(case: Case) -> None:
+    dense = case.dense or {}
+    for rank in run_replicas(3, lambda collectives: play(collectives, case, **dense)):
+        for i in range(STEPS):
+            assert all(close(a, b) for a, b in zip(rank.given[i], mean(i + 1, 3), strict=True)), i
+
+
+def test_sums_are_means_times_n(case: Case) -> None:
+    """Where a loss was divided by the global token count its gradients come N times smaller."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        for scale in (1.0, 2.0):
+            method = make(case, collectives, scale)
+            for number in range(1, STEPS + 1):
+                own = [g / scale for g in gradients(number, collectives.replica)]
+                with torch.no_grad():
+                    result = method.synchronize(own, Step(number, torch.tensor(True)))
+            found.append([g.clone() for g in result])
+        return found[0], found[1]
+
+    for one, other in run_replicas(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_send_all_leaves_nothing_pending(case: Case) -> None:
+    def work(collectives: ReplicaCollectives) -> list[Tensor]:
+        method = make(case, collectives)
+        play(collectives, case, method=method)
+        method.send_all()
+        with torch.no_grad():
+            method.synchronize(gradients(STEPS + 1, collectives.replica), Step(STEPS + 1, torch.tensor(True)))
+        return pending(method)
+
+    for left in run_replicas(2, work):
+        assert all(not t.any() for t in left)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_simulated_replicas_are_ranks(case: Case, world: int, pool2: Pool, pool4: Pool) -> None:
+    """Of real gloo processes, up to the order of sums; these take the same bits, and as many bytes are counted."""
+    real = {2: pool2, 4: pool4}[world](on_gloo, case)
+    simulated = run_replicas(world, lambda collectives: play(collectives, case))
+    for mine, theirs in zip(simulated, real, strict=True):
+        assert mine.sent == pytest.approx(theirs.sent) and mine.planned == theirs.planned
+        for i in range(STEPS):
+            assert all(torch.equal(a, b) for a, b in zip(theirs.given[i], real[0].given[i], strict=True))
+    # Selections among nearly equal entries may differ by rounding: the first steps are compared.
+    for i in range(case.begins + 2):
+        assert all(close(a, b) for a, b in zip(simulated[0].given[i], real[0].given[i], strict=True)), i
+
+
+def test_every_method_is_in_the_contract() -> None:
+    """Those that own the whole step have tests of their own."""
+    assert {case.method for case in CASES} == {name for name, entry in METHODS.items() if entry.method is not None}

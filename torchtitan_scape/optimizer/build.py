@@ -1,0 +1,78 @@
+"""The optimizers that `[sync] method` and `[optimizer] name` ask for."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.distributed import ParallelDims
+
+from topology.dry_run import DryRunCollectives
+from topology.groups import ReplicaGroups
+from topology.in_process import OneReplica, SimulatedReplicas
+from topology.layout import simulated_layout
+from topology.process_groups import collectives_of
+from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.optimizer.adams import AdamS
+from torchtitan_scape.optimizer.container import OwnStepOptimizers, ReplicaOptimizers, Replicas, SyncedOptimizers
+from torchtitan_scape.parallelize import ReplicaParallelDims
+from torchtitan_scape.sync.registry import METHODS
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    *,
+    job_config: JobConfig,
+) -> ReplicaOptimizers:
+    """For TorchTitan's TrainSpec. The configuration has been checked: method and optimizer go together."""
+    assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
+    assert len(model_parts) == 1, "pipeline parallelism is refused at start"
+    sync, entry, groups = job_config.sync, METHODS[job_config.sync.method], parallel_dims.groups
+    named = [(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad]
+    rates: dict[str, Any] = dict(
+        lr=optimizer_config.lr,
+        betas=(optimizer_config.beta1, optimizer_config.beta2),
+        eps=optimizer_config.eps,
+        weight_decay=optimizer_config.weight_decay,
+    )
+    common: dict[str, Any] = dict(
+        max_norm=float(job_config.training.max_norm), max_skipped_steps=sync.max_skipped_steps, kernels=sync.kernels
+    )
+    options = options_of(sync)
+    replicas = _replicas(groups, job_config.topology.simulate_replicas, entry.adds_up)
+    optimizers: ReplicaOptimizers
+    if entry.optimizer is not None:
+        assert groups.layout is not None
+        layout = simulated_layout(groups.layout, job_config.topology.simulate_replicas)
+        make = entry.optimizer(model_parts[0], named, options, layout, **rates, **common, reduction="sum")
+        optimizers = OwnStepOptimizers(model_parts, make, replicas)
+    else:
+        assert entry.method is not None
+        optimizer = _make_optimizer(optimizer_config, named, rates, sync.kernels)
+        method = partial(entry.method, options=options)
+        steps = job_config.training.steps
+        optimizers = SyncedOptimizers(model_parts, optimizer, method, replicas, **common, steps=steps)
+    optimizers.repairs = sync.on_inconsistency == "repair"
+    return optimizers
+
+
+def _replicas(groups: ReplicaGroups, simulated: int, adds_up: bool) -> Replicas:
+    """Those that this process plays: of a method that adds up, one whose gradient is the sum of all."""
+    collectives = collectives_of(groups)
+    if simulated == 1:
+        return OneReplica(collectives)
+    if adds_up or collectives.is_fake:
+        return OneReplica(DryRunCollectives(groups, simulated))
+    return SimulatedReplicas(simulated, groups)
+
+
+def _make_optimizer(
+    config: OptimizerConfig, named: list[tuple[str, nn.Parameter]], rates: dict[str, Any], kernels: str
+) -> torch.optim.Optimizer:
+    if config.name == "AdamS":
+        return AdamS(named, **rates, kernels=kernels)
+    implementation = config.implementation
+    return torch.optim.AdamW(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")

@@ -1,0 +1,136 @@
+"""How a checkpoint's state is taken by this run: as it is, or by the rule for another layout, replica count or method.
+
+The rule: what replicas have not delivered yet is never lost. Where there are as many replicas each keeps its own; where
+there are more or fewer, each gets the mean of all, so that the sum over replicas divided by their number stays. With a
+method that keeps nothing pending it enters the first moment, which the next step takes times b1. First moments are
+copied.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchtitan_scape.sync.base import State
+from torchtitan_scape.sync.pending import Incoming, NormOf, for_moment
+from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.sync.shards import Shard, local
+
+if TYPE_CHECKING:
+    from torchtitan_scape.checkpoint.state import StateReader
+    from torchtitan_scape.optimizer.container import SyncedOptimizers
+
+
+@torch.no_grad()
+def load_synced(optimizers: "SyncedOptimizers", reader: "StateReader", as_it_lies: bool, step: int) -> str:
+    """Takes a checkpoint's state. A collective call, after loading the model.
+
+    as_it_lies: method and layout are those of the run that saved.
+    step: of the checkpoint. Returns what was done, in words.
+    """
+    optimizer, device = optimizers.optimizers[0], optimizers.grad_norm.device
+    each = [method.states() for method in optimizers.methods]
+    keeps = [state for state in each[0] if state.carries == "gradient"]
+    same_optimizer = reader.saved["optimizer"] == type(optimizer).__name__ and reader.has_dense_state
+    optimizers.state_dict()  # makes the state of an optimizer that has taken no step
+    if same_optimizer:
+        optimizers.read_optimizer(reader)
+    norm, flushed = NormOf(optimizers.collectives, device), False
+    read = METHODS[reader.saved["method"]].incoming
+    for _, shard, kinds in reader:
+        beta1 = optimizer.param_groups[shard.group]["betas"][0]
+        found = read(kinds, reader, device)
+        if not same_optimizer:
+            _put_moments(optimizer, shard, found.moment)
+        _copy_shared(each, shard, kinds)
+        mean = found.mean(reader)
+        if mean is not None:
+            norm.add(shard, mean)
+        if any(shard.name in state.tensors for state in keeps):
+            _keep_pending(each, keeps, shard, kinds, found, mean, reader)
+        elif mean is not None:
+            flushed = True
+            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), only_first=same_optimizer)
+    if not same_optimizer:
+        steps = reader.applied_steps()
+        for state in optimizer.state.values():
+            state["step"].fill_(steps)
+    optimizers.attempted_steps = reader.saved.get("attempted_steps", step)
+    rebuilt = _fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
+    if rebuilt:
+        optimizers.send_all()
+    return _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm)
+
+
+def _told(reader: "StateReader", same_optimizer: bool, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:
+    told = [] if same_optimizer else ["the first moment copied"]
+    pending = any(what["carries"] == "gradient" for what in reader.saved["states"].values())
+    if reader.saved.get("residual") == "drop":
+        told.append("residuals were not saved and are lost")
+    elif flushed and not keeps:
+        told.append(f"the mean of the residuals (norm {norm.text()}) is flushed into the first moment")
+    elif pending and reader.saved.get("residual") == "mean":
+        told.append(f"every replica starts from the mean of the residuals, as it was saved (norm {norm.text()})")
+    elif pending and not reader.same_count:
+        told.append(f"the mean of {reader.replicas} residuals is kept (norm {norm.text()})")
+    elif pending and told:
+        told.append(f"every replica keeps its residual (norm {norm.text()})")
+    if rebuilt:
+        told.append("the next step is dense")
+    return "; ".join(told) or "state as it was"
+
+
+def _put_moments(optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, only_first: bool = False) -> None:
+    state = optimizer.state[shard.parameter]
+    own = local(state["exp_avg"])
+    own.copy_(moment.view(own.shape))
+    if "exp_avg_sq" in state and not only_first:
+        # With this AdamW's next step is that of AdamS, whose normaliser is its moment.
+        local(state["exp_avg_sq"]).copy_(own.square())
+
+
+def _copy_shared(each: list[list[State]], shard: Shard, kinds: dict[str, Tensor]) -> None:
+    for states in each:
+        for state in states:
+            mine = state.tensors.get(shard.name) if state.by_parameter and state.carries == "copy" else None
+            if mine is not None and state.kind in kinds and kinds[state.kind].dtype == mine.dtype:
+                mine.copy_(kinds[state.kind].view(mine.shape))
+
+
+def _keep_pending(
+    each: list[list[State]],
+    keeps: list[State],
+    shard: Shard,
+    kinds: dict[str, Tensor],
+    found: Incoming,
+    mean: Tensor | None,
+    reader: "StateReader",
+) -> None:
+    """Every replica of this process gets what is pending: its own where there are as many, else the mean."""
+    own = found.own if reader.same_count else None
+    exact = own is not None and found.common is None
+    for i, states in enumerate(each):
+        first = True
+        for state in (s for s in states if s.carries == "gradient" and shard.name in s.tensors):
+            mine = state.tensors[shard.name]
+            if exact and len(keeps) > 1 and state.kind in kinds:
+                mine.copy_(kinds[state.kind][i].view(mine.shape))  # each kind to its own
+                continue
+            if not first or mean is None:
+                mine.zero_()
+            elif own is not None:
+                values = own[i] if found.common is None else own[i] + found.common
+                mine.copy_(values.view(mine.shape))
+            else:
+                mine.copy_(mean.view(mine.shape))
+            first = False
+
+
+def _fill_of_this_shard(each: list[list[State]], reader: "StateReader") -> bool:
+    """Reads what only the same layout can use; whether something was missing."""
+    missing = not reader.fill_of_this_shard(each[0])
+    for states in each[1:]:
+        for mine, first in zip(states, each[0], strict=True):
+            for name, values in mine.tensors.items() if not mine.by_parameter else ():
+                values.copy_(first.tensors[name])
+    return missing

@@ -1,0 +1,140 @@
+"""The seam: what a method of the replicate axis is.
+
+A method takes one replica's gradients and gives the synchronised ones, and keeps what it did not send. It is written
+for one replica, talks through `ReplicaCollectives` alone, which counts its bytes, and declares what it keeps. The
+container, checkpoints, the consistency check, the memory report and the forecast read that, and know no method by name.
+
+Units: a replica's gradient times `Setting.scale` is in mean units, what replicas would average. So are residuals and
+what `synchronize` gives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.shards import Shard
+
+
+@dataclass(frozen=True)
+class State:
+    """One kind of what a method keeps between steps, as it lies: changed in place by steps, and by whoever loads it.
+
+    kind: its name in checkpoints, for example "residual".
+    tensors: by parameter's name, of the parameter's local shape unless not `by_parameter`.
+    own: every replica has its own numbers; else all hold the same bits, which the consistency check compares.
+    carries: what becomes of it under another layout, replica count or method.
+        "gradient": what was not delivered yet, FP32 in mean units. The mean over replicas counts and is never lost.
+        "copy": goes on where the next run has a state of that kind.
+        "rebuild": is dropped, and the next exchange is whole.
+    by_parameter: else the tensors are of this shard, of shapes of their own, for the same layout alone.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    own: bool
+    carries: Literal["gradient", "copy", "rebuild"]
+    by_parameter: bool = True
+
+    def describe(self) -> dict[str, Any]:
+        """For a checkpoint's record, as plain values."""
+        return {"own": self.own, "carries": self.carries, "by_parameter": self.by_parameter}
+
+
+class Step(NamedTuple):
+    """number: of attempted steps, this one included; the same on all ranks, known to the host.
+
+    applied: bool (), on the device: no rank's gradient had a NaN. It gates every write of state.
+    """
+
+    number: int
+    applied: Tensor
+
+
+class Message(NamedTuple):
+    """An exchange of a step: FP32 entries of an all-reduce, or own bytes of an all-gather."""
+
+    collective: Literal["all_reduce", "all_gather"]
+    size: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method is made of, beside its own section of the configuration.
+
+    shards: the parameters, whose gradients `synchronize` is given in this order.
+    scale: makes a local gradient one in mean units: the number of replicas where the loss was divided by the global
+        token count, so that their gradients are to be summed; else 1.
+    steps: of the run, for what begins after a share of them.
+    """
+
+    shards: Sequence[Shard]
+    collectives: ReplicaCollectives
+    scale: float = 1.0
+    steps: int = 0
+
+
+class Method:
+    """What replicas tell each other. Mathematics in functions on local tensors.
+
+    Made of a Setting and its own `Options`; all state is made in `__init__`.
+    """
+
+    def __init__(self, setting: Setting, options: Any) -> None:
+        self.setting, self.options, self.collectives = setting, options, setting.collectives
+
+    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+        """What the optimizer takes, FP32 (n,) a shard, equal to the last bit on all replicas. A collective call.
+
+        gradients: FP32 (n,) a shard, this replica's; free to be overwritten. Where not `step.applied` they may have
+            NaNs and the result means nothing, but no state changes.
+        """
+        raise NotImplementedError
+
+    def updated(self, step: Step) -> None:
+        """After the optimizer's update: for a mask that follows from it, say. A collective call."""
+
+    def states(self) -> list[State]:
+        """All that steps to come depend on, the tensors themselves; waits for what is in flight."""
+        return []
+
+    def send_all(self) -> None:
+        """Makes the next exchange whole: nothing is pending after it."""
+
+    def messages(self) -> list[Message]:
+        """The exchanges of a step, warm-up over. Arithmetic of shapes and options: nothing is asked of a device."""
+        raise NotImplementedError
+
+    def planned_bytes(self) -> float:
+        """Bytes this rank sends in a step, warm-up over."""
+        return sum(self.collectives.planned_bytes(*message) for message in self.messages())
+
+    def density(self) -> float:
+        """Share of the entries that a step sends, warm-up over; for the log."""
+        return 1.0
+
+
+@dataclass
+class Pending:
+    """What a replica has not delivered yet, FP32 of the local shapes in mean units; zeros at the start.
+
+    Most methods with error feedback keep one of these.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> "Pending":
+        return cls({s.name: torch.zeros(s.local_shape, dtype=torch.float32, device=s.device) for s in shards})
+
+    def state(self) -> State:
+        return State("residual", self.tensors, own=True, carries="gradient")
+
+
+def keep(kept: Tensor, new: Tensor | float, applied: Tensor) -> None:
+    """kept = new, unless not `applied`, bool ()."""
+    value = new if isinstance(new, Tensor) else torch.full_like(kept, new)
+    torch.where(applied, value.view(kept.shape), kept, out=kept)

@@ -1,0 +1,70 @@
+"""What replicas have not delivered yet, on its way from a checkpoint into a run."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.shards import Shard
+
+if TYPE_CHECKING:
+    from torchtitan_scape.checkpoint.state import StateReader
+
+
+@dataclass
+class Incoming:
+    """What was saved of a parameter, told apart, on the device; FP32.
+
+    moment: (n,), the first moment. common: (n,) in mean units, pending and the same on all replicas; None for zeros.
+    own: (rows, n) likewise, of the replicas whose rows this rank reads.
+    """
+
+    moment: Tensor
+    own: Tensor | None = None
+    common: Tensor | None = None
+
+    def mean(self, reader: "StateReader") -> Tensor | None:
+        """(n,): what is pending in the mean over replicas; None for nothing. A collective call."""
+        mean = None if self.own is None else reader.mean(self.own)
+        if mean is None or self.common is None:
+            return self.common if mean is None else mean
+        return mean + self.common
+
+
+def incoming_of(kinds: dict[str, Tensor], reader: "StateReader", device: torch.device) -> Incoming:
+    """What a method saved that synchronises gradients for a dense optimizer."""
+    found = Incoming(kinds["exp_avg"].to(device))
+    for kind, what in reader.saved["states"].items():
+        if what["carries"] != "gradient" or kind not in kinds:
+            continue
+        values = kinds[kind].to(device)
+        if what["own"]:
+            found.own = values if found.own is None else found.own + values
+        else:
+            found.common = values if found.common is None else found.common + values
+    return found
+
+
+class NormOf:
+    """Root of the sum of squares over the model, of what all replicas have in common."""
+
+    def __init__(self, collectives: ReplicaCollectives, device: torch.device) -> None:
+        self._collectives = collectives
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, shard: Shard, values: Tensor) -> None:
+        if shard.counted:
+            self._sum += values.double().square().sum()
+
+    def text(self) -> str:
+        return f"{float(self._collectives.sum_over_model(self._sum.float()).sqrt()):.3g}"
+
+
+def for_moment(pending: Tensor, beta1: float) -> Tensor:
+    """What has to be added to a first moment for gradients in mean units that are pending. Zeros where b1 is 0.
+
+    The next step takes the moment times b1, and a gradient times 1 - b1.
+    """
+    return pending * ((1.0 - beta1) / beta1) if beta1 > 0.0 else torch.zeros_like(pending)

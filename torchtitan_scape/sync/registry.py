@@ -1,0 +1,43 @@
+"""Which methods there are: one line each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_scape.sync.base import Method
+from torchtitan_scape.sync.dense import Dense, DenseOptions
+from torchtitan_scape.sync.options import MethodOptions
+from torchtitan_scape.sync.pending import Incoming, incoming_of
+from torchtitan_scape.sync.powersgd import Powersgd, PowersgdOptions
+from torchtitan_scape.sync.scape.build import make_scape
+from torchtitan_scape.sync.scape.loading import incoming_from_scape
+from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.topk import Topk, TopkOptions
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method by its name in `[sync] method`.
+
+    options: its section of the configuration. optimizers: the `[optimizer] name`s it goes with.
+    method: made of a `Setting` and the options, or
+    optimizer: makes an optimizer that is the method as well and owns the whole step.
+    incoming: what a checkpoint of it says to any method: see `sync.pending.incoming_of`.
+    adds_up: a method that is linear in the gradient and keeps nothing; simulated replicas' gradients may be added up by
+        their backward passes before it sees them.
+    """
+
+    options: type[MethodOptions]
+    optimizers: tuple[str, ...]
+    method: type[Method] | None = None
+    optimizer: Callable[..., Any] | None = None
+    incoming: Callable[..., Incoming] = incoming_of
+    adds_up: bool = False
+
+
+METHODS = {
+    "dense": Entry(DenseOptions, ("AdamW", "AdamS"), Dense, adds_up=True),
+    "scape": Entry(ScapeOptions, ("AdamS",), optimizer=make_scape, incoming=incoming_from_scape),
+    "topk": Entry(TopkOptions, ("AdamW", "AdamS"), Topk),
+    "powersgd": Entry(PowersgdOptions, ("AdamW", "AdamS"), Powersgd),
+}

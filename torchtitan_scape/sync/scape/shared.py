@@ -1,0 +1,49 @@
+"""What all replicas hold alike of SCAPE's state: for the consistency check."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kernels.scape.blocks import BlockLayout, Mask
+from kernels.scape.gather_passes import GatherPasses
+from torchtitan_scape.sync.consistency import Shared
+from torchtitan_scape.sync.scape.state import StateByParameter
+from torchtitan_scape.sync.shards import stored
+
+if TYPE_CHECKING:
+    from torchtitan_scape.sync.scape.optimizer import Scape
+
+
+def shared_by_scape(scape: "Scape") -> list[Shared]:
+    """Of SCAPE, behind `settle`: parameters with their scales, masks, visit rates, and a master that all have."""
+    passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
+    cut = [[tensor for tensor, _, _ in pieces] for pieces in StateByParameter(scape).pieces]
+    states = passes.kept("state")
+    masters = [] if isinstance(passes, GatherPasses) else passes.kept("master")
+    found = []
+    for number, (shard, own) in enumerate(zip(scape.ordered, cut, strict=True)):
+        parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
+        if isinstance(passes, GatherPasses) and scape.bf16_weights:
+            parts.append(("scale", passes.scales[own[0] : own[-1] + 1] if own else passes.scales[:0]))
+        if masters:
+            parts.append(("master", masters[number]))
+        sparse = [tensor for tensor in own if tensor < passes.sparsified]
+        for kind, mask in (("mask", masks.in_use), ("previous mask", masks.previous)):
+            parts.append((kind, _bits(masks.layout, mask, sparse)))
+        if visits and number < len(visits.rows):
+            start, end, mean = visits.places[2 * number], visits.places[2 * number + 2], visits.places[-1] + number
+            parts += [("visit rates", visits.rates[start:end]), ("visit rates", visits.rates[mean : mean + 1])]
+        # Behind `settle` the moment lives on the previous mask. In the sharded form the owner has it: here there is the
+        # residual, zero on that mask.
+        held = [(tensor, masks.previous if tensor in sparse else None) for tensor in own]
+        on_mask = [(states[i], masks.layout.bits(mask, i) if mask else None) for i, mask in held]
+        found.append(Shared(shard.name, parts, on_mask))
+    return [*found, Shared(None, [("count of applied steps", scape.applied_steps)])]
+
+
+def _bits(layout: BlockLayout, mask: Mask, tensors: list[int]) -> Tensor:
+    """The packed bits of tensors that follow each other; none of a mask of all ones."""
+    if mask.dense or not tensors:
+        return mask.bits[:0]
+    first, end = layout.first_block[tensors[0]], layout.first_block[tensors[-1]] + layout.blocks[tensors[-1]]
+    return mask.bits[first * layout.block_size // 8 : end * layout.block_size // 8]
