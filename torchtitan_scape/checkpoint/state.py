@@ -134,6 +134,7 @@ class StateReader:
         self._optimizers, self._shards = optimizers, optimizers.shards()
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
         self.replicas: int = saved["replicas"]
+        self.simulated = frame.simulated
         self.same_count = self.replicas == frame.replicas * frame.simulated
 
     def __iter__(self) -> Iterator[tuple[int, LocalShard, dict[str, Tensor]]]:

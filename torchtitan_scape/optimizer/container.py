@@ -9,7 +9,7 @@ and runs them in step. Which method it is, nothing here knows.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,8 @@ from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
+from torchtitan_scape.sync.pending import Reader
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
-
-if TYPE_CHECKING:
-    from torchtitan_scape.checkpoint.state import StateReader
 
 Replicas = OneReplica | SimulatedReplicas
 
@@ -123,7 +121,7 @@ class ReplicaOptimizers(OptimizersContainer):
         return f"{key}.{self.collectives.model_rank}"
 
     @abstractmethod
-    def load(self, reader: "StateReader", as_it_lies: bool, step: int) -> str:
+    def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
         """Takes a checkpoint's state, of this method and layout or of others. A collective call, after the model.
 
         as_it_lies: they are this run's. step: of the checkpoint. Returns what was done, in words.
@@ -270,7 +268,7 @@ class SyncedOptimizers(ReplicaOptimizers):
     def counters(self) -> dict[str, Any]:
         return super().counters() | {"attempted_steps": self.attempted_steps}
 
-    def load(self, reader: "StateReader", as_it_lies: bool, step: int) -> str:
+    def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
         return load_synced(self, reader, as_it_lies, step)
 
     def described_states(self, residual: str) -> dict[str, dict[str, Any]]:
@@ -282,7 +280,7 @@ class SyncedOptimizers(ReplicaOptimizers):
                 what["own"] = residual == "exact"
         return found
 
-    def read_optimizer(self, reader: "StateReader") -> None:
+    def read_optimizer(self, reader: Reader) -> None:
         """The optimizer's own state, of whatever layout, as it is."""
         state = self.state_dict()
         reader.fill(state)
@@ -362,7 +360,7 @@ class OwnStepOptimizers(ReplicaOptimizers):
     def counters(self) -> dict[str, Any]:
         return super().counters() | self.first.counters()
 
-    def load(self, reader: "StateReader", as_it_lies: bool, step: int) -> str:
+    def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
         self.settle()
         return self.first.load_each(self.each, reader, as_it_lies, step)
 

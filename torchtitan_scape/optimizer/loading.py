@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.sync.base import State
-from torchtitan_scape.sync.pending import Incoming, NormOf, for_moment
+from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, for_moment
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import Shard, local
 
 if TYPE_CHECKING:
-    from torchtitan_scape.checkpoint.state import StateReader
     from torchtitan_scape.optimizer.container import SyncedOptimizers
 
 
 @torch.no_grad()
-def load_synced(optimizers: "SyncedOptimizers", reader: "StateReader", as_it_lies: bool, step: int) -> str:
+def load_synced(optimizers: "SyncedOptimizers", reader: Reader, as_it_lies: bool, step: int) -> str:
     """Takes a checkpoint's state. A collective call, after loading the model.
 
     as_it_lies: method and layout are those of the run that saved.
@@ -62,7 +61,7 @@ def load_synced(optimizers: "SyncedOptimizers", reader: "StateReader", as_it_lie
     return _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm)
 
 
-def _told(reader: "StateReader", same_optimizer: bool, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:
+def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:
     told = [] if same_optimizer else ["the first moment copied"]
     pending = any(what["carries"] == "gradient" for what in reader.saved["states"].values())
     if reader.saved.get("residual") == "drop":
@@ -104,7 +103,7 @@ def _keep_pending(
     kinds: dict[str, Tensor],
     found: Incoming,
     mean: Tensor | None,
-    reader: "StateReader",
+    reader: Reader,
 ) -> None:
     """Every replica of this process gets what is pending: its own where there are as many, else the mean."""
     own = found.own if reader.same_count else None
@@ -126,7 +125,7 @@ def _keep_pending(
             first = False
 
 
-def _fill_of_this_shard(each: list[list[State]], reader: "StateReader") -> bool:
+def _fill_of_this_shard(each: list[list[State]], reader: Reader) -> bool:
     """Reads what only the same layout can use; whether something was missing."""
     missing = not reader.fill_of_this_shard(each[0])
     for states in each[1:]:

@@ -1,16 +1,39 @@
 """What replicas have not delivered yet, on its way from a checkpoint into a run."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard
 
-if TYPE_CHECKING:
-    from torchtitan_scape.checkpoint.state import StateReader
+
+class Reader(Protocol):
+    """A checkpoint's optimizer state, parameter by parameter: `checkpoint.state.StateReader`. All calls are collective.
+
+    saved: the record of the run that saved. replicas: of that run; same_count: whether this run has as many.
+    simulated: replicas that this process plays, 1 for a real one.
+    """
+
+    saved: dict[str, Any]
+    replicas: int
+    same_count: bool
+    simulated: int
+
+    def __iter__(self) -> Iterator[tuple[int, Shard, dict[str, Tensor]]]: ...
+    def mean(self, own: Tensor) -> Tensor: ...
+    def mean_of_this_run(self, own: Tensor) -> Tensor: ...
+    def from_a_rank_that_has_rows(self, values: Tensor) -> None: ...
+    def fill(self, keys: dict[str, Any]) -> None: ...
+    def fill_of_this_shard(self, states: Sequence[State]) -> bool: ...
+    def model(self, shard: Shard) -> Tensor: ...
+    def applied_steps(self) -> float: ...
+    @property
+    def has_dense_state(self) -> bool: ...
 
 
 @dataclass
@@ -25,7 +48,7 @@ class Incoming:
     own: Tensor | None = None
     common: Tensor | None = None
 
-    def mean(self, reader: "StateReader") -> Tensor | None:
+    def mean(self, reader: Reader) -> Tensor | None:
         """(n,): what is pending in the mean over replicas; None for nothing. A collective call."""
         mean = None if self.own is None else reader.mean(self.own)
         if mean is None or self.common is None:
@@ -33,7 +56,7 @@ class Incoming:
         return mean + self.common
 
 
-def incoming_of(kinds: dict[str, Tensor], reader: "StateReader", device: torch.device) -> Incoming:
+def incoming_of(kinds: dict[str, Tensor], reader: Reader, device: torch.device) -> Incoming:
     """What a method saved that synchronises gradients for a dense optimizer."""
     found = Incoming(kinds["exp_avg"].to(device))
     for kind, what in reader.saved["states"].items():

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchtitan_scape.sync.pending import Incoming, NormOf, incoming_of
+from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, incoming_of
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.shards import Shard, local, stored
 
 if TYPE_CHECKING:
-    from torchtitan_scape.checkpoint.state import StateReader
     from torchtitan_scape.sync.scape.optimizer import Scape
 
 
-def incoming_from_scape(kinds: dict[str, Tensor], reader: "StateReader", device: torch.device) -> Incoming:
+def incoming_from_scape(kinds: dict[str, Tensor], reader: Reader, device: torch.device) -> Incoming:
     """A parameter's state as SCAPE has saved it, for any method. A collective call.
 
     SCAPE's residual is in units of the first moment, (1 - b1) times a gradient.
@@ -32,7 +31,7 @@ def incoming_from_scape(kinds: dict[str, Tensor], reader: "StateReader", device:
 
 
 @torch.no_grad()
-def load_scape(each: Sequence["Scape"], reader: "StateReader", as_it_lies: bool, step: int) -> str:
+def load_scape(each: Sequence["Scape"], reader: Reader, as_it_lies: bool, step: int) -> str:
     """Takes a checkpoint's state into the optimizers of this process's replicas, settled. A collective call.
 
     as_it_lies: method, layout and options are those of the run that saved, as far as the state depends on them.
@@ -71,7 +70,7 @@ def load_scape(each: Sequence["Scape"], reader: "StateReader", as_it_lies: bool,
     return _told(reader, as_it_lies, norm)
 
 
-def _told(reader: "StateReader", as_it_lies: bool, norm: NormOf) -> str:
+def _told(reader: Reader, as_it_lies: bool, norm: NormOf) -> str:
     if reader.saved["residual"] == "drop":
         told = "residuals were not saved and are lost"
     elif reader.saved["residual"] == "mean":
@@ -85,7 +84,7 @@ def _told(reader: "StateReader", as_it_lies: bool, norm: NormOf) -> str:
     return told if as_it_lies else f"{told}, the first moment copied, the next step is dense"
 
 
-def _from_another_method(states: Sequence[StateByParameter], reader: "StateReader", step: int) -> str:
+def _from_another_method(states: Sequence[StateByParameter], reader: Reader, step: int) -> str:
     first, device = states[0], states[0].passes.device
     norm, pending = NormOf(first.scape.collectives, device), False
     for state in states:
@@ -108,7 +107,7 @@ def _from_another_method(states: Sequence[StateByParameter], reader: "StateReade
 
 
 def _told_apart(
-    kinds: dict[str, Tensor], reader: "StateReader", device: torch.device
+    kinds: dict[str, Tensor], reader: Reader, device: torch.device
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(moment (n,), own residual (rows, n) or None, P bool (n,) or None for all ones), from what lay in one buffer."""
     saved, mask = reader.saved["scape"], kinds.get("mask")
@@ -138,7 +137,7 @@ def _put_masks(state: StateByParameter, i: int, shard: Shard, mask: Tensor | Non
 
 
 def _for_another_layout(
-    state: StateByParameter, i: int, reader: "StateReader", moment: Tensor, own: Tensor | None, held: Tensor | None
+    state: StateByParameter, i: int, reader: Reader, moment: Tensor, own: Tensor | None, held: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(moment, own residual (rows, n)) for a run that goes on from another layout, replicas equal."""
     if own is None:
@@ -150,12 +149,12 @@ def _for_another_layout(
     lost = mean if held is None else mean.masked_fill(~held, 0.0)
     moment = state.with_residual(i, moment, lost, held)
     if not reader.same_count:
-        own = mean.expand(reader.frame.simulated, -1).clone()
+        own = mean.expand(reader.simulated, -1).clone()
     return moment, _without(own, held)
 
 
 def _released(
-    state: StateByParameter, i: int, moment: Tensor, own: Tensor | None, held: Tensor, reader: "StateReader"
+    state: StateByParameter, i: int, moment: Tensor, own: Tensor | None, held: Tensor, reader: Reader
 ) -> Tensor:
     """The first moment (n,) with all residuals in it, of which replicas hold the mean."""
     residual = _without(moment, held)
@@ -165,7 +164,7 @@ def _released(
 
 
 def _put_weights(
-    state: StateByParameter, i: int, shard: Shard, kinds: dict[str, Tensor], reader: "StateReader", as_it_lies: bool
+    state: StateByParameter, i: int, shard: Shard, kinds: dict[str, Tensor], reader: Reader, as_it_lies: bool
 ) -> None:
     """Parameters in BF16, or with a master: what the model's part of a checkpoint cannot tell to the last bit."""
     master, weight = kinds.get("master"), kinds.get("weight") if as_it_lies else None
