@@ -6,22 +6,36 @@ method that keeps nothing pending it enters the first moment, which the next ste
 copied.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.sync.base import State
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.base import Method, State
 from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, for_moment
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import Shard, local
 
-if TYPE_CHECKING:
-    from torchtitan_scape.optimizer.container import SyncedOptimizers
+
+class Loaded(Protocol):
+    """What is asked of the optimizers that take a checkpoint's state."""
+
+    optimizers: list[torch.optim.Optimizer]
+    methods: list[Method]
+    collectives: ReplicaCollectives
+    grad_norm: Tensor
+    attempted_steps: int
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def read_optimizer(self, reader: Reader) -> None: ...
+
+    def send_all(self) -> None: ...
 
 
 @torch.no_grad()
-def load_synced(optimizers: "SyncedOptimizers", reader: Reader, as_it_lies: bool, step: int) -> str:
+def load_synced(optimizers: Loaded, reader: Reader, as_it_lies: bool, step: int) -> str:
     """Takes a checkpoint's state. A collective call, after loading the model.
 
     as_it_lies: method and layout are those of the run that saved.

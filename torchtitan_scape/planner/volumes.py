@@ -177,7 +177,10 @@ def _with_residual(
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         residual = 4.0 * (entries_of(shapes) - sum(whole_sizes(shapes)))
-        return optimizer_of(method).memory(method, shapes, replicas) | {"residual": residual}
+        kinds = optimizer_of(method).memory(method, shapes, replicas) | {"residual": residual}
+        # What replicas send of their own is with all of them at once.
+        gathered = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
+        return kinds | ({"messages": replicas * gathered} if gathered else {})
 
     def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         kinds = memory(method, shapes, replicas)
