@@ -17,5 +17,6 @@ from torchtitan_scape.data import standard_library  # noqa: E402
 
 parse(["--job.config_file=train_configs/embedded.toml"])  # the parser reads the source of every section once
 standard_library.load_train()
+standard_library.load_validation()
 gc.collect()
 gc.freeze()  # a child's collection would write to, and so copy, every page

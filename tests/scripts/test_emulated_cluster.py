@@ -75,6 +75,7 @@ def started(command: Sequence[str], tmp_path: Path) -> "tuple[subprocess.Popen[s
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_counted_bytes_are_on_the_interfaces_of_two_nodes_with_two_ranks(works: None, tmp_path: Path) -> None:
     """Property 7, by level and over the training steps alone: a validation in the middle is left out."""
     result = run_script(

@@ -90,7 +90,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, queu
 def main() -> None:
     world, density, update = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     bring_loopback_up()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # nothing of gloo is here yet
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"
     processes = [context.Process(target=replica, args=(r, world, store, density, update, queue)) for r in range(world)]

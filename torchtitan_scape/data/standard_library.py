@@ -170,9 +170,15 @@ def corpus_digest() -> str:
 
 def load_train(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
     """Training documents, map-style in memory, column "text". The path that TorchTitan passes is ignored."""
-    return Dataset.from_dict({"text": list(read_corpus(None, max_bytes).train)})
+    return _dataset("train", max_bytes)
 
 
 def load_validation(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
     """Validation documents, as `load_train`."""
-    return Dataset.from_dict({"text": list(read_corpus(None, max_bytes).validation)})
+    return _dataset("validation", max_bytes)
+
+
+@functools.cache
+def _dataset(part: str, max_bytes: int) -> Dataset:
+    """Once a process: the check of the data asks for it, and every reader, of which simulated replicas are many."""
+    return Dataset.from_dict({"text": list(getattr(read_corpus(None, max_bytes), part))})
