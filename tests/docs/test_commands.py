@@ -25,10 +25,12 @@ import torch.distributed as dist
 from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.pool import Pool
+from tests.sync import test_contract
 from topology.links import SCHEMA, Links
 from topology.machines import get_machine
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.sync.registry import METHODS, Entry
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]
@@ -222,4 +224,22 @@ def test_the_python_of_a_page_runs(page: str, pool2: Pool) -> None:
 
 
 def test_there_is_python_to_run() -> None:
-    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/recipes.md"}
+    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/recipes.md", "docs/adding_a_method.md"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
+    """With the very lines that the page would add to the registry and to the contract."""
+    scope: dict[str, Any] = {"__name__": "page", "Entry": Entry, "Case": test_contract.Case}
+    exec(blocks("docs/adding_a_method.md", "python")[0], scope)
+    registry, contract = (
+        code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."
+    )
+    with patch.dict(METHODS, eval(f"{{{registry}}}", scope)):
+        [case] = eval(f"[{contract}]", scope)
+        test_contract.test_delivered_and_pending_is_what_was_given(case, replicas)
+        test_contract.test_bytes_are_those_that_were_planned(case, replicas)
+        test_contract.test_its_dense_limit(case)
+        test_contract.test_a_skipped_step_changes_nothing(case)
+        test_contract.test_send_all_leaves_nothing_pending(case)
+        test_contract.test_what_it_declares_is_all_that_steps_depend_on(case, 4)

@@ -1,6 +1,7 @@
 """README and docs/: what they name exists, and each page is one that a reader finds."""
 
 import json
+import math
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
@@ -12,6 +13,10 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
+from torchtitan_scape.planner.volumes import VOLUMES, messages
+from torchtitan_scape.planner.volumes import Method as PlannedMethod
+from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.types import check_value
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
@@ -147,3 +152,33 @@ def test_blocks_of_configuration_are_valid(page: str) -> None:
         check_table(JobConfig, tomllib.loads(block), "")
     for block in blocks(page, "json"):
         json.loads(block)
+
+
+def test_the_methods_of_the_readme() -> None:
+    """Their names, optimizers, shares of dense bytes and memory, for Llama-1.8B as the planner has it."""
+    shapes = get_workload("llama_1_8b").shapes()
+    parameters = sum(map(math.prod, shapes))
+
+    def share(method: PlannedMethod, replicas: int) -> float:
+        return 100 * sent(method, replicas) / sent(PlannedMethod("adams"), replicas)
+
+    def sent(method: PlannedMethod, replicas: int) -> float:
+        return sum(s.sent for m in messages(method, shapes, replicas) for s in m.stages([("network", replicas)]))
+
+    def held(method: PlannedMethod, replicas: int) -> float:
+        both = (VOLUMES[m.kind].memory(m, shapes, replicas) for m in (method, PlannedMethod("adams")))
+        own, adams = (sum(kinds.values()) for kinds in both)
+        return (own - adams) / parameters
+
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", read("README.md"), re.M))
+    assert rows.keys() == METHODS.keys()
+    for name, entry in METHODS.items():
+        assert f"| {', '.join(entry.optimizers)} |" in rows[name]
+    dense, sparse = PlannedMethod("scape", 0.1), PlannedMethod("scape", 0.01)
+    assert f"{share(dense, 16):.1f} % at density 0.1, {share(sparse, 4):.1f} % at 0.01" in rows["scape"]
+    assert f"{held(dense, 4):.2f} / {held(dense, 16):.2f} at density 0.1, {held(sparse, 16):.2f} at" in rows["scape"]
+    topk, powersgd = PlannedMethod("topk", 0.01), PlannedMethod("powersgd", rank=4)
+    assert f"{share(topk, 4):.1f} / {share(topk, 16):.1f} % at density 0.01" in rows["topk"]
+    assert f"| {held(topk, 4):.1f} / {held(topk, 16):.1f} |" in rows["topk"]
+    assert f"{share(powersgd, 4):.2f} % at rank 4" in rows["powersgd"]
+    assert f"| {held(powersgd, 16):.1f} |" in rows["powersgd"]
