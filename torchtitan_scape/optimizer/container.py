@@ -269,7 +269,19 @@ class SyncedOptimizers(ReplicaOptimizers):
         return super().counters() | {"attempted_steps": self.attempted_steps}
 
     def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
-        return load_synced(self, reader, as_it_lies, step)
+        state = self.state_dict()  # makes the state of an optimizer that has taken no step
+
+        def read_optimizer() -> None:
+            reader.fill(state)
+            self.load_state_dict(state)
+
+        each = [method.states() for method in self.methods]
+        optimizer, device = self.optimizers[0], self.grad_norm.device
+        told, whole = load_synced(optimizer, each, self.collectives, device, reader, as_it_lies, read_optimizer)
+        self.attempted_steps = reader.saved.get("attempted_steps", step)
+        if whole:
+            self.send_all()
+        return told
 
     def described_states(self, residual: str) -> dict[str, dict[str, Any]]:
         found = {state.kind: state.describe() for state in self.methods[0].states()}
@@ -279,12 +291,6 @@ class SyncedOptimizers(ReplicaOptimizers):
             elif what["carries"] == "gradient":
                 what["own"] = residual == "exact"
         return found
-
-    def read_optimizer(self, reader: Reader) -> None:
-        """The optimizer's own state, of whatever layout, as it is."""
-        state = self.state_dict()
-        reader.fill(state)
-        self.load_state_dict(state)
 
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
         entries = {shard.name: shard.parameter.numel() for shard in self._shards}

@@ -6,49 +6,40 @@ method that keeps nothing pending it enters the first moment, which the next ste
 copied.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.sync.base import Method, State
+from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, for_moment
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import Shard, local
 
 
-class Loaded(Protocol):
-    """What is asked of the optimizers that take a checkpoint's state."""
-
-    optimizers: list[torch.optim.Optimizer]
-    methods: list[Method]
-    collectives: ReplicaCollectives
-    grad_norm: Tensor
-    attempted_steps: int
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def read_optimizer(self, reader: Reader) -> None: ...
-
-    def send_all(self) -> None: ...
-
-
 @torch.no_grad()
-def load_synced(optimizers: Loaded, reader: Reader, as_it_lies: bool, step: int) -> str:
+def load_synced(
+    optimizer: torch.optim.Optimizer,
+    each: list[list[State]],
+    collectives: ReplicaCollectives,
+    device: torch.device,
+    reader: Reader,
+    as_it_lies: bool,
+    read_optimizer: Callable[[], None],
+) -> tuple[str, bool]:
     """Takes a checkpoint's state. A collective call, after loading the model.
 
+    optimizer: whose state exists. each: the states of every replica's method of this process.
     as_it_lies: method and layout are those of the run that saved.
-    step: of the checkpoint. Returns what was done, in words.
+    read_optimizer: takes the optimizer's own state as it was saved, which is of the same optimizer.
+    Returns what was done, in words, and whether the next exchange has to be whole.
     """
-    optimizer, device = optimizers.optimizers[0], optimizers.grad_norm.device
-    each = [method.states() for method in optimizers.methods]
     keeps = [state for state in each[0] if state.carries == "gradient"]
     same_optimizer = reader.saved["optimizer"] == type(optimizer).__name__ and reader.has_dense_state
-    optimizers.state_dict()  # makes the state of an optimizer that has taken no step
     if same_optimizer:
-        optimizers.read_optimizer(reader)
-    norm, flushed = NormOf(optimizers.collectives, device), False
+        read_optimizer()
+    norm, flushed = NormOf(collectives, device), False
     read = METHODS[reader.saved["method"]].incoming
     for _, shard, kinds in reader:
         beta1 = optimizer.param_groups[shard.group]["betas"][0]
@@ -63,16 +54,13 @@ def load_synced(optimizers: Loaded, reader: Reader, as_it_lies: bool, step: int)
             _keep_pending(each, keeps, shard, kinds, found, mean, reader)
         elif mean is not None:
             flushed = True
-            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), only_first=same_optimizer)
+            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), keep_second=same_optimizer)
     if not same_optimizer:
         steps = reader.applied_steps()
         for state in optimizer.state.values():
             state["step"].fill_(steps)
-    optimizers.attempted_steps = reader.saved.get("attempted_steps", step)
     rebuilt = _fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
-    if rebuilt:
-        optimizers.send_all()
-    return _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm)
+    return _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm), rebuilt
 
 
 def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:
@@ -93,13 +81,15 @@ def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebu
     return "; ".join(told) or "state as it was"
 
 
-def _put_moments(optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, only_first: bool = False) -> None:
+def _put_moments(optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, keep_second: bool = False) -> None:
     state = optimizer.state[shard.parameter]
     own = local(state["exp_avg"])
     own.copy_(moment.view(own.shape))
-    if "exp_avg_sq" in state and not only_first:
-        # With this AdamW's next step is that of AdamS, whose normaliser is its moment.
-        local(state["exp_avg_sq"]).copy_(own.square())
+    if "exp_avg_sq" in state:
+        # With the first one's square AdamW's next step is that of AdamS, whose normaliser is its moment. A second one
+        # that has seen single gradients alone would make a step of any length of what many have left.
+        second, square = local(state["exp_avg_sq"]), own.square()
+        second.copy_(torch.maximum(second, square) if keep_second else square)
 
 
 def _copy_shared(each: list[list[State]], shard: Shard, kinds: dict[str, Tensor]) -> None:
