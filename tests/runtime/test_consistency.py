@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.report.stragglers import slowest_rank, waits_text
-from torchtitan_scape.report.timing import PhaseTimer
+from torchtitan_scape.sync.timing import PhaseTimer
 
 STEPS = ["--training.steps=5", "--validation.no-enable"]
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2"]

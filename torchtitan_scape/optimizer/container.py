@@ -23,12 +23,12 @@ from topology.dry_run import DryRunCollectives
 from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.loading import load_synced
-from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
 from torchtitan_scape.sync.pending import Reader
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
+from torchtitan_scape.sync.timing import PhaseTimer
 
 Replicas = OneReplica | SimulatedReplicas
 

@@ -21,7 +21,6 @@ from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle
 from topology.process_groups import collectives_of
-from torchtitan_scape.report.timing import PhaseTimer
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
@@ -36,6 +35,7 @@ from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.statistics import statistics
 from torchtitan_scape.sync.scape.weights import share_scale
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
+from torchtitan_scape.sync.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
