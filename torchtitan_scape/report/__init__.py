@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, stragglers, interfaces, memory, forecast, summary, and the text that they share."""
+"""What a run says of itself: metrics, stragglers, interfaces, memory, forecast, summary, and text that they share."""
