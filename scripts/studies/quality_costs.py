@@ -52,9 +52,10 @@ def step_seconds(machine: str, method: Method) -> float:
 
 def method_of(options: dict[str, Any], step: int) -> Method | None:
     """The method of a run at a step; None where it has no closed form. Densities of the warm-up have three digits."""
-    kind, given = options["sync.method"], {}
+    kind, optimizer = options["sync.method"], options.get("optimizer.name", "AdamS").lower()
+    given: dict[str, Any] = {"optimizer": optimizer}
     if kind == "dense":
-        return Method(options["optimizer.name"].lower())
+        return Method(optimizer)
     if kind not in VOLUMES:
         return None
     for key, field in VOLUMES[kind].recipe.items():

@@ -79,8 +79,8 @@ def loss_against_seconds(one: Setting, looks: dict[str, Style], path: Path) -> N
 
 def family(entry: Entry) -> tuple[str, str]:
     """(what methods share that differ in density alone, its name). The warm-up's steps follow the run's length."""
-    apart = ("sync.scape.density", "sync.scape.density_warmup_steps")
-    kept = {k: v for k, v in entry.options.items() if k.startswith("sync.") and k not in apart}
+    apart = (".density", ".density_warmup_steps")
+    kept = {k: v for k, v in entry.options.items() if k.startswith("sync.") and not k.endswith(apart)}
     name = entry.label.replace(f"{entry.density:g}", "", 1).replace("  ", " ").replace(" ,", ",").strip()
     return f"{name} {sorted(kept.items())}", name
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernels.scape import reference
 from kernels.scape.blocks import entries_per_block
-from torchtitan_scape.sync.scape.optimizer import Scape
 from torchtitan_scape.sync.shards import local
 
 SETTLED = 0.2  # the share of the steps that figures leave out
@@ -69,11 +68,12 @@ class View:
     """What the probe sees of SCAPE, all that it knows of the inside: masks, replicas' states, averaged payloads.
 
     Args:
-        scape: the optimizer, its replicas simulated; sizes: of the sparsified tensors, its first ones.
+        replicas: an optimizer each; sizes: of the sparsified tensors, their first ones.
     """
 
-    def __init__(self, scape: Any, sizes: Sequence[int]) -> None:
-        self.passes, self.masks, self.sizes = scape.passes, scape.masks, list(sizes)
+    def __init__(self, replicas: Sequence[Any], sizes: Sequence[int]) -> None:
+        self.replicas, self.sizes = replicas, list(sizes)
+        self.passes, self.masks = replicas[0].passes, replicas[0].masks
         self.payload: dict[int, Tensor] = {}
         self.listening = False
         # `squares` is handed the averaged payload, and overwrites it.
@@ -81,7 +81,7 @@ class View:
 
     def _listen(self, part: Any) -> Tensor:
         if self.listening and self.sparse:
-            average, places = self.passes.payload[0], self.passes.positions()
+            average, places = self.passes.payload, self.passes.positions()
             for i in range(part.first, min(part.end, len(self.sizes))):
                 self.payload[i] = average[places[i] : places[i] + self.passes.counts[i]].clone()
         return self._squares(part)
@@ -99,7 +99,8 @@ class View:
 
     def states(self) -> Tensor:
         """FP32 (replicas, n): off the mask the residuals."""
-        return torch.cat(self.passes.states[: len(self.sizes)], dim=1)
+        kept = [one.passes.kept("state")[: len(self.sizes)] for one in self.replicas]
+        return torch.stack([torch.cat([state.view(-1) for state in states]) for states in kept])
 
     def average(self) -> Tensor:
         """FP32: the payload of the last step that was listened to, averaged, entry by entry of the mask."""
@@ -129,12 +130,16 @@ class Probe:
     """Follows a run on its sparsified tensors, by hooks before and after the optimizer's step."""
 
     def __init__(self, optimizers: Any, steps: int) -> None:
+        # Late: TorchTitan is imported after the device has been decided.
+        from torchtitan_scape.optimizer.container import OwnStepOptimizers
+
         optimizer = optimizers.optimizers[0]
+        replicas = optimizers.each if isinstance(optimizers, OwnStepOptimizers) else []
         self.group, self.settled, self.every = optimizer.param_groups[0], round(SETTLED * steps), max(1, steps // 100)
         self.tensors = [local(p).detach().view(-1) for p in self.group["params"] if p.ndim >= 2]
         sizes = [tensor.numel() for tensor in self.tensors]
         self.n, self.step = sum(sizes), 0
-        self.view = View(optimizer, sizes) if isinstance(optimizer, Scape) else None
+        self.view = View(replicas, sizes) if replicas else None
         self.moved = {window: torch.zeros(self.n) for window in WINDOWS}
         self.net: dict[str, list[float]] = {}
         self.waits, self.waited = Waits(self.n), torch.zeros(self.n)  # the wait before the present or the last visit
@@ -142,8 +147,8 @@ class Probe:
         self.entered, self.ended = [torch.empty(3, 0)], [torch.empty(2, 0)]
         self.rows: list[Row] = []
         self.selected: tuple[Row, Tensor] | None = None  # the last row, and what was best to select in its step
-        optimizer.register_step_pre_hook(self.before)
-        optimizer.register_step_post_hook(self.after)
+        optimizers.register_step_pre_hook(self.before)
+        optimizers.register_step_post_hook(self.after)
 
     def before(self, *_: Any) -> None:
         self.step += 1

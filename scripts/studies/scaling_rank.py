@@ -39,6 +39,7 @@ from topology.lanes import Handle
 from topology.stages import all_gather_into
 from torchtitan_scape import train
 from torchtitan_scape.report.metrics import LEVELS
+from torchtitan_scape.sync.base import Message, Method, Step
 from torchtitan_scape.sync.shards import local
 
 PASSES = ("check", "pack", "clip", "update")
@@ -65,7 +66,7 @@ class ScalingTrainer(train.ScapeTrainer):
         self._micro_batches += 1
         ddp = self.model_parts[0]
         if isinstance(ddp, _Ddp) and self._micro_batches % self.gradient_accumulation_steps:
-            with ddp.no_sync():  # once a step, behind the last one
+            with ddp.no_sync():  # once a step, after the last one
                 return super().forward_backward_step(**kwargs)
         seconds = self.wanted.get("compute")
         if seconds is None or self._loss is None:
@@ -175,14 +176,15 @@ class _Ddp(torch.nn.parallel.DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Sums:
+class _Sums(Method):
     """DDP has averaged already, and the trainer's loss wants sums."""
 
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
+    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+        torch._foreach_mul_(gradients, self.setting.scale)
+        return gradients
 
-    def synchronize(self, gradients: list[Tensor]) -> None:
-        torch._foreach_mul_(gradients, float(self._replicas))
+    def messages(self) -> list[Message]:
+        return []
 
 
 def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
@@ -209,7 +211,8 @@ def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
         case other:
             raise ValueError(f"there is no peer {other!r}; known are ddp, ddp-bf16 and powersgd")
     trainer.model_parts[0] = ddp
-    trainer.optimizers._sync = _Sums(trainer.optimizers.collectives.replicas)  # type: ignore[attr-defined]
+    dense = trainer.optimizers.methods[0]
+    trainer.optimizers.methods = [_Sums(dense.setting, dense.options)]
 
 
 # ----------------------------------------------------------------------------------- passes without an exchange
@@ -225,7 +228,7 @@ class _Silent(DryRunCollectives):
         self.replica = dist.get_rank()
         self.rings = (Ring("network", replicas, self.replica),)
 
-    def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
+    def _gather(self, output: Tensor, own: Tensor) -> Handle:
         # The masks are real: others would not have as many entries as the layout says.
         return Handle(all_gather_into(output, own, async_op=True).wait)
 
@@ -236,7 +239,7 @@ def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) ->
     for name, options in names.items():
         config = train.parse([*arguments, *options])
         replicas = train.layout_of(config).replicate
-        with patch("torchtitan_scape.optimizer.container.collectives_of", lambda _, n=replicas: _Silent(n)):
+        with patch("torchtitan_scape.optimizer.build.collectives_of", lambda _, n=replicas: _Silent(n)):
             trainer = ScalingTrainer(config)
         trainer.train()
         trainer.close()
