@@ -2,15 +2,13 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.common.offload import in_dry_run
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.gather_passes import GatherPasses
 from kernels.scape.passes import ScapePasses
 
 BACKENDS = ("auto", "triton", "torch")
@@ -48,42 +46,24 @@ def choose(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = (
     return backend
 
 
-def scape_passes(
-    backend: str,
-    layout: BlockLayout,
-    whole_sizes: Sequence[int],
-    selection: str,
-    density: float,
-    replica: int | None,
-    device: torch.device,
-    **options: Any,
-) -> ScapePasses:
+def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
     """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`."""
-    passes: type[ScapePasses]
     if backend == "triton":
-        from kernels.scape.triton_passes import TritonScape as passes
-    else:
-        from kernels.scape.torch_passes import TorchScape as passes
-    return passes(layout, tuple(whole_sizes), selection, density, replica, device, **options)
+        from kernels.scape.triton_updates import triton_passes
 
+        return triton_passes(*arguments, **options)
+    from kernels.scape.torch_updates import torch_passes
 
-def gather_passes(backend: str, *arguments: Any, **options: Any) -> GatherPasses:
-    """The passes of the sharded form by "triton" or "torch"; arguments and options are those of `GatherPasses`."""
-    passes: type[GatherPasses]
-    if backend == "triton":
-        from kernels.scape.triton_gather_passes import TritonGather as passes
-    else:
-        from kernels.scape.torch_gather import TorchGather as passes
-    return passes(*arguments, **options)
+    return torch_passes(*arguments, **options)
 
 
 def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
     """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
     if backend == "triton":
-        from kernels.dense.triton_dense_passes import Finite
+        from kernels.dense.triton_passes import Finite
 
         return Finite()
-    from kernels.scape.reference import finite
+    from kernels.dense.reference import finite
 
     return finite
 
@@ -91,9 +71,9 @@ def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
 def adams_step(backend: str) -> Any:
     """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
     if backend == "triton":
-        from kernels.dense.triton_dense_passes import TritonAdams
+        from kernels.dense.triton_passes import TritonAdams
 
         return TritonAdams()
-    from kernels.scape.torch_passes import TorchAdams
+    from kernels.dense.torch_passes import TorchAdams
 
     return TorchAdams()

@@ -137,3 +137,28 @@ def payload_places(table, tensor, row, used, ROWS: tl.constexpr, BLOCK: tl.const
     before = tl.arange(0, ROWS)[:, None] * per_block.to(tl.int32)
     counts = count_bits(used)
     return base, before + (tl.cumsum(counts, 1) - counts)
+
+
+@triton.jit
+def adams(
+    before,
+    gradient,
+    clipped,
+    beta1,
+    gradient_rate,
+    beta2,
+    square_rate,
+    eps,
+    unbias1,
+    unbias2,
+    CLIP_MOMENT: tl.constexpr,
+):
+    """AdamS: the new moment, and the step without the learning rate, from last step's moment and the gradient.
+
+    unbias1, unbias2: 1 / (1 - beta^t) of both moments. `clipped` is what the second moment sees.
+    """
+    second = before * before * beta2 + clipped * clipped * square_rate
+    if CLIP_MOMENT:
+        gradient = clipped
+    moment = before * beta1 + gradient * gradient_rate
+    return moment, moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)

@@ -14,28 +14,9 @@ nothing is lost, and SCAPE costs no more state than AdamS does.
 import torch
 from torch import Tensor
 
+from kernels.common.gating import decay_, gated, known_false
 from kernels.scape.blocks import offset_bits
 from kernels.scape.visits import LEAST_RATE
-
-__all__ = [
-    "adams_update_",
-    "carry_",
-    "count_entering_",
-    "finite",
-    "mask_indices",
-    "new_moment_",
-    "offsets_to_mask",
-    "pack_",
-    "pack_bits",
-    "pack_offsets",
-    "select_blocks",
-    "select_largest",
-    "synchronised_gradient_",
-    "unpack_bits",
-    "unpack_offsets",
-    "update_",
-]
-
 
 # --------------------------------------------------------------------------------------------- mask codec
 
@@ -149,19 +130,6 @@ def select_largest(values: Tensor, k: int) -> Tensor:
 # --------------------------------------------------------------------------------------- the step's passes
 
 
-def finite(gradients: list[Tensor]) -> Tensor:
-    """bool (len(gradients),): whether each flat gradient is free of NaN and Inf. One read, no temporary."""
-    one = torch.ones((), dtype=torch.bool, device=gradients[0].device)
-    verdicts = []
-    for gradient in gradients:
-        if gradient.numel() == 0:
-            verdicts.append(one)
-            continue
-        low, high = gradient.aminmax()  # NaN propagates through both
-        verdicts.append(low.isfinite() & high.isfinite())
-    return torch.stack(verdicts)
-
-
 def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: float, scale: float) -> None:
     """g += errors / ((1 - beta1) * scale) on P: what rounding the last payload lost enters the new moment as it is.
 
@@ -224,16 +192,6 @@ def pack_(
         values = moment.index_select(0, indices)
     if payload.data_ptr() != values.data_ptr():
         payload.copy_(values)
-
-
-def known_false(flag: Tensor) -> bool:
-    """Whether the host can see at once that the flag is false: on a CPU. A GPU is not waited for."""
-    return flag.is_cpu and not flag
-
-
-def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where the step is applied; behind `known_false`."""
-    return new if applied.is_cpu else torch.where(applied, new, old)
 
 
 def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
@@ -302,7 +260,7 @@ def adams(
 
 
 def update_(
-    parameter: Tensor,
+    parameter: Tensor | None,
     gradient: Tensor,
     state: Tensor,
     last: Tensor | None,
@@ -324,7 +282,7 @@ def update_(
     """The AdamS update on A, weight decay everywhere; writes `parameter` and `state` unless not `applied`.
 
     Args:
-        parameter: FP32 (n,).
+        parameter: FP32 (n,); None where another replica of this process writes it.
         gradient: gh on A before clipping, FP32 (nnz(A),); consumed.
         state: FP32 (n,), holds last step's m on A and receives the new one.
         last: last step's m on A, FP32 (nnz(A),); None to take it from `state`.
@@ -344,45 +302,19 @@ def update_(
         last = state if indices is None else state.index_select(0, indices)
     moment, step = adams(gradient, last, betas, eps, clip, clip_moment, bias_corrections)
     if relative is not None and indices is not None and previous is not None:
-        n = parameter.numel()
+        n = state.numel()
         fresh = entering(indices, previous, n)
         factor = staleness(indices, n - indices.numel(), fresh.sum(), max_staleness, relative)
         step, moment = scaled(step, moment, fresh, factor, keeps)
-    decay_(parameter, lr * weight_decay, applied)
     step = gated(applied, step * lr, torch.zeros_like(step))
+    if parameter is not None:
+        decay_(parameter, lr * weight_decay, applied)
+        if indices is None:
+            parameter.sub_(step)
+        else:
+            parameter.scatter_(0, indices, parameter.index_select(0, indices).sub_(step))
     moment = gated(applied, moment, last)
     if indices is None:
-        parameter.sub_(step)
         state.copy_(moment)
     else:
-        parameter.scatter_(0, indices, parameter.index_select(0, indices).sub_(step))
         state.scatter_(0, indices, moment)
-
-
-def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
-    """parameter -= rate * parameter. A factor 1 - rate, rounded to FP32, would err the same way every step."""
-    parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)
-
-
-def adams_update_(
-    parameter: Tensor,
-    gradient: Tensor,
-    moment: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    bias_corrections: tuple[Tensor, Tensor],
-    applied: Tensor,
-) -> None:
-    """Dense AdamS: v = beta2 * m^2 + (1 - beta2) * g^2 from last step's m (AdamS paper, Algorithm 1)."""
-    if known_false(applied):
-        return
-    beta1, beta2 = betas
-    second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
-    new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
-    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
-    decay_(parameter, lr * weight_decay, applied)
-    parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
-    moment.copy_(gated(applied, new, moment))

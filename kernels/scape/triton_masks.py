@@ -100,12 +100,15 @@ def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: 
             tl.atomic_add(first + 4 * half + i, (sums >> (8 * i)) & 255, mask=byte < left, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["in_use_masked", "chunk_first", "chunk_entries"])
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "chunk_first", "chunk_entries"])
 def move_kernel(
     tiles,
     table,
+    rates,
     in_use,
+    previous,
     in_use_masked,
+    previous_masked,
     chunk,
     chunk_first,
     chunk_entries,

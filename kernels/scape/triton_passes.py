@@ -2,20 +2,20 @@
 
 from bisect import bisect_right
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.common import launching
-from kernels.common.launching import Range, Table, Tiles, Writable, aligned, as_flag, to_device
+from kernels.common.launching import Range, Table, Tiles, Writable, aligned, as_flag
 from kernels.common.triton_common import RATES, WIDTH, table_row
-from kernels.dense.triton_dense_passes import DTYPES, rates_row
-from kernels.scape import triton_masks, triton_scape
-from kernels.scape.blocks import BlockLayout, Mask, entries_per_block, offset_bits
-from kernels.scape.passes import Part, Rates, ScapePasses
-from kernels.scape.triton_visits import EnteringCount
-from kernels.scape.visits import LEAST_RATE, VisitRates
+from kernels.dense.triton_passes import DTYPES, rates_row
+from kernels.scape import triton_kernels, triton_masks
+from kernels.scape.blocks import entries_per_block, offset_bits
+from kernels.scape.passes import ScapePasses, Updates
+from kernels.scape.step import Part, Plan, Step
+from kernels.scape.updaters import Owner, Replicated
 
 # Entries of a tile and for each of its warps. Many entries a thread spread a program's fixed cost, which pays where
 # only the mask's entries are worked on, and spills where all are. Selection wants a block in few warps: they agree
@@ -26,43 +26,48 @@ SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096
 
 
-class TritonScape(ScapePasses):
-    """`ScapePasses` on the kernels of `triton_scape`, `triton_select` and `triton_masks`."""
+class TritonUpdates(Updates, Protocol):
+    """`Updates` of this backend."""
 
-    def __init__(
-        self,
-        layout: BlockLayout,
-        whole_sizes: tuple[int, ...],
-        selection: str,
-        density: float,
-        replica: int | None,
-        device: torch.device,
-        **options: Any,
-    ) -> None:
-        assert selection == "block"  # the paper's runs in PyTorch
-        super().__init__(layout, whole_sizes, selection, density, replica, device, **options)
-        count, size = len(self.sizes), layout.block_size
+    def columns(self, i: int) -> tuple[int, ...]:
+        """The table's columns of a tensor from OUTSIDE on."""
+
+    def kinds(self) -> tuple[tuple[bool, torch.dtype], ...]:
+        """Of every tensor: whether what its update touches is aligned, and the parameter's dtype."""
+
+
+class TritonPasses(ScapePasses):
+    """`ScapePasses` on the kernels of `triton_kernels` and `triton_masks`; selection in blocks only.
+
+    What is public besides is for `triton_updates`, which makes them.
+    """
+
+    updates: TritonUpdates
+
+    def __init__(self, updater: Replicated | Owner, plan: Plan, device: torch.device, **options: Any) -> None:
+        assert plan.selection == "block"  # the paper's runs in PyTorch
+        super().__init__(updater, plan, device, **options)
+        count, size = len(self.sizes), self.layout.block_size
         self._table = Table(count, WIDTH.value, torch.int64, device)
         self._rates = Table(count, RATES.value, torch.float32, device)
         self._betas = Table(count, 2, torch.float64, device)
-        self._stream = Tiles(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
+        self.stream = Tiles(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
         self._wide = Tiles(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
         self._choose = Tiles(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
-        self._fresh = torch.zeros(count, dtype=torch.int32, device=device)
-        self._payload_tiles: dict[Part, tuple[Tensor, Tensor]] = {}
-        self._ranges: dict[tuple[Part, str], tuple[Range, ...]] = {}
-        self._any_kinds = ((False, None),) * count
-        self._entering: EnteringCount | None = None
+        self.tiles = self.stream
+        self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
+        self.any_kinds = ((False, None),) * count
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
-        self._own_block = self.first_run * layout.run_blocks
-        self._all = tuple(self._stream.whole())
-        self._own, self._others = self._split(self._own_block, self._own_block + self.runs * layout.run_blocks)
+        self._own_block = self.first_run * self.layout.run_blocks
+        self.all = tuple(self.stream.whole())
+        self.own, self.others = self._split(self._own_block, self._own_block + self.runs * self.layout.run_blocks)
+        self._within: dict[tuple[Part, tuple[Range, ...]], tuple[Range, ...]] = {}
 
     def _split(self, start: int, end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """The blocks [start, end) of the masks as ranges of tensors, and all others."""
         own: list[Range] = []
         others: list[Range] = []
-        for tensor, _, blocks in self._all:
+        for tensor, _, blocks in self.all:
             if tensor >= self.sparsified:
                 others.append((tensor, 0, blocks))
                 continue
@@ -72,31 +77,23 @@ class TritonScape(ScapePasses):
             others += [(tensor, 0, a), (tensor, b, blocks)]
         return tuple(r for r in own if r[1] < r[2]), tuple(r for r in others if r[1] < r[2])
 
-    def _of(self, part: Part, which: str) -> tuple[Range, ...]:
-        """The part's ranges among "all", the "own" run's, or the "others"."""
-        if (part, which) not in self._ranges:
-            ranges = {"all": self._all, "own": self._own, "others": self._others}[which]
-            self._ranges[part, which] = tuple(r for r in ranges if r[0] in part)
-        return self._ranges[part, which]
+    def within(self, part: Part, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+        """Those of the ranges that are of the part's tensors."""
+        if (part, ranges) not in self._within:
+            self._within[part, ranges] = tuple(r for r in ranges if r[0] in part)
+        return self._within[part, ranges]
 
     # -------------------------------------------------------------------------------------- the passes
 
-    def bind(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rates: list[Rates],
-        in_use: Mask,
-        previous: Mask,
-        next_density: float,
-    ) -> None:
-        super().bind(parameters, gradients, rates, in_use, previous, next_density)
+    def bind(self, step: Step) -> None:
+        super().bind(step)
         if not self.compact or self.carrying:
             # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
-            self.gradients = [g.float() for g in gradients]
-        self._writable = Writable(parameters, self.masters if self.holds_master else None)
-        layout, flat, positions = self.layout, self._writable.flat, self.positions()
-        k = entries_per_block(in_use.density, layout.block_size) if not in_use.dense else layout.block_size
+            self.gradients = [g.float() for g in step.gradients]
+        through_master = self.updater.steps_on_master and self.masters
+        self.writable = Writable(step.parameters, self.masters if through_master else None)
+        layout, flat = self.layout, self.writable.flat
+        k = layout.block_size if step.in_use.dense else entries_per_block(step.in_use.density, layout.block_size)
         rows = []
         for i in range(len(self.sizes)):
             sparse = i < self.sparsified
@@ -107,196 +104,31 @@ class TritonScape(ScapePasses):
                     self.states[i].data_ptr(),
                     self.sizes[i],
                     layout.first_block[i] if sparse else -1,
-                    positions[i],
+                    self.lies.positions[i],
                     k if sparse else layout.block_size,
-                    *self._columns_from_outside(i),
+                    *self.updates.columns(i),
                 )
             )
         self._table.set(rows)
-        self._rates.set([rates_row(r) for r in rates])
-        self._betas.set([(r.beta1, r.beta2) for r in rates])
+        self._rates.set([rates_row(r) for r in step.rates])
+        self._betas.set([(r.beta1, r.beta2) for r in step.rates])
         self._gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
-        # While the payload is not compact `update` reads it where the gradients are.
-        read = self.states if self.compact else self.gradients
-        self._parameter_kinds = tuple(
-            (aligned(p, s, r), p.dtype) for p, s, r in zip(flat, self.states, read, strict=True)
-        )
-        self._fresh.zero_()
-        self._tiles = self._wide if self.compact else self._stream
-        self._chosen: Tensor | None = None
-        if next_density < 1.0 and layout.total_blocks > 0:
-            if layout.sends_offsets(next_density, self.selection):
-                shape = self.runs * layout.run_blocks, entries_per_block(next_density, layout.block_size)
-                self._chosen = torch.zeros(shape, dtype=torch.int16, device=self.device)
-            else:
-                self._chosen = self._bitmap()
-
-    def _columns_from_outside(self, i: int) -> tuple[int, ...]:
-        """The table's columns from OUTSIDE on."""
-        axes: tuple[int, ...] = (1, 0, 0)
-        if self.visits is not None and i < self.sparsified:
-            axes = (self.visits.columns[i], *self.visits.places[2 * i : 2 * i + 2])
-        return self.sizes[i] - self.counts[i], *axes
-
-    def _pack_tensors(self, part: Part, applied: Tensor) -> None:
-        tiles, own, others = self._tiles, self._of(part, "own"), self._of(part, "others")
-        if self.compact and self.carrying:
-            self._carry(part)
-        if self._chosen is None:
-            self._pack(tiles, self._of(part, "all"), applied)
-            return
-        k = entries_per_block(self.next_density, self.layout.block_size)
-        form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
-        self._pack(self._choose, own, applied, form, self._chosen, k)
-        self._pack(tiles, others, applied)
-
-    def selected(self, applied: Tensor) -> Tensor | None:
-        if self._chosen is None:
-            return None
-        if self._chosen.dtype != torch.int16:
-            return self._chosen
-        return torch.cat([self._encode(run) for run in self._chosen.split(self.layout.run_blocks)])
-
-    def _carry(self, part: Part) -> None:
-        for listed, _, _ in self._wide.lists(self._of(part, "all"), self._any_kinds):
-            launching.launch(
-                triton_scape.carry_kernel,
-                (len(listed),),
-                listed,
-                self._table.values,
-                self._rates.values,
-                self.previous.bits,
-                int(not self.previous.dense),
-                self.wire_residual,
-                warps=self._wide.warps,
-                **self._wide.shape,
-            )
-
-    def _pack(
-        self,
-        tiles: Tiles,
-        ranges: tuple[Range, ...],
-        applied: Tensor,
-        select: str = "none",
-        chosen: Tensor | None = None,
-        k: int = 0,
-        common: bool = False,
-    ) -> None:
-        for listed, easy, dtype in tiles.lists(ranges, self._gradient_kinds):
-            launching.launch(
-                triton_scape.pack_kernel,
-                (len(listed),),
-                listed,
-                self._table.values,
-                self._rates.values,
-                self.in_use.bits,
-                self.previous.bits,
-                int(not self.in_use.dense),
-                int(not self.previous.dense),
-                self.payload,
-                self.moment_on_mask,
-                self._fresh,
-                self._fresh if chosen is None else chosen,
-                k,
-                self._own_block,
-                as_flag(applied),
-                warps=tiles.warps,
-                **tiles.shape,
-                EASY=easy,
-                DTYPE=DTYPES[dtype],
-                COMPACT=self.compact,
-                SKIP_NEW=self.skips_new and select != "none",
-                SELECT=select,
-                HAS_LAST=self.moment_on_mask.numel() > 0,
-                HAS_COMMON=common,
-            )
-
-    def pieces(self) -> "list[Tensor] | _InPlace":
-        return self.gradients if self.in_use.dense else _InPlace(self)
-
-    def _squares_of(self, part: Part) -> list[Tensor]:
-        sums: list[Tensor] = []
-        if self.compact:
-            if part not in self._payload_tiles:
-                self._payload_tiles[part] = self._tile_payload(part)
-            for easy, listed in zip((True, False), self._payload_tiles[part], strict=True):
-                partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
-                launching.launch(
-                    triton_scape.squares_kernel,
-                    (len(listed),),
-                    listed,
-                    self._rates.values,
-                    self.payload,
-                    self.moment_on_mask,
-                    partial,
-                    warps=4,
-                    TILE=_FLAT,
-                    EASY=easy,
-                )
-                sums.append(partial)
-            return sums
-        for listed, _, _ in self._stream.lists(self._of(part, "all"), self._any_kinds):
-            partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
-            launching.launch(
-                triton_scape.squares_in_place_kernel,
-                (len(listed),),
-                listed,
-                self._table.values,
-                self._rates.values,
-                self.in_use.bits,
-                int(not self.in_use.dense),
-                partial,
-                warps=self._stream.warps,
-                **self._stream.shape,
-            )
-            sums.append(partial)
-        return sums
-
-    def _update_tensors(
-        self,
-        part: Part,
-        clip: Tensor,
-        clip_moment: bool,
-        steps: Tensor,
-        visits: VisitRates | None,
-        applied: Tensor,
-    ) -> None:
-        corrections = (1.0 - self._betas.values**steps).float()
-        tiles = self._tiles
-        for listed, easy, dtype in tiles.lists(self._of(part, "all"), self._parameter_kinds):
-            launching.launch(
-                triton_scape.update_kernel,
-                (len(listed),),
-                listed,
-                self._table.values,
-                self._rates.values,
-                corrections,
-                self.in_use.bits,
-                self.previous.bits,
-                int(not self.in_use.dense),
-                int(not self.previous.dense),
-                self.payload,
-                self.moment_on_mask,
-                self._fresh,
-                self.moment_on_mask if visits is None else visits.relative,
-                self.most_stale,
-                clip,
-                as_flag(applied),
-                warps=tiles.warps,
-                **tiles.shape,
-                EASY=easy,
-                DTYPE=DTYPES[dtype],
-                COMPACT=self.compact,
-                SCALED=visits is not None,
-                KEEPS=self.keeps,
-                LEAST=LEAST_RATE,
-                CLIP_MOMENT=clip_moment,
-            )
-        self._writable.store(range(part.first, part.end))
+        self.parameter_kinds = self.updates.kinds()
+        self.fresh.zero_()
+        self.tiles = self._wide if self.compact else self.stream
+        self._chosen = self._room_for_selection(step.next_density)
 
     def release(self) -> None:
         super().release()
-        self._writable = Writable([])
+        del self.writable
+
+    def selected(self) -> Tensor | None:
+        if self._chosen is None or self._chosen.dtype != torch.int16:
+            return self._chosen
+        return torch.cat([self._encode(run) for run in self._chosen.split(self.layout.run_blocks)])
+
+    def pieces(self) -> "list[Tensor] | _Entries":
+        return self.gradients if self.step.in_use.dense else _Entries(self)
 
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
         layout = self.layout
@@ -331,11 +163,114 @@ class TritonScape(ScapePasses):
                 TILE=1024,
             )
 
+    # ---------------------------------------------------------------------------- for `triton_updates`
+
+    def launch(
+        self, kernel: Any, tiles: Tiles, listed: Tensor, *rest: Any, payload: Tensor | None = None, **constants: Any
+    ) -> None:
+        """Runs a kernel on a list of tiles. All that work on the masks begin with the same arguments."""
+        in_use, previous = self.step.in_use, self.step.previous
+        launching.launch(
+            kernel,
+            (len(listed),),
+            listed,
+            self._table.values,
+            self._rates.values,
+            in_use.bits,
+            previous.bits,
+            int(not in_use.dense),
+            int(not previous.dense),
+            self.payload if payload is None else payload,
+            *rest,
+            warps=tiles.warps,
+            **tiles.shape,
+            **constants,
+        )
+
+    def corrections(self) -> Tensor:
+        """1 - beta^t of both moments, FP32 (tensors, 2)."""
+        return (1.0 - self._betas.values**self.step.steps).float()
+
+    def pack_blocks(self, ranges: tuple[Range, ...], select: bool = False, common: bool = False) -> None:
+        """The pack kernel over blocks of sparsified tensors, and of those that are sent whole, with their selection.
+
+        common: what all replicas leave out of mt lies in a buffer of its own.
+        """
+        form, k, tiles, chosen = "none", 0, self.tiles, self.fresh
+        if select and self._chosen is not None:
+            form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
+            k = entries_per_block(self.step.next_density, self.layout.block_size)
+            tiles, chosen = self._choose, self._chosen
+        for listed, easy, dtype in tiles.lists(ranges, self._gradient_kinds):
+            self.launch(
+                triton_kernels.pack_kernel,
+                tiles,
+                listed,
+                self.moment_on_mask,
+                self.fresh,
+                chosen,
+                k,
+                self._own_block,
+                as_flag(self.step.applied),
+                EASY=easy,
+                DTYPE=DTYPES[dtype],
+                COMPACT=self.compact,
+                SKIP_NEW=self.skips_new and form != "none",
+                SELECT=form,
+                HAS_LAST=self.moment_on_mask.numel() > 0,
+                HAS_COMMON=common,
+            )
+
+    def carry(self, part: Part) -> None:
+        """What rounding lost of the last payload enters the gradients."""
+        if not (self.compact and self.carrying):
+            return
+        for listed, _, _ in self._wide.lists(self.within(part, self.all), self.any_kinds):
+            launching.launch(
+                triton_kernels.carry_kernel,
+                (len(listed),),
+                listed,
+                self._table.values,
+                self._rates.values,
+                self.step.previous.bits,
+                int(not self.step.previous.dense),
+                self.wire_residual,
+                warps=self._wide.warps,
+                **self._wide.shape,
+            )
+
+    def squares_of_stretches(self, whole: Tensor, rest: Tensor) -> list[Tensor]:
+        """Sums of squares of the synchronised gradient over stretches of the payload buffer, see `tile_payload`."""
+        sums = []
+        for easy, listed in ((True, whole), (False, rest)):
+            partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
+            launching.launch(
+                triton_kernels.squares_kernel,
+                (len(listed),),
+                listed,
+                self._rates.values,
+                self.payload,
+                self.moment_on_mask,
+                partial,
+                warps=4,
+                TILE=_FLAT,
+                EASY=easy,
+            )
+            sums.append(partial)
+        return sums
+
     # -------------------------------------------------------------------------------------- internals
 
-    def _bitmap(self) -> Tensor:
-        """Where this rank's own selection goes, the same at every step: a single replica's next mask lies there."""
-        size = self.runs * self.layout.run_blocks * self.layout.block_size // 8
+    def _room_for_selection(self, density: float) -> Tensor | None:
+        """Int16 offsets (owned blocks, k), or uint8 bits; None where nothing is selected."""
+        layout = self.layout
+        if density >= 1.0 or layout.total_blocks == 0:
+            return None
+        if layout.sends_offsets(density, self.selection):
+            shape = self.runs * layout.run_blocks, entries_per_block(density, layout.block_size)
+            return torch.zeros(shape, dtype=torch.int16, device=self.device)
+        # The same at every step: a single replica's next mask lies there.
+        size = self.runs * layout.run_blocks * layout.block_size // 8
         if self._wire.numel() != size:
             self._wire = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._wire
@@ -357,16 +292,12 @@ class TritonScape(ScapePasses):
         )
         return wire
 
-    def count_entering(self, visits: VisitRates) -> None:
-        if self._entering is None:
-            self._entering = EnteringCount(self.layout, visits)
-        self._entering(self.in_use, self.previous)
-
-    def _tile_payload(self, part: Part) -> tuple[Tensor, Tensor]:
+    def tile_payload(self, part: Part) -> tuple[Tensor, Tensor]:
         """Stretches of the payload within one tensor: those of _FLAT entries from a multiple of 4 on, and the rest."""
         whole, rest = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)]
         for i in range(part.first, part.end):
-            start, end = self.positions()[i], self.positions()[i] + self.counts[i]
+            start = self.lies.positions[i]
+            end = start + self.counts[i]
             first = min(-(-start // 4) * 4, end)
             last = first + (end - first) // _FLAT * _FLAT
             positions = torch.arange(first, last, _FLAT, dtype=torch.int64)
@@ -374,21 +305,21 @@ class TritonScape(ScapePasses):
             whole.append(torch.stack(columns, dim=1))
             edges = [(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]
             rest.append(torch.tensor(edges, dtype=torch.int64).view(-1, 3))
-        return to_device(torch.cat(whole), self.device), to_device(torch.cat(rest), self.device)
+        return launching.to_device(torch.cat(whole), self.device), launching.to_device(torch.cat(rest), self.device)
 
 
-class _InPlace:
-    """The payload in the gradients' storage, copied to and from chunks of an all-reduce."""
+class _Entries:
+    """The payload in the gradients' storage, copied to and from chunks of an exchange."""
 
-    def __init__(self, passes: TritonScape) -> None:
+    def __init__(self, passes: TritonPasses) -> None:
         self._passes = passes
         self.entries, self.device = sum(passes.counts), passes.device
         self._ends = list(accumulate(passes.counts))
-        tiles = [-(-end // passes._stream.rows) for _, _, end in passes._all]
+        tiles = [-(-end // passes.stream.rows) for _, _, end in passes.all]
         self._first_tile = [0, *accumulate(tiles)]
-        self._per_block = entries_per_block(passes.in_use.density, passes.layout.block_size)
+        self._per_block = entries_per_block(passes.step.in_use.density, passes.layout.block_size)
         # All tiles, tensor by tensor.
-        ((self._tiles, _, _),) = passes._stream.lists(passes._all, passes._any_kinds)
+        ((self._tiles, _, _),) = passes.stream.lists(passes.all, passes.any_kinds)
 
     def fill(self, chunk: Tensor, first: int) -> None:
         """chunk = payload[first : first + len(chunk)]."""
@@ -399,30 +330,23 @@ class _InPlace:
         self._move(chunk, first, False)
 
     def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
-        p = self._passes
-        tiles = p._stream
         begin, end = self._tiles_of(first), self._tiles_of(first + chunk.numel() - 1)
         listed = self._tiles[begin.start : end.stop]
-        launching.launch(
+        self._passes.launch(
             triton_masks.move_kernel,
-            (len(listed),),
+            self._passes.stream,
             listed,
-            p._table.values,
-            p.in_use.bits,
-            int(not p.in_use.dense),
-            chunk,
             first,
             chunk.numel(),
-            warps=tiles.warps,
-            **tiles.shape,
+            payload=chunk,
             TO_CHUNK=to_chunk,
         )
 
     def _tiles_of(self, position: int) -> range:
-        """Tiles among which the one lies that has this entry of the payload."""
+        """The tile that has this entry of the payload."""
         p = self._passes
         tensor = bisect_right(self._ends, position)
         tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])
-        per_tile = p._stream.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
+        per_tile = p.stream.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
         start = self._ends[tensor] - p.counts[tensor]
         return tiles[(position - start) // per_tile :][:1]

@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.dense.triton_dense_passes import Finite, TritonAdams
-from kernels.scape import triton_passes
+from kernels.common.rates import Rates
+from kernels.dense.triton_passes import Finite, TritonAdams
+from kernels.scape import triton_passes as tiles
 from kernels.scape.blocks import BlockLayout, Mask, entries_per_block
-from kernels.scape.passes import Rates
-from kernels.scape.torch_passes import TorchScape
-from kernels.scape.triton_passes import TritonScape
+from kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
+from kernels.scape.step import Plan, Step
+from kernels.scape.torch_updates import torch_passes
+from kernels.scape.triton_updates import triton_passes
+from kernels.scape.updaters import Replicated
 from kernels.scape.visits import Staleness
 from torchtitan_scape.planner.volumes import Method, kernel_bytes
 
@@ -119,7 +122,8 @@ class Bench:
         self.layout = BlockLayout(sparse, 1024, REPLICAS)
         columns = tuple(s[1] for s in shapes if len(s) > 1)
         staleness = Staleness(columns, keeps=0.5)
-        self.passes = TritonScape(self.layout, whole, "block", density, REPLICAS // 2, device, staleness=staleness)
+        plan = Plan("block", density, REPLICAS // 2)
+        self.passes = triton_passes(Replicated(self.layout, whole), plan, device, staleness=staleness)
         self.parameters = [torch.randn(n, device=device) for n in (*sparse, *whole)]
         self.gradients = [torch.randn(n, device=device) * 1e-3 for n in (*sparse, *whole)]
         self.applied = torch.ones((), dtype=torch.bool, device=device)
@@ -131,20 +135,25 @@ class Bench:
         self.bind(density)
 
     def bind(self, next_density: float) -> None:
-        rates = [RATES] * len(self.parameters)
-        self.passes.bind(self.parameters, self.gradients, rates, self.in_use, self.previous, next_density)
+        self.passes.bind(self.step_of(self.parameters, self.gradients, self.in_use, self.previous, next_density))
+
+    def step_of(
+        self, parameters: list[Tensor], gradients: list[Tensor], in_use: Mask, previous: Mask, next_density: float
+    ) -> Step:
+        rates = [RATES] * len(parameters)
+        return Step(parameters, gradients, rates, in_use, previous, next_density, self.applied, self.steps, self.clip)
 
     def _mask(self, seed: int) -> Mask:
         """A mask as selection makes it, from random moments."""
         layout, device = self.layout, self.device
         bits = [torch.zeros(-(-layout.mask_bytes() // 4) * 4, dtype=torch.uint8, device=device) for _ in range(2)]
         bits = [b[: layout.mask_bytes()] for b in bits]
-        every = TritonScape(layout, (), "block", 1.0, None, device)  # selects in every run
+        every = triton_passes(Replicated(layout, ()), Plan("block", 1.0, None), device)  # selects in every run
         dense = Mask(bits[1], 1.0)
         torch.manual_seed(seed)
         moments = [torch.randn(n, device=device) for n in layout.sizes]
-        every.bind([m.clone() for m in moments], moments, [RATES] * len(moments), dense, dense, self.density)
-        received = every.pack_all(self.applied)
+        every.bind(self.step_of([m.clone() for m in moments], moments, dense, dense, self.density))
+        received = pack_all(every)
         every.rotate(received, self.density, bits[0], bits[1])
         return Mask(bits[0], self.density)
 
@@ -153,38 +162,35 @@ class Bench:
         self.bind(1.0)  # selects nothing
         found = {
             "finite": clock(lambda: self._finite(self.gradients)),
-            "pack": clock(lambda: p.pack_all(self.applied)),
-            "squares": clock(p.squares_all),
-            "update": clock(self.update),
+            "pack": clock(lambda: pack_all(p)),
+            "squares": clock(lambda: squares_all(p)),
+            "update": clock(lambda: update_all(p)),
             "pack + update": clock(self.pack_and_update),
         }
         self.bind(self.density)
-        found["pack + select"] = clock(lambda: p.pack_all(self.applied))
+        found["pack + select"] = clock(lambda: pack_all(p))
         found["whole step"] = clock(self.step)
         found["select"] = found["pack + select"] - found["pack"]
         self.bind(self.density)
-        wire = p.pack_all(self.applied)
+        wire = pack_all(p)
         assert wire is not None
         received = wire.repeat(REPLICAS)
         found["rotate"] = clock(lambda: p.rotate(received, self.density, *self._spare))
         return found
 
-    def update(self) -> None:
-        for part in self.passes.parts:
-            self.passes.update(part, self.clip, True, self.steps, self.applied)
-
     def pack_and_update(self) -> None:
-        self.passes.pack_all(self.applied)
-        self.update()
+        pack_all(self.passes)
+        update_all(self.passes)
 
     def step(self) -> None:
         """All that a rank does in a step, its exchange left out; the received masks are its own, repeated."""
         p = self.passes
         self._finite(self.gradients)
         self.bind(self.density)
-        wire = p.pack_all(self.applied)
-        p.squares_all()
-        p.update_all(self.clip, True, self.steps, self.applied)
+        wire = pack_all(p)
+        squares_all(p)
+        update_all(p)
+        p.release()
         assert wire is not None
         p.rotate(wire.repeat(REPLICAS), self.density, *self._spare)
 
@@ -300,14 +306,8 @@ def measure(name: str, density: float, clock: Clock, device: torch.device, bandw
     result["adamw_ms"] = clock(adamw.step)
     del adamw
     result["plain_ms"] = clock(plain_step(bench))
-    twin = TorchScape(
-        bench.layout,
-        tuple(p.numel() for p in bench.parameters[bench.passes.sparsified :]),
-        "block",
-        density,
-        REPLICAS // 2,
-        device,
-    )
+    whole = [p.numel() for p in bench.parameters[bench.passes.sparsified :]]
+    twin = torch_passes(Replicated(bench.layout, whole), bench.passes.plan, device)
     result["twin_ms"] = clock(lambda: _twin_step(twin, bench))
     return result
 
@@ -320,14 +320,13 @@ def adams_time(bench: Bench, clock: Clock) -> float:
     return clock(lambda: adams.step(bench.parameters, bench.gradients, moments, rates, steps, bench.applied))
 
 
-def _twin_step(twin: TorchScape, bench: Bench) -> None:
-    rates = [RATES] * len(bench.parameters)
-    twin.bind(
-        bench.parameters, [g.clone() for g in bench.gradients], rates, bench.in_use, bench.previous, bench.density
-    )
-    twin.pack_all(bench.applied)
-    twin.squares_all()
-    twin.update_all(bench.clip, True, bench.steps, bench.applied)
+def _twin_step(twin: ScapePasses, bench: Bench) -> None:
+    gradients = [g.clone() for g in bench.gradients]
+    twin.bind(bench.step_of(bench.parameters, gradients, bench.in_use, bench.previous, bench.density))
+    pack_all(twin)
+    squares_all(twin)
+    update_all(twin)
+    twin.release()
 
 
 def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list[dict[str, Any]]:
@@ -335,17 +334,17 @@ def sweep(name: str, density: float, clock: Clock, device: torch.device) -> list
     rows = []
     for tile in (1024, 2048, 4096, 8192):
         for per_warp in (256, 512, 1024):
-            triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = tile, per_warp
+            tiles.COMPACT_TILE, tiles.COMPACT_WARP = tile, per_warp
             bench = Bench(MODELS[name], density, device)
             bench.bind(1.0)
             rows.append({"tile": tile, "entries per warp": per_warp, "pack + update": clock(bench.pack_and_update)})
-    triton_passes.COMPACT_TILE, triton_passes.COMPACT_WARP = 4096, 1024
+    tiles.COMPACT_TILE, tiles.COMPACT_WARP = 4096, 1024
     for tile in (1024, 2048):
         for per_warp in (256, 512, 1024):
-            triton_passes.SELECT_TILE, triton_passes.SELECT_WARP = tile, per_warp
+            tiles.SELECT_TILE, tiles.SELECT_WARP = tile, per_warp
             bench = Bench(MODELS[name], density, device)
             rows.append({"select tile": tile, "entries per warp": per_warp, "select": bench.times(clock)["select"]})
-    triton_passes.SELECT_TILE, triton_passes.SELECT_WARP = 1024, 1024
+    tiles.SELECT_TILE, tiles.SELECT_WARP = 1024, 1024
     return rows
 
 

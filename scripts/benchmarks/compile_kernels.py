@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from triton.compiler import ASTSource
 
 from kernels import TRITON_DTYPES
 from kernels.common import launching
-from kernels.dense.triton_dense_passes import Finite, TritonAdams
+from kernels.common.rates import Rates
+from kernels.dense.triton_passes import Finite, TritonAdams
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.ownership import Ownership
-from kernels.scape.passes import Rates
-from kernels.scape.triton_gather_passes import TritonGather
-from kernels.scape.triton_passes import TritonScape
+from kernels.scape.passes import pack_all, squares_all, update_all
+from kernels.scape.step import Plan, Step
+from kernels.scape.triton_passes import TritonPasses
+from kernels.scape.triton_updates import triton_passes
+from kernels.scape.updaters import Owner, Replicated
 from kernels.scape.visits import Staleness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +87,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         in_use=0.1,
         dtype=torch.float32,
         clip=True,
+        writes=True,
         scaled=True,
         carries=False,
     )
@@ -97,6 +101,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(carries=True),  # a BF16 wire
         dict(clip=False),
         dict(scaled=False),
+        dict(writes=False),
         dict(block=8, density=0.3, in_use=0.3),
         dict(block=40),
         dict(block=8192),
@@ -119,7 +124,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(block=32768, density=0.01),
     ]
     for options in [{}, *([] if quick else forms)]:
-        yield lambda o=options: _gather_step(**o)
+        yield lambda o=options: _sharded_step(**o)
     for dtype in TRITON_DTYPES[: 1 if quick else None]:
         yield lambda d=dtype: _dense_step(d)
 
@@ -130,30 +135,42 @@ def _scape_step(
     in_use: float,
     dtype: torch.dtype,
     clip: bool,
+    writes: bool,
     scaled: bool,
     carries: bool,
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
     staleness = _STALENESS if scaled else None
-    passes = TritonScape(layout, whole, "block", density, 0, cpu, carries=carries, staleness=staleness)
-    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*sizes, *whole)] for _ in range(2))
-    masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
-    passes.bind(parameters, gradients, [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, *masks, density)
-    applied, steps = torch.tensor(True), torch.ones((), dtype=torch.float64)
-    passes.pack_all(applied)
-    passes.squares_all()
+    plan = Plan("block", density, 0, carries=carries)
+    passes = triton_passes(Replicated(layout, whole, writes=writes), plan, cpu, staleness=staleness)
+    masks = _run(passes, sizes + whole, dtype, in_use, density, clip)
     if not passes.compact and not masks[0].dense:
         chunk = torch.zeros(64)
         passes.pieces().fill(chunk, 0)
         passes.pieces().land(chunk, 0)
-    passes.update_all(torch.ones(()), clip, steps, applied)
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits)
 
 
-def _gather_step(
+def _run(
+    passes: TritonPasses, sizes: Sequence[int], dtype: torch.dtype, in_use: float, density: float, clip: bool = True
+) -> list[Mask]:
+    """A step; returns its masks."""
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in sizes] for _ in range(2))
+    masks = [Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
+    rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(sizes), torch.ones((), dtype=torch.float64)
+    step = Step(parameters, gradients, rates, *masks, density, torch.tensor(True), steps, torch.ones(()), clip)
+    passes.bind(step)
+    pack_all(passes)
+    squares_all(passes)
+    update_all(passes)
+    passes.write()
+    return masks
+
+
+def _sharded_step(
     block: int = 1024,
     density: float = 0.1,
     in_use: float | None = None,
@@ -165,19 +182,9 @@ def _gather_step(
     """The sharded form's kernels; the others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
-    options: dict[str, Any] = dict(owner=0, rounds_values=rounds_values or scaled, scaled=scaled)
-    passes = TritonGather(ownership, "block", density, 0, cpu, staleness=staleness, **options)
-    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
-    bits = ownership.layout.mask_bytes()
-    masks = [Mask(torch.zeros(bits, dtype=torch.uint8), d) for d in (in_use or density, density)]
-    rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(parameters)
-    passes.bind(parameters, gradients, rates, *masks, density)
-    applied, steps = torch.tensor(True), torch.ones((), dtype=torch.float64)
-    passes.pack_all(applied)
-    passes.squares_all()
-    for part in passes.parts:
-        passes.update(part, torch.ones(()), True, steps, applied)
-    passes.write(applied)
+    owner = Owner(ownership, 0, cpu, rounds_values=rounds_values or scaled, scaled=scaled)
+    passes = triton_passes(owner, Plan("block", density, 0), cpu, staleness=staleness)
+    _run(passes, passes.sizes, dtype, in_use or density, density)
 
 
 def _dense_step(dtype: torch.dtype) -> None:

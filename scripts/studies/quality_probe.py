@@ -81,7 +81,7 @@ class View:
 
     def _listen(self, part: Any) -> Tensor:
         if self.listening and self.sparse:
-            average, places = self.passes.payload, self.passes.positions()
+            average, places = self.passes.payload, self.passes.lies.positions
             for i in range(part.first, min(part.end, len(self.sizes))):
                 self.payload[i] = average[places[i] : places[i] + self.passes.counts[i]].clone()
         return self._squares(part)

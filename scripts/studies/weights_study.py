@@ -5,7 +5,7 @@
 
 Two replicas (processes, gloo) train the quality study's recipe with `update = "sharded"`; forward and backward in
 BF16, as mixed precision has it, or in FP32, so that all that is rounded are weights. One form is not in the product:
-weights kept in BF16 and decayed there step by step, which is what the scale of `kernels.scape.gather_passes` avoids.
+weights kept in BF16 and decayed there step by step, which is what the scale of `kernels.scape.updaters` avoids.
 """
 
 import json
@@ -55,13 +55,13 @@ def rank(form: str, output: str, options: list[str]) -> None:
     """One rank of one run; rank 0 writes what came out."""
     import torch.distributed as dist
 
-    from kernels.scape.gather_passes import GatherPasses
+    from kernels.scape.updaters import Owner
     from torchtitan_scape.train import ScapeTrainer, parse
 
-    def decay_in_place(passes: GatherPasses, applied: Any) -> None:
-        passes.scales = passes.scales[:0]  # then `write` decays what BF16 holds, and rounds it
+    def decay_in_place(owner: Owner, step: Any) -> None:
+        owner.scales = owner.scales[:0]  # then `write` decays what BF16 holds, and rounds it
 
-    patches = [patch.object(GatherPasses, "decay_scales", decay_in_place)] if form == IN_PLACE else []
+    patches = [patch.object(Owner, "begin_update", decay_in_place)] if form == IN_PLACE else []
     for one in patches:
         one.start()
     trainer = ScapeTrainer(parse([*options, f"--job.dump_folder={output}"]))
@@ -92,7 +92,7 @@ def distance(scape: Any) -> dict[str, float]:
     for shard, pieces in zip(scape.ordered[: state.sparsified], state.pieces, strict=False):
         weight = (local(shard.parameter).detach() * 1.0).view(-1)
         for number, start, end in pieces:
-            if scape.passes.owns(number):
+            if scape.passes.updater.owns(number):
                 seen.append(weight[start:end].double())
                 master.append(masters[number].double())
     w, m = torch.cat(seen), torch.cat(master)

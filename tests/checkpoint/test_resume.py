@@ -36,7 +36,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     from kernels.scape import reference
-    from kernels.scape.gather_passes import GatherPasses
+    from kernels.scape.updaters import Owner
     from torchtitan_scape.sync.shards import local
 
     optimizers = trainer.optimizers
@@ -54,7 +54,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
         found[shard.name] = 0.9 * moment.double().view(-1) + 0.1 * left / every
     for scape in getattr(optimizers, "each", ()):
         passes, masks = scape.passes, scape.masks
-        layout = passes.ownership.tensors if isinstance(passes, GatherPasses) else passes.layout
+        layout = passes.updater.tensors
         place = 0
         for i, shard in enumerate(scape.ordered):
             bits = layout.bits(masks.previous, i) if i < len(layout.sizes) else None
@@ -62,15 +62,15 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             if bits is not None:
                 held = reference.unpack_bits(bits, shard.size)
             total = torch.zeros(shard.size, dtype=torch.float64)
-            if isinstance(passes, GatherPasses):
+            if isinstance(passes.updater, Owner):
                 for number, (parameter, piece) in enumerate(scape.pieces):
                     if parameter != i:
                         continue
                     stretch = slice(piece.start, piece.end)
                     if i < len(layout.sizes):
                         total[stretch] += passes.kept("state")[number].double()
-                    if passes.owns(number):
-                        common = passes.share_of(passes.common, number).double()
+                    if passes.updater.owns(number):
+                        common = passes.updater.share_of(passes.updater.common, number).double()
                         total[stretch] += common * torch.where(held[stretch], 0.9, 1.0) * scape.collectives.replicas
             else:
                 total += passes.kept("state")[i].double() * torch.where(held, 0.9, 1.0)

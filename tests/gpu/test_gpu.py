@@ -128,7 +128,7 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
         for step in range(10):
             draw(step, collectives.replica, parameters)
             optimizer.step()
-        return [p.detach() for p in parameters], optimizer.passes.state
+        return [p.detach() for p in parameters], optimizer.passes.storage.flat["state"]
 
     ranks, simulated = run_replicas(2, work), SimulatedReplicas(2)
     for endpoint in simulated.endpoints:
@@ -146,7 +146,7 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
     for ours, theirs in zip(shared, ranks[0][0], strict=True):
         assert torch.equal(ours.detach(), theirs)
     for optimizer, (_, state) in zip(each, ranks, strict=True):
-        assert torch.equal(optimizer.passes.state, state)
+        assert torch.equal(optimizer.passes.storage.flat["state"], state)
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def test_offload_changes_nothing_and_does_not_wait(update: str, bf16_weights: bo
             draw(step, 0, list(model))
             with no_synchronisation() if step else nullcontext():
                 optimizer.step()
-        assert len(optimizer.passes.windows) == len(offload)
+        assert len(optimizer.passes.storage.windows) == len(offload)
         state = optimizer.state_dict()["scape"]["tensors"]
         results.append([p.detach() * 1.0 for p in model] + [state[k].cpu().clone() for k in sorted(state)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

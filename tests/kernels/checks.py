@@ -4,18 +4,25 @@ What only moves or compares values is held to be equal bit for bit, with the one
 mt. The update is held to the exact value within a bound on the rounding of its operations.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.common.rates import Rates
+from kernels.dense.reference import finite
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout, Mask, entries_per_block
-from kernels.scape.passes import Rates, ScapePasses
-from kernels.scape.torch_passes import TorchScape
-from kernels.scape.triton_passes import TritonScape
+from kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
+from kernels.scape.step import Plan, Step
+from kernels.scape.torch_updates import torch_passes
+from kernels.scape.triton_updates import triton_passes
+from kernels.scape.updaters import Replicated
 from kernels.scape.visits import LEAST_RATE, Staleness
 
+Make = Callable[..., ScapePasses]
 ULP = 2.0**-22  # of a division on a GPU, which errs by two units in the last place; twice four roundings to nearest
 
 
@@ -34,6 +41,7 @@ class Case:
     scale: float = 1.0
     max_staleness: float | None = 1000.0
     clip_moment: bool = True
+    writes: bool = True
     gradient_dtype: torch.dtype = torch.float32
     parameter_dtype: torch.dtype = torch.float32
     offset: int = 0  # entries by which the gradients' storage is shifted off its alignment
@@ -66,38 +74,39 @@ class Case:
     def sizes(self) -> tuple[int, ...]:
         return self.sparse + self.whole
 
-    def passes(self, kind: type[ScapePasses]) -> ScapePasses:
-        device = torch.device(self.device)
-        passes = kind(
-            self.layout,
-            self.whole,
-            "block",
-            self.density,
-            self.replica,
-            device,
-            chunk_entries=self.chunk_entries,
-            granularity=self.granularity,
-            carries=self.carries,
-            staleness=self.staleness,
-        )
+    def passes(self, make: Make) -> ScapePasses:
+        plan = Plan("block", self.density, self.replica, self.chunk_entries, self.granularity, self.carries)
+        updater = Replicated(self.layout, self.whole, writes=self.writes)
+        passes = make(updater, plan, torch.device(self.device), staleness=self.staleness)
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
         passes.wire_residual.copy_(torch.randn(passes.wire_residual.numel(), generator=generator) * 1e-3)
         return passes
 
+    def step(self, parameters: list[Tensor], gradients: list[Tensor], masks: tuple[Mask, Mask], **scalars: Any) -> Step:
+        """Of these tensors; an applied one, with a clipping factor of 1, unless `scalars` say otherwise."""
+        fields = {
+            "next_density": self.next,
+            "applied": torch.tensor(True, device=self.device),
+            "steps": torch.tensor(3.0, dtype=torch.float64, device=self.device),
+            "clip": torch.ones((), device=self.device),
+            "clip_moment": self.clip_moment,
+        }
+        return Step(parameters, gradients, [self.rates] * len(parameters), *masks, **{**fields, **scalars})
+
     def mask(self, density: float, seed: int) -> Mask:
         """A mask of this density, as selection makes them."""
         bits = torch.zeros(-(-self.layout.mask_bytes() // 4) * 4, dtype=torch.uint8)[: self.layout.mask_bytes()]
         if density < 1.0 and bits.numel():
-            twin = TorchScape(self.layout, (), "block", 1.0, None, torch.device("cpu"))
+            plan = Plan("block", 1.0, None)
+            twin = torch_passes(Replicated(self.layout, ()), plan, torch.device("cpu"))
             generator = torch.Generator().manual_seed(seed)
             gradients = [torch.randn(n, generator=generator) for n in self.sparse]
-            dense, applied = Mask(bits.clone()), torch.tensor(True)
-            twin.bind(
-                [torch.zeros(n) for n in self.sparse], gradients, [self.rates] * len(gradients), dense, dense, density
-            )
-            twin.rotate(twin.pack_all(applied), density, bits, dense.bits)
+            dense = Mask(bits.clone())
+            case = replace(self, device="cpu", next=density)
+            twin.bind(case.step([torch.zeros(n) for n in self.sparse], gradients, (dense, dense)))
+            twin.rotate(pack_all(twin), density, bits, dense.bits)
         padded = torch.zeros(-(-bits.numel() // 4) * 4, dtype=torch.uint8, device=self.device)
         return Mask(padded[: bits.numel()].copy_(bits), density)
 
@@ -136,22 +145,23 @@ def selection_bits(case: Case, wire: Tensor, run: int) -> Tensor:
 def check_step(case: Case) -> None:
     """One step of both: pack, selection, squares, update."""
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
-    twin, kernel = case.passes(TorchScape), case.passes(TritonScape)
+    twin: Any = case.passes(torch_passes)
+    kernel = case.passes(triton_passes)
     gradients = [case.draw(case.gradient_dtype, case.seed + 4, case.values, case.offset) for _ in range(2)]
     parameters = [case.draw(case.parameter_dtype, case.seed + 5, (), case.parameter_offset) for _ in range(2)]
     before = [p.clone() for p in parameters[0]]
-    applied = torch.tensor(True, device=case.device)
     wires = []
+    clip = torch.tensor(0.7, device=case.device)
     for passes, own_gradients, own_parameters in zip((twin, kernel), gradients, parameters, strict=True):
-        passes.bind(own_parameters, own_gradients, [case.rates] * len(case.sizes), *masks, case.next)
-        wires.append(passes.pack_all(applied))
+        passes.bind(case.step(own_parameters, own_gradients, masks, clip=clip))
+        wires.append(pack_all(passes))
     assert twin.compact == kernel.compact and twin.parts == kernel.parts
     for part in twin.parts if twin.compact else ():
         assert (part.stop - part.start) % case.granularity == 0
 
     # Pack: payload, last moment, residual.
     payloads, lasts = [], []
-    for i, (start, count) in enumerate(zip(twin.positions(), twin.counts, strict=True)):
+    for i, (start, count) in enumerate(zip(twin.lies.positions, twin.counts, strict=True)):
         on = used(case, masks[0], i)
         assert torch.equal(kernel.states[i], twin.states[i]), "state"
         if twin.compact:
@@ -159,7 +169,7 @@ def check_step(case: Case) -> None:
             assert torch.equal(last, twin.moment_on_mask[start : start + count]), "last moment"
         else:
             payload, last = kernel.gradients[i][on], kernel.states[i][on]
-        assert torch.equal(payload, twin._payloads[i]), "payload"
+        assert torch.equal(payload, twin.payloads[i]), "payload"
         payloads.append(payload.clone())
         lasts.append(last.clone())
 
@@ -200,11 +210,9 @@ def check_update(
     """Norm and update against the exact values, within the rounding of each operation."""
     r, clip = case.rates, 0.7
     b1, b2 = r.beta1, r.beta2
-    steps = torch.tensor(3.0, dtype=torch.float64, device=case.device)
     residuals = [s.clone() for s in kernel.states]
-    squares = kernel.squares_all()
-    factor, applied = torch.tensor(clip, device=case.device), torch.tensor(True, device=case.device)
-    kernel.update_all(factor, case.clip_moment, steps, applied)
+    squares = squares_all(kernel)
+    update_all(kernel)
     exact_squares, error_squares = 0.0, 0.0
     for i, (b, q) in enumerate(zip(payloads, lasts, strict=True)):
         on, held = used(case, masks[0], i), used(case, masks[1], i)
@@ -246,7 +254,10 @@ def check_update(
         # A BF16 parameter is rounded when it has decayed and once more on A; the interpreter truncates.
         if case.parameter_dtype == torch.bfloat16:
             bound += 2 * 2.0**-7 * (expected.abs() + r.lr)
-        assert bool(((parameters[i].double() - expected).abs() <= bound + 1e-30).all()), "parameter"
+        if case.writes:
+            assert bool(((parameters[i].double() - expected).abs() <= bound + 1e-30).all()), "parameter"
+        else:
+            assert torch.equal(parameters[i], before[i]), "another replica's parameter"
         state = kernel.states[i]
         assert torch.equal(state[~on], residuals[i][~on]), "residual"
         assert bool(((state[on].double() - m).abs() <= m_error + 1e-30).all()), "moment"
@@ -256,19 +267,25 @@ def check_update(
 def check_skipped(case: Case) -> None:
     """A step that is not applied writes nothing that lasts."""
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
-    kernel = case.passes(TritonScape)
+    kernel = case.passes(triton_passes)
     parameters = case.draw(case.parameter_dtype, case.seed + 5)
-    lasting = [kernel.state, *parameters, masks[0].bits, masks[1].bits]
+    lasting = [kernel.storage.flat["state"], *parameters, masks[0].bits, masks[1].bits]
     lasting += [kernel.visits.rates] if kernel.visits else []
     kept = [t.clone() for t in lasting]
-    applied = torch.tensor(False, device=case.device)
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
-    kernel.bind(parameters, gradients, [case.rates] * len(case.sizes), *masks, case.next)
-    kernel.pack_all(applied)
-    kernel.squares_all()
-    nan = torch.tensor(float("nan"), device=case.device)
-    steps = torch.zeros((), dtype=torch.float64, device=case.device)
-    kernel.update_all(nan, True, steps, applied)
+    kernel.bind(
+        case.step(
+            parameters,
+            gradients,
+            masks,
+            applied=torch.tensor(False, device=case.device),
+            steps=torch.zeros((), dtype=torch.float64, device=case.device),
+            clip=torch.tensor(float("nan"), device=case.device),
+        )
+    )
+    pack_all(kernel)
+    squares_all(kernel)
+    update_all(kernel)
     for old, new in zip(kept, lasting, strict=True):
         assert torch.equal(old, new)
 
@@ -277,13 +294,12 @@ def check_entering(case: Case) -> None:
     """Newly entered entries of every row and column, of both backends."""
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     counts = []
-    for kind in (TorchScape, TritonScape):
+    for kind in (torch_passes, triton_passes):
         passes = case.passes(kind)
-        passes.bind(
-            case.draw(torch.float32, 1), case.draw(torch.float32, 2), [case.rates] * len(case.sizes), *masks, 1.0
-        )
+        step = case.step(case.draw(torch.float32, 1), case.draw(torch.float32, 2), masks, next_density=1.0)
+        passes.bind(step)
         assert passes.visits is not None and case.columns is not None
-        passes.count_entering(passes.visits)
+        passes.updates.count_entering(passes.visits)
         counts.append(passes.visits.counts)
     fresh = [used(case, masks[0], i) & ~used(case, masks[1], i) for i in range(len(case.sparse))]
     tables = [each.view(-1, columns) for each, columns in zip(fresh, case.columns, strict=True)]
@@ -294,13 +310,12 @@ def check_entering(case: Case) -> None:
 
 def check_rotate(case: Case) -> None:
     """What the runs selected becomes the mask in use, by either form on the wire, of either backend."""
-    twin = case.passes(TorchScape)
+    twin = case.passes(torch_passes)
     dense, gradients = Mask(torch.zeros(0)), case.draw(torch.float32, case.seed, case.values)
-    rates = [case.rates] * len(gradients)
-    twin.bind([torch.zeros_like(g) for g in gradients], gradients, rates, dense, dense, case.next)
-    wire = twin.pack_all(torch.tensor(True, device=case.device))
+    twin.bind(case.step([torch.zeros_like(g) for g in gradients], gradients, (dense, dense)))
+    wire = pack_all(twin)
     results = []
-    for passes in (twin, case.passes(TritonScape)):
+    for passes in (twin, case.passes(triton_passes)):
         in_use, previous = case.mask(case.in_use, 1), case.mask(case.previous, 2)
         passes.rotate(wire, case.next, in_use.bits, previous.bits)
         results.append((in_use.bits, previous.bits))
@@ -312,8 +327,8 @@ def check_rotate(case: Case) -> None:
 
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
     """Dense AdamS against its twin, to the rounding of some ten operations."""
-    from kernels.dense.triton_dense_passes import TritonAdams
-    from kernels.scape.torch_passes import TorchAdams
+    from kernels.dense.torch_passes import TorchAdams
+    from kernels.dense.triton_passes import TritonAdams
 
     results = []
     for backend in (TorchAdams(), TritonAdams()):
@@ -334,10 +349,10 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
 def check_finite(
     sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
 ) -> None:
-    from kernels.dense.triton_dense_passes import Finite
+    from kernels.dense.triton_passes import Finite
 
     gradients = Case(tuple(sizes), device=device).draw(dtype, 0, (), offset)
     for tensor, (entry, value) in bad.items():
         gradients[tensor][entry] = value
     assert Finite()(gradients).tolist() == [i not in bad for i in range(len(sizes))]
-    assert reference.finite(gradients).tolist() == [i not in bad for i in range(len(sizes))]
+    assert finite(gradients).tolist() == [i not in bad for i in range(len(sizes))]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.dense.reference import finite
 from kernels.scape import reference
 from kernels.scape.blocks import offset_bytes
 
@@ -59,9 +60,9 @@ def test_largest_is_exact(values: list[float], data: st.DataObject) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_finite_names_the_tensor(bad: float) -> None:
     gradients = [torch.ones(3), torch.ones(5), torch.empty(0)]
-    assert reference.finite(gradients).tolist() == [True, True, True]
+    assert finite(gradients).tolist() == [True, True, True]
     gradients[1][4] = bad
-    assert reference.finite(gradients).tolist() == [True, False, True]
+    assert finite(gradients).tolist() == [True, False, True]
 
 
 def _mask(n: int, generator: torch.Generator, density: float) -> torch.Tensor:

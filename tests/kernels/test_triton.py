@@ -13,11 +13,14 @@ from torch import Tensor
 
 from kernels import choose
 from kernels.common import launching
-from kernels.dense import triton_dense
-from kernels.scape import triton_gather, triton_masks, triton_scape, triton_select
+from kernels.common.rates import Rates
+from kernels.dense import triton_kernels as dense_kernels
+from kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
 from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.passes import Rates
-from kernels.scape.triton_passes import TritonScape
+from kernels.scape.passes import pack_all, update_all
+from kernels.scape.step import Plan, Step
+from kernels.scape.triton_updates import triton_passes
+from kernels.scape.updaters import Replicated
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +49,7 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     NVIDIA registers suffice."""
     run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
-    device_code = [triton_dense, triton_gather, triton_masks, triton_scape, triton_select]
+    device_code = [dense_kernels, triton_kernels, triton_masks, triton_owner, triton_select]
     written = {name for module in device_code for name in vars(module) if name.endswith("_kernel")}
     for target in ("cuda:90", "hip:gfx90a"):
         assert {row["kernel"] for row in rows if row["target"] == target} == written
@@ -95,11 +98,13 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
 
     monkeypatch.setattr(launching, "launch", note)
     layout = BlockLayout((8192,), 1024, 1)
-    passes = TritonScape(layout, (), "block", 0.1, 0, torch.device("cpu"))
+    passes = triton_passes(Replicated(layout, ()), Plan("block", 0.1, 0), torch.device("cpu"))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
-    passes.bind([torch.zeros(8192)], [shifted(8192, offset)], [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], *masks, 1.0)
-    passes.pack_all(torch.tensor(True))
-    passes.update_all(torch.ones(()), True, torch.ones((), dtype=torch.float64), torch.tensor(True))
+    rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], torch.ones((), dtype=torch.float64)
+    gradients = [shifted(8192, offset)]
+    passes.bind(Step([torch.zeros(8192)], gradients, rates, *masks, 1.0, torch.tensor(True), steps, torch.ones(())))
+    pack_all(passes)
+    update_all(passes)
     aligned = offset == 0
     assert calls == [("pack_kernel", aligned), ("update_kernel", aligned or in_use < 1.0)]
 
@@ -107,10 +112,11 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
 def test_large_payloads_are_covered_once() -> None:
     """Positions behind 2^24, which FP32 cannot count, and tensors without a remainder."""
     sizes = (0, 36_000_003, 4096, 1029)
-    passes = TritonScape(BlockLayout(sizes, 1024, 1), (7, 0, 3), "block", 0.6, 0, torch.device("cpu"))
-    passes.counts, passes.compact = passes.payload_counts(0.6), True
+    updater = Replicated(BlockLayout(sizes, 1024, 1), (7, 0, 3))
+    passes = triton_passes(updater, Plan("block", 0.6, 0), torch.device("cpu"))
+    passes.counts, passes.lies = passes.payload_counts(0.6), updater.in_buffer(passes.payload_counts(0.6), passes.plan)
     (part,) = passes.parts
-    whole, rest = passes._tile_payload(part)
+    whole, rest = passes.tile_payload(part)
     assert bool((whole[:, 1] % 4 == 0).all()) and bool((whole[:, 2] == 4096).all())
     stretches = sorted((first, first + length, tensor) for tensor, first, length in torch.cat([whole, rest]).tolist())
     position, entries = 0, [0] * len(passes.counts)

@@ -15,6 +15,7 @@ from torchtitan_scape.report.memory import MemoryReport
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
+    from kernels.scape.updaters import Owner
     from torchtitan_scape.sync.shards import stored
     from torchtitan_scape.train import ScapeTrainer, parse
 
@@ -24,21 +25,22 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     scape = getattr(optimizers, "first", None)
     if scape is not None:
         passes, masks = scape.passes, scape.masks
-        found["state"] = passes.state.nbytes
+        found["state"] = passes.storage.flat["state"].nbytes
         selection = masks.layout.wire_bytes(passes.density, passes.selection)  # made in a step
         found["masks"] = masks.in_use.bits.nbytes + masks.previous.bits.nbytes + selection
         found["payload"] = passes.payload.nbytes + passes.moment_on_mask.nbytes + 2 * passes.wire_residual.nbytes
         visits = passes.visits
         tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
         found["rates of visits"] = sum(t.nbytes for t in tables)
-        if hasattr(passes, "common"):
-            found |= {"owned moments": passes.common.nbytes, "owned master": passes.master.nbytes}
+        if isinstance(passes.updater, Owner):
+            master = passes.storage.flat["master"].nbytes
+            found |= {"owned moments": passes.updater.common.nbytes, "owned master": master}
         else:
-            found["master"] = passes.master.nbytes
-        found["offload buffers"] = sum(b.nbytes for window in passes.windows.values() for b in window.buffers)
+            found["master"] = passes.storage.flat["master"].nbytes
+        found["offload buffers"] = sum(b.nbytes for window in passes.storage.windows.values() for b in window.buffers)
     assert trainer.memory is not None
     kinds, host = trainer.memory.kinds, trainer.memory.host
-    assert len(host) == (len(passes.windows) if scape else 0) and not kinds.keys() & host.keys()
+    assert len(host) == (len(passes.storage.windows) if scape else 0) and not kinds.keys() & host.keys()
     kinds = kinds | host
     trainer.close()
     return kinds, found

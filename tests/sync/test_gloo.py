@@ -34,7 +34,7 @@ def train_plain(**options: Any) -> dict[str, Any]:
         optimizer.step()
         history.append([p.detach().clone() for p in parameters])
     figures = optimizer.statistics()
-    tensors = range(len(optimizer._layout.sizes))
+    tensors = range(len(optimizer.passes.layout.sizes))
     on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in tensors]
     optimizer.settle()
     return {

@@ -44,7 +44,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, queu
     parameter = nn.Parameter(torch.zeros(SHAPE))
     more: dict[str, Any] = {"offload": ["state"]} if update == "sharded" else {}
     optimizer = make_scape([parameter], lr=0.1, density=density, update=update, replicas=dist.group.WORLD, **more)
-    assert len(optimizer.passes.windows) == len(more)
+    assert len(optimizer.passes.storage.windows) == len(more)
     generator = torch.Generator().manual_seed(rank)
 
     def step() -> None:

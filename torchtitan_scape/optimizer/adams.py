@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kernels import adams_step, choose
-from kernels.scape.passes import Rates
+from kernels.common.rates import Rates
 from torchtitan_scape.sync.options import check_hyperparameters
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local
 

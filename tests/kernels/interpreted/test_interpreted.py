@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
 from kernels.common import launching
-from kernels.scape.triton_passes import TritonScape
+from kernels.scape.passes import pack_all
+from kernels.scape.torch_updates import torch_passes
+from kernels.scape.triton_updates import triton_passes
 from tests.kernels.checks import (
     Case,
     check_adams,
@@ -23,6 +26,7 @@ from tests.kernels.checks import (
     check_rotate,
     check_skipped,
     check_step,
+    selection_bits,
 )
 from tests.replicas import run_replicas
 from tests.sync.scape.test_simulated import check_alike
@@ -59,6 +63,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
         scale=draw(st.sampled_from([1.0, 3.0])),
         max_staleness=draw(st.sampled_from([None, 2.0, 1000.0])),
         clip_moment=draw(st.booleans()),
+        writes=draw(st.sampled_from([True, True, False])),
         gradient_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         parameter_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         offset=draw(st.sampled_from([0, 0, 1])),
@@ -94,22 +99,15 @@ def test_selection_is_exact(case: Case, density: float) -> None:
 
 
 def check_selection(case: Case, density: float) -> None:
-    from dataclasses import replace
-
-    from kernels.scape.torch_passes import TorchScape
-    from tests.kernels.checks import selection_bits
-
     case = replace(case, next=density, gradient_dtype=torch.float32)
     wires = []
-    for kind in (TorchScape, TritonScape):
-        passes = case.passes(kind)
-        passes.state.zero_()
-        parameters = case.draw(torch.float32, 5)
+    for make in (torch_passes, triton_passes):
+        passes = case.passes(make)
+        passes.storage.flat["state"].zero_()
         mask = case.mask(1.0, 0)
-        passes.bind(
-            parameters, case.draw(torch.float32, 4, case.values), [case.rates] * len(case.sizes), mask, mask, density
-        )
-        wires.append(passes.pack_all(torch.tensor(True)))
+        gradients = case.draw(torch.float32, 4, case.values)
+        passes.bind(case.step(case.draw(torch.float32, 5), gradients, (mask, mask)))
+        wires.append(pack_all(passes))
     if wires[0] is None:
         assert wires[1] is None
         return
@@ -164,8 +162,6 @@ def test_a_large_payload() -> None:
 @settings(max_examples=15)
 @given(cases(), st.sampled_from([0.01, 0.1, 0.5]))
 def test_masks_arrive(case: Case, density: float) -> None:
-    from dataclasses import replace
-
     case = replace(case, replica=None, next=density)
     if case.layout.total_blocks:
         check_rotate(case)
@@ -262,7 +258,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
                 p.grad = g.clone()
             if step in (1, 3) and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            kept = [*parameters, passes.state, passes.common, passes.master]
+            kept = [*parameters, passes.storage.flat["state"], passes.updater.common, passes.storage.flat["master"]]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
             same = [torch.equal(a, b) for a, b in zip(before, kept, strict=True)]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kernels.scape.torch_passes import TorchScape
+from kernels.scape.step import Step
+from kernels.scape.torch_passes import TorchPasses
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape, positions, train
@@ -31,7 +32,7 @@ def test_masks_are_equal_and_counted(
 
     def work(collectives: ThreadCollectives) -> None:
         def probe(optimizer: Scape, step: int) -> None:
-            masks, layout = optimizer.masks, optimizer._layout
+            masks, layout = optimizer.masks, optimizer.passes.layout
             if step:
                 for i, n in enumerate(layout.sizes):
                     indices = positions(optimizer, i)
@@ -69,10 +70,10 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
 
     for handed, calls, optimizer in run_replicas(2, work):
         assert calls == {"payload": 1, "mask": 1, "flag": 1}
-        entries = sum(optimizer._layout.nnz(i, 0.1, "block") for i in range(4)) + 8
+        entries = sum(optimizer.passes.layout.nnz(i, 0.1, "block") for i in range(4)) + 8
         assert handed["payload"] == 4 * entries
         # 16-entry blocks, k = 2: offsets would take 1 byte a block, the bitmap 2.
-        assert handed["mask"] == optimizer._layout.run_blocks
+        assert handed["mask"] == optimizer.passes.layout.run_blocks
         assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
 
 
@@ -80,21 +81,21 @@ def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     """Step 1 and warm-up allocate no buffer of the model's size; at the target density there is one, of its size."""
     places: list[tuple[bool, bool]] = []
     current: list[Any] = []
-    step, bind = Scape.step, TorchScape.bind
+    step, bind = Scape.step, TorchPasses.bind
 
     def remember(self: Scape) -> Any:
         current[:] = [s.parameter.grad for s in self.ordered]
         return step(self)
 
-    def spy(self: TorchScape, *arguments: Any) -> None:
-        bind(self, *arguments)
+    def spy(self: TorchPasses, step: Step) -> None:
+        bind(self, step)
         homes = [self.payload] * len(current) if self.compact else current
-        pieces = zip(self._payloads, homes, strict=True)
+        pieces = zip(self.payloads, homes, strict=True)
         inside = all(p.untyped_storage().data_ptr() == h.untyped_storage().data_ptr() for p, h in pieces)
         places.append((self.compact, inside))
 
     monkeypatch.setattr(Scape, "step", remember)
-    monkeypatch.setattr(TorchScape, "bind", spy)
+    monkeypatch.setattr(TorchPasses, "bind", spy)
     train(None, 6, density=0.1, density_warmup_steps=4)
     # d(4) is the target: the mask in use at step 4 is the first of that density.
     assert places == [(False, True)] * 3 + [(True, True)] * 3
@@ -125,13 +126,13 @@ def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wir
                 p.grad = g
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            before = [flat([p.detach() for p in parameters]), optimizer.passes.state.clone()]
+            before = [flat([p.detach() for p in parameters]), optimizer.passes.storage.flat["state"].clone()]
             errors = optimizer.passes.wire_residual.clone()
             optimizer.step()
             if step == bad_step:
                 assert torch.equal(optimizer.passes.wire_residual, errors)
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
-                assert torch.equal(optimizer.passes.state, before[1])
+                assert torch.equal(optimizer.passes.storage.flat["state"], before[1])
                 in_use = optimizer.masks.in_use.bits.clone()
                 optimizer.settle()
                 assert torch.equal(optimizer.masks.in_use.bits, in_use)
@@ -166,7 +167,9 @@ def test_too_many_skipped_steps_name_rank_and_parameter() -> None:
                 parameters[1][1].grad[0, 0] = float("inf")
             optimizer.step()
 
-    with pytest.raises(NonFiniteGradientError, match=r"3 steps in a row.*rank 1, parameter 'b.weight'"):
+    with pytest.raises(
+        NonFiniteGradientError, match=r"3 steps in a row.*rank 1, parameter 'b.weight \(simulated replica 1\)'"
+    ):
         run_replicas(2, work)
 
 
@@ -209,7 +212,7 @@ def test_dense_names_are_exchanged_whole() -> None:
     keep: list[Scape] = []
     train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
     optimizer = keep[-1]
-    assert [s.name for s in optimizer._dense] == ["p1", "p4", "p5"]
+    assert [s.name for s in optimizer.ordered[optimizer.passes.sparsified :]] == ["p1", "p4", "p5"]
     assert bool((optimizer.passes.states[3] != 0).all())
 
 
@@ -282,7 +285,7 @@ def test_state_dict_resumes_bitwise(at: int, wire_dtype: str, rule: dict[str, An
                     p.grad = g
                 resumed.step()
         assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
-        assert torch.equal(resumed.passes.state, optimizer.passes.state)
+        assert torch.equal(resumed.passes.storage.flat["state"], optimizer.passes.storage.flat["state"])
 
     run_replicas(2, work)
 
@@ -300,9 +303,8 @@ def test_rounding_errors_are_loaded_however_the_payload_is_cut() -> None:
         saved = copied(small.state_dict())
         large.load_state_dict(saved)
         assert bool((large.passes.wire_residual != 0).any())
-        for i, count in enumerate(small.passes.payload_counts(0.1)):
-            places = [o.passes._places[i] for o in states]
-            a, b = (o.passes.wire_residual[at : at + count] for o, at in zip(states, places, strict=True))
+        for i in range(len(small.passes.sizes)):
+            a, b = (o.passes.wire_residual_of(i) for o in states)
             assert torch.equal(a, b)
 
     run_replicas(3, work)

@@ -91,6 +91,7 @@ def test_nothing_is_lost(selection: str) -> None:
         options: dict[str, Any] = {"density": 0.1, "selection": selection, "update": "sharded"}
         optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **options)
         passes: Any = optimizer.passes
+        owner = passes.updater
         sent: list[Tensor] = []
         reduce_scatter = collectives.reduce_scatter
 
@@ -105,22 +106,24 @@ def test_nothing_is_lost(selection: str) -> None:
             for p, g in zip(parameters, own, strict=True):
                 p.grad = g.clone()
             optimizer.settle()
-            before, common = [s.clone() for s in passes.states], passes.common.clone()
+            before, common = [s.clone() for s in passes.states], owner.common.clone()
             held = [passes.layout.bits(optimizer.masks.previous, i) for i in range(passes.sparsified)]
             sent.clear()
             optimizer.step()
             if step < 3:
                 continue
-            for i, piece in enumerate(passes.ownership.sparse):
+            for i, piece in enumerate(owner.ownership.sparse):
                 used = torch.zeros(passes.sizes[i], dtype=torch.bool)
                 used[positions(optimizer, i)] = True
                 new = before[i] + (1 - 0.9) * own[piece.tensor].view(-1)[piece.start : piece.end]
                 assert not passes.states[i][used].any()
                 got = passes.states[i].clone()
-                got[used] = sent[0][passes.positions()[i] :][: used.sum()]
+                got[used] = sent[0][passes.lies.positions[i] :][: used.sum()]
                 torch.testing.assert_close(got, new, rtol=0, atol=1e-7)
-                if i in passes.own:
-                    kept, was = (passes.share_of(buffer, i)[~used] for buffer in (passes.common, common))
+                if i in owner.own:
+                    kept, was = (
+                        passes.updater.share_of(buffer, i)[~used] for buffer in (passes.updater.common, common)
+                    )
                     assert held[i] is not None
                     left = unpack_bits(held[i], passes.sizes[i])[~used]
                     assert torch.equal(kept, torch.where(left, was * 0.9, was))
@@ -147,7 +150,7 @@ def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], mo
                 kinds = collectives.traffic.sent.items()
                 after.append(sum(value for (_, _, kind), value in kinds if kind in ("payload", "values")))
                 if step == 3:
-                    masks = collectives.gathered_bytes(optimizer._layout.wire_bytes(0.1, "block"))
+                    masks = collectives.gathered_bytes(optimizer.passes.layout.wire_bytes(0.1, "block"))
                     assert optimizer.planned_bytes() - masks == pytest.approx((after[3] - after[1]) / 2)
 
             train(collectives, 4, [(64, 64), (40, 100), (64,), (1000,)], count, density=0.1, **more)
@@ -171,11 +174,17 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
             bad = step in (0, 2, 7)
             if bad and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            kept = [*parameters, passes.state, passes.common, passes.master, passes.wire_residual]
+            kept = [
+                *parameters,
+                passes.storage.flat["state"],
+                passes.updater.common,
+                passes.storage.flat["master"],
+                passes.wire_residual,
+            ]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
             if step == 0:  # the master is made in the first step
-                before[-2] = passes.master
+                before[-2] = passes.storage.flat["master"]
             assert not bad or all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
         assert optimizer.guard.skipped == 3
         assert all(bool(t.isfinite().all()) for t in kept)
@@ -183,6 +192,11 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
 
     first, *others = run_replicas(3, work)
     assert all(torch.equal(flat(first), flat(other)) for other in others)
+
+
+def lasting(optimizer: Scape) -> list[Tensor]:
+    passes: Any = optimizer.passes
+    return [*passes.storage.flat.values(), passes.updater.common, passes.wire_residual]
 
 
 @pytest.mark.parametrize("options", [{}, *ROUNDED])
@@ -208,8 +222,8 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
                     p.grad = g
                 resumed.step()
         assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
-        for name in ("state", "common", "master", "wire_residual"):
-            assert torch.equal(getattr(resumed.passes, name), getattr(optimizer.passes, name)), name
+        pairs = zip(lasting(resumed), lasting(optimizer), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
     run_replicas(2, work)
 
@@ -238,10 +252,11 @@ def test_the_payload_is_the_only_buffer() -> None:
         passes: list[Any] = []
         more: dict[str, Any] = {"density": 0.1, "update": "sharded"}
         train(collectives, 2, [(64, 64), (100,)], lambda o, s: passes.append(o.passes), **more)
-        assert passes[0].moment_on_mask.numel() == passes[0].wire_residual.numel() == passes[0].master.numel() == 0
-        assert passes[0].common.numel() == 64 * 64 // 2 + 52
-        assert passes[0].state.numel() == 64 * 64
-        assert passes[0].longest_row == 64 * 64 // 2 + 52
+        one, flat_buffers = passes[0], passes[0].storage.flat
+        assert one.moment_on_mask.numel() == one.wire_residual.numel() == flat_buffers["master"].numel() == 0
+        assert one.updater.common.numel() == 64 * 64 // 2 + 52
+        assert flat_buffers["state"].numel() == 64 * 64
+        assert one.updater.longest_row == 64 * 64 // 2 + 52
 
     run_replicas(2, work)
 

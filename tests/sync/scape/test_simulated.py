@@ -111,6 +111,8 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
         (2, 5, {"density": 0.1, "max_norm": None, "chunk_bytes": 200, "dense_names": ["p1"]}),
         (3, 6, {"density": 0.1, "wire_dtype": "bfloat16", "chunk_bytes": 200}),
         (4, None, {"density": 0.1, "wire_dtype": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
+        (3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
+        (2, None, {"density": 0.1, "update": "sharded", "values_dtype": "bfloat16", "offload": ["state"]}),
     ],
 )
 def test_it_is_the_run_of_n_ranks(replicas: int, nan_at: int | None, options: dict[str, Any]) -> None:

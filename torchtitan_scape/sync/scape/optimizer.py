@@ -1,7 +1,7 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,30 +10,28 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from kernels import choose, finite_check, gather_passes, scape_passes
+from kernels import choose, finite_check, scape_passes
+from kernels.common.rates import Rates
 from kernels.scape.blocks import BlockLayout, density_at
-from kernels.scape.gather_passes import GatherPasses
-from kernels.scape.ownership import Ownership, Piece
-from kernels.scape.passes import Part, Rates, ScapePasses
+from kernels.scape.step import Part, Plan, Step
 from kernels.scape.visits import Staleness
 from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
-from topology.lanes import Handle
 from topology.process_groups import collectives_of
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.sync.options import check_hyperparameters
 from torchtitan_scape.sync.scape.agreement import check_one_device, check_replicas_agree, check_weights, describe, split
-from torchtitan_scape.sync.scape.exchange import GatherExchange, LocalExchange
+from torchtitan_scape.sync.scape.exchange import Arriving, ReplicatedExchange, ShardedExchange
 from torchtitan_scape.sync.scape.loading import load_scape
 from torchtitan_scape.sync.scape.masks import DelayedMasks
 from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.scape.sharded import replicated, sharded
 from torchtitan_scape.sync.scape.shared import shared_by_scape
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.statistics import statistics
-from torchtitan_scape.sync.scape.weights import share_scale
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
 from torchtitan_scape.sync.timing import PhaseTimer
 
@@ -66,7 +64,7 @@ class Scape(Optimizer):
     that this replica owns where the update is sharded, else of all.
 
     Of replicas that one process plays (`topology.in_process.SimulatedReplicas`) each has an optimizer of its own over
-    the same parameters, which the first one writes, and all step in turn on gradients that `step_on` is given.
+    the same parameters, which the first one writes; all step on gradients that are handed to `step_on`.
 
     On a GPU the host never waits for the step it is in, only for the finite check of the one before.
 
@@ -95,7 +93,7 @@ class Scape(Optimizer):
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.options, self.max_norm, self.clip_moment = options, max_norm, options.clip_mode == "moment"
+        self.options, self.max_norm = options, max_norm
         density, block_size = options.density, options.block_size
         self._shards = collect_shards(self.param_groups)
         check_one_device(self._shards)
@@ -106,19 +104,19 @@ class Scape(Optimizer):
             replicas = collectives_of(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
-        self._rounds = options.wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
+        rounds = options.wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
 
-        self._sparse, self._dense = split(self._shards, options.dense_names)
-        self.ordered = self._sparse + self._dense  # the order of the state and of the payload
-        self._layout = BlockLayout(tuple(s.size for s in self._sparse), block_size, replicas.replicas)
+        sparse, dense = split(self._shards, options.dense_names)
+        self.ordered = sparse + dense  # the order of the state and of the payload
+        layout = BlockLayout(tuple(s.size for s in sparse), block_size, replicas.replicas)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank == 0 and options.selection == "block" and self._sparse and round(density * block_size) == 0:
+        if rank == 0 and options.selection == "block" and sparse and round(density * block_size) == 0:
             logger.warning(
                 f"density {density:g} of a block of {block_size} entries is less than one: one is selected in each, "
-                f"which is a density of {self._layout.share(density):.3g}"
+                f"which is a density of {layout.share(density):.3g}"
             )
         self.fingerprint = {
-            **describe(self.ordered, len(self._sparse)),
+            **describe(self.ordered, len(sparse)),
             "replicas": replicas.replicas,
             "max_norm": max_norm,
             "reduction": reduction,
@@ -127,7 +125,6 @@ class Scape(Optimizer):
         others = {"max_skipped_steps": max_skipped_steps, "chunk_bytes": options.chunk_bytes}
         check_replicas_agree(replicas, self.fingerprint | others, self.param_groups)
         replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
-
         device = local(self._shards[0].parameter).device
         backend = passes_backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         if options.selection == "tensor" and backend == "triton":
@@ -140,40 +137,29 @@ class Scape(Optimizer):
             if rank == 0:
                 logger.warning("selection 'tensor' runs in PyTorch, not in Triton")
         self.timer = PhaseTimer(device.type)
-        # What the passes call tensors: (number in `ordered`, the part of it or None).
-        self.pieces: list[tuple[int, Piece | None]] = [(i, None) for i in range(len(self.ordered))]
         staleness = None
         if options.staleness_scaling:
-            columns = tuple(shard.columns for shard in self._sparse)
+            columns = tuple(shard.columns for shard in sparse)
             staleness = Staleness(columns, options.max_staleness, options.keep_moment)
-        common: dict[str, Any] = dict(
-            selection=options.selection,
-            density=density,
-            device=device,
-            granularity=replicas.granularity(self._rounds),
-            carries=self._rounds,
-            staleness=staleness,
-            offload=options.offload,
+        chunk_bytes = options.chunk_bytes or 4 * CHUNK_ENTRIES
+        plan = Plan(
+            options.selection,
+            density,
+            replica=None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
+            chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
+            granularity=replicas.granularity(rounds),
+            carries=rounds,
         )
-        self._sharded = options.update == "sharded"
-        self.passes: ScapePasses
-        self.exchange: LocalExchange
-        if self._sharded:
-            passes = self._gather_passes(passes_backend, common)
-            self.passes, self.exchange = passes, GatherExchange(passes, replicas, self._rounds)
+        more: dict[str, Any] = {"offload": options.offload, "staleness": staleness}
+        self.exchange: ReplicatedExchange | ShardedExchange
+        if options.update == "sharded":
+            owner, self.pieces = sharded(sparse, dense, layout, options, replicas, device)
+            self.passes = scape_passes(passes_backend, owner, plan, device, **more)
+            self.exchange = ShardedExchange(self.passes, owner, replicas, rounds)
         else:
-            chunk_bytes = options.chunk_bytes or 4 * CHUNK_ENTRIES
-            self.passes = scape_passes(
-                passes_backend,
-                self._layout,
-                [s.size for s in self._dense],
-                # In a dry run nobody else selects.
-                replica=None if replicas.is_fake else replicas.replica,
-                chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
-                holds_master=self.bf16_weights,
-                **common,
-            )
-            self.exchange = LocalExchange(self.passes, replicas, self._rounds)
+            updater, self.pieces = replicated(sparse, dense, layout, options, replicas.writes)
+            self.passes = scape_passes(passes_backend, updater, plan, device, **more)
+            self.exchange = ReplicatedExchange(self.passes, replicas, rounds)
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
 
@@ -189,35 +175,6 @@ class Scape(Optimizer):
         self.applied_steps = torch.zeros((), dtype=torch.float64, device=device)
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
-
-    def _gather_passes(self, backend: str, common: dict[str, Any]) -> GatherPasses:
-        """The passes of the sharded form. From here on the tensors are pieces that belong to one replica each."""
-        replicas = self.collectives
-        ownership = Ownership.of(self._layout, [s.size for s in self._dense])
-        for shards, pieces in ((self._sparse, ownership.sparse), (self._dense, ownership.whole)):
-            for piece in pieces:
-                if not stored(shards[piece.tensor].parameter).is_contiguous():
-                    name = shards[piece.tensor].name
-                    raise ValueError(
-                        f"{name!r} is not contiguous; update = 'sharded' cuts tensors into parts: make it contiguous"
-                    )
-        self._layout, several = ownership.layout, replicas.replicas > 1
-        passes = gather_passes(
-            backend,
-            ownership,
-            replica=None if replicas.is_fake else replicas.replica,
-            owner=replicas.replica,
-            rounds_values=self.options.values_dtype == "bfloat16" and several and self.options.density < 1.0,
-            scaled=self.bf16_weights,
-            **common,
-        )
-        count = len(self._sparse)
-        self.pieces = [(p.tensor, p) for p in ownership.sparse]
-        self.pieces += [(count + p.tensor, p) for p in ownership.whole]
-        for (shard, _), scale in zip(self.pieces, passes.scales, strict=self.bf16_weights):
-            share_scale(self.ordered[shard].parameter, scale)  # of a tensor's pieces the last one's; all are equal
-        passes.load_scales(passes.scales)
-        return passes
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -236,72 +193,78 @@ class Scape(Optimizer):
     @torch.no_grad()
     def step_on(self, gradients: list[Tensor]) -> None:
         """`step` on the flat local gradients (n,) of `ordered`, wherever they lie; they are scratch space."""
-        phase, passes, masks = self.timer.phase, self.passes, self.masks
+        phase, passes, exchange = self.timer.phase, self.passes, self.exchange
         with phase("exchange"):
             self.settle()
-        if self.attempted_steps == 0:
-            # Not before: weights may be loaded into the parameters until then.
-            passes.start_master(self._local_parameters())
-        self.attempted_steps += 1
-        next_density = density_at(self.attempted_steps + 1, self.options.density, self.options.density_warmup_steps)
-
         with phase("check"):
             applied = self.guard.check(gradients)
         with phase("pack"):
-            passes.bind(
-                self._local_parameters(),
-                self._cut(gradients),
-                [self._rates(self.shard_of(i)) for i in range(len(self.pieces))],
-                masks.in_use,
-                masks.previous,
-                next_density,
-            )
-        in_flight: list[tuple[Handle, Tensor | None]] = []
-        selected: Tensor | None = None
+            step = self._begin(gradients, applied)
+            passes.bind(step)
+        arriving: list[Arriving] = []
         for part in passes.parts:
             with phase("pack"):
-                passes.pack(part, applied)
-                if not passes.compact:  # the exchange averages mt where the selection reads it
-                    selected = passes.selected(applied)
+                passes.pack(part)
             with phase("exchange"):
-                in_flight.append(self.exchange.start(part))
-        if passes.compact:
-            with phase("pack"):
-                selected = passes.selected(applied)
-        self.applied_steps += applied
-        squares = torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
-        for part, (handle, errors) in zip(passes.parts, in_flight, strict=True):
-            with phase("exchange"):
-                handle.wait()
-            with phase("clip"):
-                if errors is not None:
-                    passes.keep_wire_residual(part, errors, applied)
-                squares += passes.squares(part)
-            if self.max_norm is None:  # else the norm of all parts must be known
-                self._update(part, applied)
-        with phase("clip"):
-            self._clip(squares.float(), applied)
-        for part in passes.parts if self.max_norm is not None else ():
-            self._update(part, applied)
-        if isinstance(self.exchange, GatherExchange):
-            with phase("exchange"):
-                self.exchange.gather()
+                arriving.append(exchange.start(part))
+        with phase("pack"):
+            selected = passes.selected()
+        for part in self._clipped(arriving):
             with phase("update"):
-                self.exchange.passes.write(applied, own_only=self.collectives.is_fake)
+                passes.update(part)
+        with phase("exchange"):
+            exchange.publish()
+        with phase("update"):
+            passes.write(own_only=self.collectives.is_fake)
         passes.release()
         with phase("exchange"):
             # Its buffer is that of the payload, which is free from here on.
-            masks.exchange(selected, next_density)
+            self.masks.exchange(selected, step.next_density)
 
-    def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _begin(self, gradients: list[Tensor], applied: Tensor) -> Step:
+        """Counts the step, and gathers what its passes work on."""
+        parameters, options = self.cut([stored(shard.parameter) for shard in self.ordered]), self.options
+        rates = [self._rates(self.shard_of(i)) for i in range(len(self.pieces))]
+        if self.attempted_steps == 0:
+            # Not before: weights may be loaded into the parameters until then.
+            self.passes.start_master(parameters)
+        self.attempted_steps += 1
+        self.applied_steps += applied
+        return Step(
+            parameters,
+            self.cut(gradients),
+            rates,
+            self.masks.in_use,
+            self.masks.previous,
+            density_at(self.attempted_steps + 1, options.density, options.density_warmup_steps),
+            applied,
+            self.applied_steps,
+            self.clip_factor,
+            options.clip_mode == "moment",
+        )
+
+    def _clipped(self, arriving: list[Arriving]) -> Iterator[Part]:
+        """Waits for the parts, takes the norm, and gives each as it may be updated: without clipping at once."""
+        phase, norm_squared = self.timer.phase, torch.zeros((), dtype=torch.float64, device=self.grad_norm.device)
+        for one in arriving:
+            with phase("exchange"):
+                one.wait()
+            with phase("clip"):
+                norm_squared += self.passes.squares(one.part)
+            if self.max_norm is None:
+                yield one.part
+        with phase("clip"):
+            norm = self.exchange.norm_squared(norm_squared.float()).sqrt()
+            # A NaN off the mask is not in the payload.
+            self.grad_norm.copy_(torch.where(self.passes.step.applied, norm, torch.nan))
+            if self.max_norm is not None:
+                self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+        if self.max_norm is not None:
+            yield from (one.part for one in arriving)
+
+    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the passes work on, from the tensors of all shards."""
-        pieces = [tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces if p is not None]
-        return pieces if self._sharded else tensors
-
-    def _local_parameters(self) -> list[Tensor]:
-        values = [stored(shard.parameter) for shard in self.ordered]
-        # Another replica of this process writes them; what this one makes of its copies is the same.
-        return self._cut(values if self.collectives.writes else [v.clone() for v in values])
+        return [tensors[i] if p is None else tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces]
 
     def shard_of(self, tensor: int) -> Shard:
         """The parameter's shard that a tensor of the passes is, or is a piece of."""
@@ -313,10 +276,6 @@ class Scape(Optimizer):
             self.state[shard.parameter]["moment_residual"] = []
         for i, state in enumerate(self.passes.kept("state")):
             self.state[self.shard_of(i).parameter]["moment_residual"].append(state)
-
-    def _update(self, part: Part, applied: Tensor) -> None:
-        with self.timer.phase("update"):
-            self.passes.update(part, self.clip_factor, self.clip_moment, self.applied_steps, applied)
 
     def settle(self) -> None:
         """Takes last step's mask into use, if that step was applied. `step` and `state_dict` do it themselves."""
@@ -337,18 +296,12 @@ class Scape(Optimizer):
         StateByParameter(self).release_wire_residual()
         self.masks.in_use.density = 1.0
 
-    def _clip(self, squares: Tensor, applied: Tensor) -> None:
-        norm = self.exchange.norm_squared(squares).sqrt()
-        self.grad_norm.copy_(torch.where(applied, norm, torch.nan))  # a NaN off the mask is not in the payload
-        if self.max_norm is not None:
-            self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
-
     # ------------------------------------------------------------------------------------------- layout
 
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
         lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
-        if self._sharded and self.bf16_weights and lr * weight_decay > 0.5:
+        if self.options.update == "sharded" and self.bf16_weights and lr * weight_decay > 0.5:
             raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
         return Rates(lr, beta1, beta2, eps, weight_decay, self._scale, shard.counted)
 
@@ -401,7 +354,7 @@ class Scape(Optimizer):
 
     def planned_bytes(self) -> float:
         """Bytes of payload and masks that this rank sends in a step at the target density."""
-        own = self._layout.wire_bytes(self.options.density, self.passes.selection)
+        own = self.passes.layout.wire_bytes(self.options.density, self.options.selection)
         return self.exchange.planned_bytes() + self.collectives.gathered_bytes(own)
 
     def state_dict(self) -> dict[str, Any]:

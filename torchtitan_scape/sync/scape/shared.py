@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.gather_passes import GatherPasses
+from kernels.scape.updaters import Owner
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.shards import stored
@@ -19,12 +19,13 @@ def shared_by_scape(scape: "Scape") -> list[Shared]:
     passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
     cut = [[tensor for tensor, _, _ in pieces] for pieces in StateByParameter(scape).pieces]
     states = passes.kept("state")
-    masters = [] if isinstance(passes, GatherPasses) else passes.kept("master")
+    owner = passes.updater if isinstance(passes.updater, Owner) else None
+    masters = passes.kept("master") if owner is None else []
     found = []
     for number, (shard, own) in enumerate(zip(scape.ordered, cut, strict=True)):
         parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
-        if isinstance(passes, GatherPasses) and scape.bf16_weights:
-            parts.append(("scale", passes.scales[own[0] : own[-1] + 1] if own else passes.scales[:0]))
+        if owner is not None and scape.bf16_weights:
+            parts.append(("scale", owner.scales[own[0] : own[-1] + 1] if own else owner.scales[:0]))
         if masters:
             parts.append(("master", masters[number]))
         sparse = [tensor for tensor in own if tensor < passes.sparsified]

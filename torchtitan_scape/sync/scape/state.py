@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.gather_passes import GatherPasses
+from kernels.scape.updaters import Owner
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import local, stored
 
@@ -52,9 +52,8 @@ class StateByParameter:
 
     def __init__(self, scape: "Scape") -> None:
         self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
-        gathers = isinstance(self.passes, GatherPasses)
-        self.blocks: BlockLayout = self.passes.ownership.tensors if gathers else self.passes.layout  # type: ignore
-        self.gathers = gathers
+        self.owner = self.passes.updater if isinstance(self.passes.updater, Owner) else None
+        self.blocks: BlockLayout = self.passes.updater.tensors
         self.rounds = self.passes.wire_residual.numel() > 0
         self.names = [shard.name for shard in scape.ordered]
         self.sparsified = len(self.blocks.sizes)
@@ -69,7 +68,7 @@ class StateByParameter:
     @property
     def one_buffer(self) -> bool:
         """Whether the residual of an exact save has the moment on P; it is the state itself then, not a copy."""
-        return not self.gathers and not self.rounds
+        return self.owner is None and not self.rounds
 
     @torch.no_grad()
     def tensors(self, residual: str = "exact") -> dict[tuple[str, str], Tensor]:
@@ -99,7 +98,7 @@ class StateByParameter:
                 found["moment", name] = moment.view(shape).cpu()
             if (master := self._master(i)) is not None:
                 found["master", name] = master.view(shape)
-            if self.gathers and self.scape.bf16_weights:
+            if self.owner is not None and self.scape.bf16_weights:
                 found["weight", name] = stored(shard.parameter)
         return found
 
@@ -127,13 +126,13 @@ class StateByParameter:
             "residual": 4 * rows * (every if self.rounds else sparse),
             "mask": sparse,
             "master": 4 * every if self.has_master else 0,
-            "weight": 2 * every if self.gathers and self.scape.bf16_weights else 0,
+            "weight": 2 * every if self.owner is not None and self.scape.bf16_weights else 0,
         }
         return {kind: size for kind, size in found.items() if size}
 
     def extras(self) -> dict[str, Tensor]:
         """What only the same layout can use: the rates of visits, FP32, and the scales of weights, float64."""
-        visits, scales = self.passes.visits, getattr(self.passes, "scales", None)
+        visits, scales = self.passes.visits, None if self.owner is None else self.owner.scales
         found = {} if visits is None else {"visits": visits.rates}
         return found if scales is None or not scales.numel() else found | {"scales": scales}
 
@@ -167,8 +166,8 @@ class StateByParameter:
 
     def learned_extras(self) -> None:
         """To be called behind filling `extras`."""
-        if isinstance(self.passes, GatherPasses) and self.scape.bf16_weights:
-            self.passes.load_scales(self.passes.scales)
+        if self.owner is not None and self.scape.bf16_weights:
+            self.owner.load_scales(self.owner.scales)
 
     @torch.no_grad()
     def put(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None) -> None:
@@ -184,20 +183,20 @@ class StateByParameter:
         kept = self.passes.kept("state")
         for number, start, end in self.pieces[i]:
             part = torch.zeros_like(moment[start:end]) if own is None else own[start:end]
-            if not self.gathers:
+            if self.owner is None:
                 kept[number].copy_(moment[start:end] + part)
                 continue
             if i < self.sparsified:
                 kept[number].copy_(part)
-            if self.passes.owns(number):  # type: ignore[attr-defined]
-                self.passes.share_of(self.passes.common, number).copy_(moment[start:end])  # type: ignore[attr-defined]
+            if self.owner.owns(number):
+                self.owner.share_of(self.owner.common, number).copy_(moment[start:end])
 
     @torch.no_grad()
     def put_master(self, i: int, values: Tensor) -> None:
         """Takes a parameter's FP32 values (n,) into the master, where there is one, and as far as it is here."""
         kept = self.passes.kept("master")
         for number, start, end in self.pieces[i] if kept else ():
-            if not self.gathers or self.passes.owns(number):  # type: ignore[attr-defined]
+            if self.owner is None or self.owner.owns(number):
                 kept[number].copy_(values[start:end])
 
     @torch.no_grad()
@@ -294,7 +293,7 @@ class StateByParameter:
     def _parts(self, i: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
         """moment and own residual, FP32 (n,), new tensors on the device."""
         kept, size, device = self.passes.kept("state"), self.scape.ordered[i].size, self.passes.device
-        if not self.gathers:
+        if (owner := self.owner) is None:
             state = kept[i].to(device)
             if held is None:
                 moment, own = state.clone(), torch.zeros_like(state)
@@ -304,7 +303,7 @@ class StateByParameter:
             own = torch.zeros(size, device=device)
             for number, start, end in self.pieces[i] if i < self.sparsified else ():
                 own[start:end] = kept[number]
-            moment = self._assembled(i, lambda number: self.passes.share_of(self.passes.common, number))  # type: ignore
+            moment = self._assembled(i, lambda number: owner.share_of(owner.common, number))
         if self._carries:
             for number, start, end in self.pieces[i]:
                 where = self._where(held, start, end)
@@ -315,7 +314,7 @@ class StateByParameter:
         """A parameter whose pieces lie with their owners, whole, on every replica. A collective call."""
         whole = torch.zeros(self.scape.ordered[i].size, device=self.passes.device)
         for number, start, end in self.pieces[i]:
-            if self.passes.owns(number):  # type: ignore[attr-defined]
+            if self.owner is not None and self.owner.owns(number):
                 whole[start:end] = part_of(number)
         # The bits are added, all but one of them zeros, so that they stay what they are.
         self.scape.collectives.sum_over_replicas(whole.view(torch.int32))
@@ -325,7 +324,7 @@ class StateByParameter:
         kept = self.passes.kept("master")
         if not kept:
             return None
-        return self._assembled(i, lambda number: kept[number]).cpu() if self.gathers else kept[i]
+        return self._assembled(i, lambda number: kept[number]).cpu() if self.owner is not None else kept[i]
 
     def _where(self, held: Tensor | None, start: int, end: int) -> Any:
         return slice(None) if held is None else held[start:end].nonzero().view(-1)
@@ -352,10 +351,10 @@ class StateByParameter:
                     self._where(held, start, end),
                     for_moment(self.passes.wire_residual_of(number), self.beta1(i)),
                 )
-                if not self.gathers:
+                if self.owner is None:
                     state = kept[number]  # on the host, where it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where
                     state[where] += lost.to(state.device)
-                elif self.passes.owns(number):  # type: ignore[attr-defined]
-                    self.passes.share_of(self.passes.common, number)[where] += lost  # type: ignore[attr-defined]
+                elif self.owner.owns(number):
+                    self.owner.share_of(self.owner.common, number)[where] += lost
         errors.zero_()

@@ -109,15 +109,14 @@ class ScaledTensor(torch.Tensor):
         return None if out is not None else (all_gather_outputs[0], ())
 
 
-def share_scale(parameter: Tensor, scale: Tensor) -> None:
-    """Moves the parameter's scale, and that of all its views, into this float64 ()."""
+def share_scale(parameter: Tensor, scale: Tensor, writes: bool = True) -> None:
+    """Copies the parameter's scale into this float64 (), which the parameter and its views take over if it `writes`."""
     own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     if not isinstance(own, ScaledTensor) or own.scale is None:
-        raise ValueError(
-            "update = 'sharded' needs weights with a scale; make them by hold_in_bfloat16(module, scaled=True)"
-        )
+        raise ValueError("update = 'sharded' needs weights with a scale; call hold_in_bfloat16 with scaled=True")
     scale.copy_(own.scale)
-    own.scale.set_(scale)
+    if writes:
+        own.scale.set_(scale)
 
 
 @torch.no_grad()

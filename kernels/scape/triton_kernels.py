@@ -26,6 +26,7 @@ from kernels.common.triton_common import (
     STATE,
     VISITED_COLUMNS,
     VISITED_ROWS,
+    adams,
     cell,
     count_bits,
     entries,
@@ -196,13 +197,16 @@ def squares_kernel(tiles, rates, payload, last, partial, TILE: tl.constexpr, EAS
     tl.store(partial + tl.program_id(0), tl.sum(gh * gh) * rate(rates, tensor, COUNTED))
 
 
-@triton.jit(do_not_specialize=["in_use_masked"])
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked"])
 def squares_in_place_kernel(
     tiles,
     table,
     rates,
     in_use,
+    previous,
     in_use_masked,
+    previous_masked,
+    payload,
     partial,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -220,31 +224,6 @@ def squares_in_place_kernel(
     before = tl.load(pointer(table, tensor, STATE, tl.float32, False) + first + local, mask=inside, other=0.0)
     gh = (mean - before * rate(rates, tensor, BETA1)) / rate(rates, tensor, ONE_MINUS_BETA1)
     tl.store(partial + tl.program_id(0), tl.sum(tl.where(used, gh * gh, 0.0)) * rate(rates, tensor, COUNTED))
-
-
-@triton.jit
-def adams(
-    before,
-    gradient,
-    clipped,
-    beta1,
-    gradient_rate,
-    beta2,
-    square_rate,
-    eps,
-    unbias1,
-    unbias2,
-    CLIP_MOMENT: tl.constexpr,
-):
-    """AdamS: the new moment, and the step without the learning rate, from last step's moment and the gradient.
-
-    unbias1, unbias2: 1 / (1 - beta^t) of both moments. `clipped` is what the second moment sees.
-    """
-    second = before * before * beta2 + clipped * clipped * square_rate
-    if CLIP_MOMENT:
-        gradient = clipped
-    moment = before * beta1 + gradient * gradient_rate
-    return moment, moment * unbias1 / (tl.sqrt_rn(second * unbias2) + eps)
 
 
 @triton.jit
@@ -298,12 +277,12 @@ def update_kernel(
     tiles,
     table,
     rates,
-    corrections,
     in_use,
     previous,
     in_use_masked,
     previous_masked,
     payload,
+    corrections,
     last,
     fresh_counts,
     relative,
@@ -316,12 +295,15 @@ def update_kernel(
     EASY: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
+    WRITES: tl.constexpr,
     SCALED: tl.constexpr,
     KEEPS: tl.constexpr,
     LEAST: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
+
+    WRITES: whether new values go into the parameters; another replica of the process may do that.
 
     SCALED: by staleness, see `relative`. KEEPS: share of the moment that entries keep whose step was scaled. Where not
     COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
@@ -330,9 +312,10 @@ def update_kernel(
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
-    parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
-    parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    decayed = parameter - parameter * rate(rates, tensor, DECAY)
+    if WRITES:
+        parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+        parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        decayed = parameter - parameter * rate(rates, tensor, DECAY)
 
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
@@ -347,8 +330,9 @@ def update_kernel(
     to_gradient = 1.0 / gradient_rate
     mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
     if COMPACT:
-        tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
-        tl.debug_barrier()  # the entries of the mask are changed below, by other threads
+        if WRITES:
+            tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
+            tl.debug_barrier()  # the entries of the mask are changed below, by other threads
         base, at_payload = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
@@ -369,8 +353,9 @@ def update_kernel(
                 step, moment = scaled(
                     step, moment, newly, table, tensor, relative, mean_staleness, max_staleness, first, at, KEEPS, LEAST
                 )
-            value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
-            tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
+            if WRITES:
+                value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
+                tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
             tl.store(states + at, moment, mask=some)
             bits = bits & (bits - 1)
             at_payload += 1
@@ -388,6 +373,7 @@ def update_kernel(
             step, moment = scaled(
                 step, moment, newly, table, tensor, relative, mean_staleness, max_staleness, first, local, KEEPS, LEAST
             )
-        value = decayed - tl.where(changed, step * lr, 0.0)
-        tl.store(parameters + local, value.to(DTYPE), mask=inside)
+        if WRITES:
+            value = decayed - tl.where(changed, step * lr, 0.0)
+            tl.store(parameters + local, value.to(DTYPE), mask=inside)
         tl.store(states + local, tl.where(changed, moment, state), mask=inside)

@@ -10,7 +10,8 @@ Functions work on one owned piece of one tensor, n entries. Names are those of `
 import torch
 from torch import Tensor
 
-from kernels.scape.reference import gated, known_false, unpack_bits
+from kernels.common.gating import gated, known_false
+from kernels.scape.reference import unpack_bits
 
 
 def carried(common: Tensor, previous: Tensor | None, beta1: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the owner of entries does in the sharded form of SCAPE as Triton kernels; `reference_gather.py` specifies it.
+"""What the owner of entries does in the sharded form of SCAPE as Triton kernels; `reference_owner.py` specifies it.
 
 The mean of what was sent, then the synchronised gradient, then the new values lie in the owner's row of the payload
 where COMPACT, else in the gradients' storage, at the entries themselves.
@@ -21,6 +21,7 @@ from kernels.common.triton_common import (
     ONE_MINUS_BETA2,
     PARAMETER,
     START,
+    adams,
     cell,
     count_bits,
     entries,
@@ -32,7 +33,7 @@ from kernels.common.triton_common import (
     spread,
     tile_of,
 )
-from kernels.scape.triton_scape import adams, masks_of_tile, mean_of_tensor, scaled
+from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled
 
 
 @triton.jit
@@ -101,12 +102,12 @@ def owned_update_kernel(
     tiles,
     table,
     rates,
-    corrections,
     in_use,
     previous,
     in_use_masked,
     previous_masked,
     payload,
+    corrections,
     fresh_counts,
     relative,
     max_staleness,
@@ -227,13 +228,15 @@ def owned_update_kernel(
             tl.store(parameters + local, tl.where(changed, changed_value, value), mask=inside)
 
 
-@triton.jit(do_not_specialize=["in_use_masked"])
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked"])
 def write_kernel(
     tiles,
     table,
     rates,
     in_use,
+    previous,
     in_use_masked,
+    previous_masked,
     wire,
     applied,
     ROWS: tl.constexpr,

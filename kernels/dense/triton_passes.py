@@ -6,9 +6,9 @@ from torch import Tensor
 
 from kernels.common import launching
 from kernels.common.launching import Table, Tiles, Writable, aligned, as_flag
+from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
-from kernels.dense import triton_dense
-from kernels.scape.passes import Rates
+from kernels.dense import triton_kernels
 
 # Entries of a tile and of each of its warps.
 _TILE, _WARP = 4096, 512
@@ -48,7 +48,7 @@ class Finite:
         bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
         for listed, easy, dtype in tiles.lists(tuple(tiles.whole()), kinds):
             launching.launch(
-                triton_dense.finite_kernel,
+                triton_kernels.finite_kernel,
                 (len(listed),),
                 listed,
                 table,
@@ -97,7 +97,7 @@ class TritonAdams:
         kinds = tuple((aligned(g, p, m), (p.dtype, g.dtype)) for g, p, m in columns)
         for listed, easy, (dtype, gradient_dtype) in self._tiles.lists(tuple(self._tiles.whole()), kinds):
             launching.launch(
-                triton_dense.adams_kernel,
+                triton_kernels.adams_kernel,
                 (len(listed),),
                 listed,
                 table,

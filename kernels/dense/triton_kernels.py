@@ -14,12 +14,12 @@ from kernels.common.triton_common import (
     ONE_MINUS_BETA2,
     PARAMETER,
     STATE,
+    adams,
     entries,
     pointer,
     rate,
     tile_of,
 )
-from kernels.scape.triton_scape import adams
 
 
 @triton.jit

@@ -1,0 +1,128 @@
+"""What the passes of a step are given, and where its payload lies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+from torch import Tensor
+
+from kernels.common.rates import Rates
+from kernels.scape.blocks import Mask
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tensors of a step, in the order of the passes' `sizes`, and its scalars.
+
+    parameters: local shards, any floating-point dtype; written by `update`. With a master, copies of it.
+    gradients: flat and contiguous; their storage is scratch space from here on.
+    in_use, previous: A and P.
+    next_density: of the mask to select.
+    applied: bool (); false leaves all that lasts as it is, and payload and selection undefined.
+    steps: float64 (), applied steps, this one included; read by `update`, as the following are.
+    clip: FP32 (), factor on the synchronised gradient.
+    clip_moment: whether the first moment sees it, too; false is the paper's printed form.
+    """
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    rates: list[Rates]
+    in_use: Mask
+    previous: Mask
+    next_density: float
+    applied: Tensor
+    steps: Tensor
+    clip: Tensor
+    clip_moment: bool = True
+
+    @property
+    def masked(self) -> bool:
+        """Whether neither of the masks is all ones."""
+        return not (self.in_use.dense or self.previous.dense)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs.
+
+    From `filled` on it is padding.
+    """
+
+    first: int
+    end: int
+    start: int
+    filled: int
+    stop: int
+
+    def __contains__(self, tensor: int) -> bool:
+        return self.first <= tensor < self.end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is selected, and how the payload goes.
+
+    selection: "block" or "tensor".
+    density: the target density, for which there is a payload buffer.
+    replica: whose run to select in; None selects in all of them (a dry run, where nobody else does).
+    chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
+    granularity: each part's stretch is padded to a multiple of so many entries.
+    carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
+    """
+
+    selection: str
+    density: float
+    replica: int | None
+    chunk_entries: int = 0
+    granularity: int = 1
+    carries: bool = False
+
+
+@dataclass(frozen=True)
+class InBuffer:
+    """The payload lies in a buffer of its own: at the target density, part by part, so that one part can be exchanged
+    while the next is packed.
+
+    positions: where each tensor's entries start.
+    """
+
+    compact: ClassVar[bool] = True
+    parts: tuple[Part, ...]
+    positions: Sequence[int]
+
+    @property
+    def entries(self) -> int:
+        return self.parts[-1].stop
+
+    @staticmethod
+    def of(counts: Sequence[int], chunk_entries: int, granularity: int) -> "InBuffer":
+        """Of tensors with so many entries each: one behind the other, none cut."""
+        chunks = max(1, round(sum(counts) / chunk_entries)) if chunk_entries else 1
+        parts: list[Part] = []
+        positions: list[int] = []
+        first = start = stop = taken = 0
+        for i, count in enumerate(counts):
+            positions.append(stop)
+            stop += count
+            taken += count
+            # A part ends where its share of the whole is reached.
+            if i + 1 == len(counts) or taken * chunks >= sum(counts) * (len(parts) + 1):
+                filled, stop = stop, -(-stop // granularity) * granularity
+                parts.append(Part(first, i + 1, start, filled, stop))
+                first, start = i + 1, stop
+        return InBuffer(tuple(parts), positions)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The payload of a denser mask lies in the gradients' own storage, all of it one part: nothing of the model's size
+    is ever allocated. Last step's moment on it lies in the state."""
+
+    compact: ClassVar[bool] = False
+    parts: tuple[Part, ...]
+    positions: Sequence[int]
+
+    @staticmethod
+    def of(counts: Sequence[int]) -> "InPlace":
+        return InPlace((Part(0, len(counts), 0, 0, 0),), [0, *accumulate(counts)][:-1])
