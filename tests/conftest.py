@@ -11,17 +11,26 @@ if os.environ.get("SCAPE_GPU_TESTS") != "1":
         os.environ[_name] = ""
 
 import pytest
-import torch
 from hypothesis import settings
 
+from tests import server
 from tests.pool import Pool
-from torchtitan_scape import device
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(1)
-device.prepare()
 settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True, database=None)
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # this process runs no test: its streams do, and share the server
+        server.address()
+        return
+    import torch
+
+    from torchtitan_scape import device
+
+    torch.set_num_threads(1)
+    device.prepare()
 
 
 @pytest.fixture(scope="session")

@@ -91,13 +91,17 @@ def run(
 
 @functools.cache
 def address() -> str:
-    """Where this process's server listens; the first call starts it."""
+    """Where the server listens. The first call starts it; processes that are started after that share it."""
+    if ADDRESS in os.environ:
+        return os.environ[ADDRESS]
     folder = tempfile.mkdtemp()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"{folder}/server")
     listener.listen(64)
     number = listener.fileno()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **hidden, **own}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.server", "serve", str(number)], cwd=ROOT, env=environment, pass_fds=[number]
     )
@@ -114,7 +118,8 @@ def address() -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
-    return f"{folder}/server"
+    os.environ[ADDRESS] = f"{folder}/server"
+    return os.environ[ADDRESS]
 
 
 def python() -> str:
@@ -221,9 +226,11 @@ def main(arguments: list[str]) -> NoReturn:
             traceback.print_exc()
             os._exit(1)
     if arguments[0] == "-m" and arguments[1].startswith(OURS):
-        process = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ.pop(ADDRESS))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        process = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ[ADDRESS])
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        for number in numbers:
             signal.signal(number, lambda number, _: os.kill(process.pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher blocks them until its ranks listen
         code = process.wait()
         os._exit(code if code >= 0 else 128 - code)
     os.execv(sys.executable, [sys.executable, *arguments])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from scripts.faults.fault_runs import TINY, Launch, differences, free_endpoint, seconds_until_gone
+from tests import server
 from tests.pool import Pool
 from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
 from tests.server import Process
@@ -20,6 +21,13 @@ from torchtitan_scape.runtime import launch
 
 STEPS = 16
 ARGUMENTS = [*TINY, f"--training.steps={STEPS}"]
+
+
+@pytest.fixture
+def forks() -> dict[str, str]:
+    """For launchers that shall have the server fork their ranks; in --slow ranks are real, too."""
+    return {"PYTHON_EXEC": server.python()}
+
 
 # ---------------------------------------------------------------------------------------------------- liveness
 
@@ -122,7 +130,7 @@ def test_restarts_are_counted_until_one_comes_further(
     "kills", [[(0, True)], pytest.param([(1, False), (0, True)], marks=pytest.mark.slow)], ids=["one", "two"]
 )
 def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
-    kills: list[tuple[int, bool]], pool2: Pool, tmp_path: Path
+    kills: list[tuple[int, bool]], pool2: Pool, forks: dict[str, str], tmp_path: Path
 ) -> None:
     """Killed ranks of either node, one while a checkpoint is written; then SIGUSR1 to one launcher of the two.
 
@@ -132,7 +140,9 @@ def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
     whole, folder = tmp_path / "whole", tmp_path / "run"
     pool2(train, str(whole), ARGUMENTS)
     dice = random.Random(0)
-    with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1, environment={"MAX_RESTARTS": "2"}) as run:
+    python = forks if len(kills) == 1 else {}
+    environment = {"MAX_RESTARTS": "2", **python}
+    with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1, environment=environment) as run:
         for start, (victim, during_a_save) in enumerate(kills, start=1):
             run.wait_for_training(start)
             if during_a_save:
@@ -148,13 +158,15 @@ def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
         run.launchers[0].send_signal(signal.SIGUSR1)
         assert run.wait(60) == [75, 75], run.output()
         assert "Stopped on request at step" in run.output() and "Traceback" not in run.output()
-    with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1) as run:
+    with Launch(ARGUMENTS, folder, nodes=2, ranks_per_node=1, environment=python) as run:
         assert run.wait(120) == [0, 0], run.output()
         assert "Training starts at step 1\n" not in run.output()
     assert differences(whole / f"checkpoint/step-{STEPS}", folder / f"checkpoint/step-{STEPS}", tmp_path) == []
 
 
-def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(tmp_path: Path) -> None:
+def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(
+    forks: dict[str, str], tmp_path: Path
+) -> None:
     """Also: two signals end a run at once, here before it has begun anything."""
     (tmp_path / "broken.toml").write_text("[training\n")
     recipes = ["train_configs/embedded.toml", str(tmp_path / "broken.toml")]
@@ -163,7 +175,7 @@ def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(tm
         own = {**os.environ, **environment, "CONFIG_FILE": recipes[node]}
         return subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
-    environment = {"MAX_RESTARTS": "3", "NNODES": "2", "RDZV_ENDPOINT": free_endpoint()}
+    environment = {"MAX_RESTARTS": "3", "NNODES": "2", "RDZV_ENDPOINT": free_endpoint(), **forks}
     with Launch(ARGUMENTS, tmp_path, nodes=2, ranks_per_node=1, environment=environment, start=start) as run:
         assert run.wait(60) == [2, 2], run.output()
     lines = [line for line in run.output().splitlines() if "] error: " in line]
@@ -171,9 +183,11 @@ def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(tm
     assert "starting again" not in run.output()
 
 
-def test_a_stop_without_checkpoints_says_that_nothing_was_saved_and_two_end_at_once(tmp_path: Path) -> None:
+def test_a_stop_without_checkpoints_says_that_nothing_was_saved_and_two_end_at_once(
+    forks: dict[str, str], tmp_path: Path
+) -> None:
     arguments = [*ARGUMENTS, "--checkpoint.no-enable", "--training.steps=1000"]
-    with Launch(arguments, tmp_path, environment={"MAX_RESTARTS": "1"}) as run:
+    with Launch(arguments, tmp_path, environment={"MAX_RESTARTS": "1", **forks}) as run:
         run.wait_for_training(1)
         os.kill(run.ranks()[1], signal.SIGTERM)  # one rank alone: the others agree
         assert run.wait(30) == [4], run.output()

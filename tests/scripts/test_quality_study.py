@@ -17,6 +17,7 @@ from scripts.studies.quality_costs import MACHINES, elapsed, method_of, step_sec
 from scripts.studies.quality_report import write_report
 from scripts.studies.quality_settings import at, reached
 from scripts.studies.quality_study import Queue, cumulative, main, thin
+from tests import server
 from torchtitan_scape.planner.volumes import Method
 
 HEAD = """
@@ -396,7 +397,7 @@ def test_a_real_run_is_stored(tmp_path: Path) -> None:
     tiny["options"] = {"validation.steps": 1, "validation.local_batch_size": 2}
     grid = declare(tmp_path / "grid.toml", tiny)
     options = ["--grid", str(grid), "--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    assert main(["run", *options]) == 0
+    assert main(["run", *options], trainer=(server.python(), *quality_study.TRAINER[1:])) == 0
     (path,) = (tmp_path / "out" / "cells").iterdir()
     cell = json.loads(path.read_text())
     assert cell["parameters"] == 200_720 and cell["tokens"] == 2048 and len(cell["corpus"]) == 12
