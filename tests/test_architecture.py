@@ -7,8 +7,6 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("torchtitan_scape", "kernels", "topology", "scripts")
 # What modules of a package or folder may import of the product.
@@ -146,7 +144,6 @@ def test_rooms_need_each_other_one_way() -> None:
     assert circle(edges) == []
 
 
-@pytest.mark.xfail(reason="parts of sync.scape name the optimizer that they are parts of")
 def test_no_circle_is_hidden_in_types() -> None:
     assert circle(graph(lambda imports: imports.all)) == []
 

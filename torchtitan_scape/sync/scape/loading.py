@@ -4,17 +4,14 @@ Blocks, runs and masks follow the layout. Under another one, the next step is de
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, incoming_of
+from torchtitan_scape.sync.scape.parts import Parts
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.shards import Shard, local, stored
-
-if TYPE_CHECKING:
-    from torchtitan_scape.sync.scape.optimizer import Scape
 
 
 def incoming_from_scape(kinds: dict[str, Tensor], reader: Reader, device: torch.device) -> Incoming:
@@ -31,7 +28,7 @@ def incoming_from_scape(kinds: dict[str, Tensor], reader: Reader, device: torch.
 
 
 @torch.no_grad()
-def load_scape(each: Sequence["Scape"], reader: Reader, as_it_lies: bool, step: int) -> str:
+def load_scape(each: Sequence[Parts], reader: Reader, as_it_lies: bool, step: int) -> str:
     """Takes a checkpoint's state into the optimizers of this process's replicas, settled. A collective call.
 
     as_it_lies: method, layout and options are those of the run that saved, as far as the state depends on them.

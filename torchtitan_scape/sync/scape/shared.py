@@ -1,20 +1,16 @@
 """What all replicas hold alike of SCAPE's state: for the consistency check."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.updaters import Owner
 from torchtitan_scape.sync.consistency import Shared
+from torchtitan_scape.sync.scape.parts import Parts
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.shards import stored
 
-if TYPE_CHECKING:
-    from torchtitan_scape.sync.scape.optimizer import Scape
 
-
-def shared_by_scape(scape: "Scape") -> list[Shared]:
+def shared_by_scape(scape: Parts) -> list[Shared]:
     """Of SCAPE, behind `settle`: parameters with their scales, masks, visit rates, and a master that all have."""
     passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
     cut = [[tensor for tensor, _, _ in pieces] for pieces in StateByParameter(scape).pieces]

@@ -16,7 +16,7 @@ pending = b1 * moment + mean of residuals.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.updaters import Owner
 from torchtitan_scape.sync.base import State
+from torchtitan_scape.sync.scape.parts import Parts
 from torchtitan_scape.sync.shards import local, stored
-
-if TYPE_CHECKING:
-    from torchtitan_scape.sync.scape.optimizer import Scape
 
 
 def for_moment(residual: Tensor, beta1: float) -> Tensor:
@@ -50,7 +48,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 class StateByParameter:
     """The state of a `Scape` by parameter; parameters are numbered as in `scape.ordered`, sparsified ones first."""
 
-    def __init__(self, scape: "Scape") -> None:
+    def __init__(self, scape: Parts) -> None:
         self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
         self.owner = self.passes.updater if isinstance(self.passes.updater, Owner) else None
         self.blocks: BlockLayout = self.passes.updater.tensors

@@ -1,17 +1,13 @@
 """Figures of a SCAPE step for the log."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kernels.scape import reference
-
-if TYPE_CHECKING:
-    from torchtitan_scape.sync.scape.optimizer import Scape
+from torchtitan_scape.sync.scape.parts import Parts
 
 
-def statistics(scape: "Scape") -> dict[str, float]:
+def statistics(scape: Parts) -> dict[str, float]:
     """See `Scape.statistics`."""
     masks, passes, layout = scape.masks, scape.passes, scape.masks.layout
     in_use, previous = masks.of_moment(scape.guard.last_applied())
