@@ -10,7 +10,7 @@ def known_false(flag: Tensor) -> bool:
 
 
 def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where the step is applied; behind `known_false`."""
+    """`new` where the step is applied; after `known_false`."""
     return new if applied.is_cpu else torch.where(applied, new, old)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (tensor, first block, block behind the last one)
+# (tensor, first block, block after the last one)
 Range = tuple[int, int, int]
 
 
@@ -70,7 +70,7 @@ class Tiles:
         launches: dict[tuple[bool, Any], list[Tensor]] = {}
         for tensor, first, end in ranges:
             aligned, kind = kinds[tensor]
-            # Blocks behind `complete` are not full.
+            # Blocks from `complete` on are not full.
             complete = min(end, self.sizes[tensor] // self.block_size) if aligned else first
             easy = max(0, complete - first) // self.rows * self.rows
             for is_easy, start, stop in ((True, first, first + easy), (False, first + easy, end)):

@@ -1,7 +1,7 @@
 """Optimizer state in host memory, of which two groups of tensors at a time are on the device.
 
 A pass walks over its tensors: while it works on a group, the next one is fetched on a side stream, and what it has
-written goes back behind it. Host memory is locked ("pinned"), so that copies need no host. On a CPU the same copies are
+written goes back after it. Host memory is locked ("pinned"), so that copies need no host. On a CPU the same copies are
 made in turn.
 """
 
@@ -25,13 +25,13 @@ class InTurn:
         target.copy_(source)
 
     def record(self) -> Any:
-        """A mark behind the copies so far, for `main_waits`."""
+        """A mark after the copies so far, for `main_waits`."""
 
     def main_waits(self, event: Any) -> None:
-        """Work queued from here on runs behind the mark."""
+        """Work queued from here on runs after the mark."""
 
     def wait_for_main(self) -> None:
-        """Copies from here on run behind all work queued so far."""
+        """Copies from here on run after all work queued so far."""
 
     def finish(self) -> None:
         """Returns when all copies are done."""
@@ -118,14 +118,14 @@ class Window:
         return self._sequences[key]
 
     def arrive(self, stretch: Stretch, following: Stretch | None) -> None:
-        """Waits for a stretch, on the device, and starts fetching the one behind it."""
+        """Waits for a stretch, on the device, and starts fetching the one after it."""
         self._fetch(stretch)
         self._side.main_waits(self._coming.pop(stretch))
         if following is not None:
             self._fetch(following)
 
     def leave(self, stretch: Stretch, changed: bool) -> None:
-        """Writes a stretch back behind the work that is queued on it."""
+        """Writes a stretch back after the work that is queued on it."""
         self._side.wait_for_main()  # also where nothing is written: the buffer is another group's next
         if changed:
             there, here = self._both(stretch)

@@ -1,14 +1,19 @@
 """What parameters and replicas must have in common for SCAPE."""
 
+import logging
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from kernels.scape.blocks import BlockLayout
 from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.weights import ScaledTensor
 from torchtitan_scape.sync.shards import Shard, local
+
+logger = logging.getLogger(__name__)
 
 
 def check_one_device(shards: list[Shard]) -> None:
@@ -74,3 +79,31 @@ def check_replicas_agree(
                 f"rank {rank} has {key}={other.get(key)!r}, rank {dist.get_rank()} has "
                 f"{mine[key]!r}; every replica needs the same model and the same options"
             )
+
+
+def warn_of_density(sparse: Sequence[Shard], options: ScapeOptions) -> None:
+    """Says it where the density is less than an entry a block."""
+    density, size = options.density, options.block_size
+    if options.selection == "block" and sparse and round(density * size) == 0:
+        share = BlockLayout(tuple(s.size for s in sparse), size, 1).share(density)
+        logger.warning(
+            f"density {density:g} of a block of {size} entries is less than one: one is selected in each, which is a "
+            f"density of {share:.3g}"
+        )
+
+
+def backend_for(selection: str, kernels: str, backend: str, tells: bool) -> str:
+    """The passes' backend: the paper's selection runs in PyTorch on every device, which is said if `tells`.
+
+    Raises ValueError where `kernels` asks for Triton all the same.
+    """
+    if selection != "tensor" or backend == "torch":
+        return backend
+    if kernels == "triton":
+        raise ValueError(
+            "kernels is 'triton', and selection 'tensor' runs in PyTorch only; choose kernels 'auto', or selection "
+            "'block'"
+        )
+    if tells:
+        logger.warning("selection 'tensor' runs in PyTorch, not in Triton")
+    return "torch"

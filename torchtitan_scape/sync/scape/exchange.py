@@ -27,7 +27,7 @@ class Arriving:
     lost: Tensor | None = None
 
     def wait(self) -> None:
-        """Behind it the mean has arrived, and what rounding lost is kept for the next step."""
+        """After it the mean has arrived, and what rounding lost is kept for the next step."""
         self.handle.wait()
         if self.lost is not None:
             self.passes.keep_wire_residual(self.part, self.lost)

@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from kernels import choose, finite_check, scape_passes
+from kernels import choose, finite_check
 from kernels.common.rates import Rates
-from kernels.scape.blocks import BlockLayout, density_at
-from kernels.scape.step import Part, Plan, Step
-from kernels.scape.visits import Staleness
-from topology.chunks import CHUNK_ENTRIES
+from kernels.scape.blocks import density_at
+from kernels.scape.step import Part, Step
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.process_groups import collectives_of
@@ -23,12 +21,20 @@ from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.sync.options import check_hyperparameters
-from torchtitan_scape.sync.scape.agreement import check_one_device, check_replicas_agree, check_weights, describe, split
-from torchtitan_scape.sync.scape.exchange import Arriving, ReplicatedExchange, ShardedExchange
+from torchtitan_scape.sync.scape.agreement import (
+    backend_for,
+    check_one_device,
+    check_replicas_agree,
+    check_weights,
+    describe,
+    split,
+    warn_of_density,
+)
+from torchtitan_scape.sync.scape.compose import compose
+from torchtitan_scape.sync.scape.exchange import Arriving
 from torchtitan_scape.sync.scape.loading import load_scape
 from torchtitan_scape.sync.scape.masks import DelayedMasks
 from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.scape.sharded import replicated, sharded
 from torchtitan_scape.sync.scape.shared import shared_by_scape
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.statistics import statistics
@@ -94,7 +100,6 @@ class Scape(Optimizer):
             raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.options, self.max_norm = options, max_norm
-        density, block_size = options.density, options.block_size
         self._shards = collect_shards(self.param_groups)
         check_one_device(self._shards)
         check_weights(self._shards, options.weights_dtype)
@@ -104,17 +109,12 @@ class Scape(Optimizer):
             replicas = collectives_of(replicas, model)
         self.collectives = replicas
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
-        rounds = options.wire_dtype == "bfloat16" and replicas.replicas > 1 and density < 1.0
-
         sparse, dense = split(self._shards, options.dense_names)
         self.ordered = sparse + dense  # the order of the state and of the payload
-        layout = BlockLayout(tuple(s.size for s in sparse), block_size, replicas.replicas)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank == 0 and options.selection == "block" and sparse and round(density * block_size) == 0:
-            logger.warning(
-                f"density {density:g} of a block of {block_size} entries is less than one: one is selected in each, "
-                f"which is a density of {layout.share(density):.3g}"
-            )
+        tells = rank == 0 and replicas.writes  # of replicas that one process plays one speaks for all
+        if tells:
+            warn_of_density(sparse, options)
         self.fingerprint = {
             **describe(self.ordered, len(sparse)),
             "replicas": replicas.replicas,
@@ -126,40 +126,10 @@ class Scape(Optimizer):
         check_replicas_agree(replicas, self.fingerprint | others, self.param_groups)
         replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
         device = local(self._shards[0].parameter).device
-        backend = passes_backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
-        if options.selection == "tensor" and backend == "triton":
-            if kernels == "triton":
-                raise ValueError(
-                    "kernels is 'triton', and selection 'tensor' runs in PyTorch only; choose kernels 'auto', or "
-                    "selection 'block'"
-                )
-            passes_backend = "torch"
-            if rank == 0:
-                logger.warning("selection 'tensor' runs in PyTorch, not in Triton")
+        backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
         self.timer = PhaseTimer(device.type)
-        staleness = None
-        if options.staleness_scaling:
-            columns = tuple(shard.columns for shard in sparse)
-            staleness = Staleness(columns, options.max_staleness, options.keep_moment)
-        chunk_bytes = options.chunk_bytes or 4 * CHUNK_ENTRIES
-        plan = Plan(
-            options.selection,
-            density,
-            replica=None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
-            chunk_entries=chunk_bytes // 4 if replicas.replicas > 1 else 0,
-            granularity=replicas.granularity(rounds),
-            carries=rounds,
-        )
-        more: dict[str, Any] = {"offload": options.offload, "staleness": staleness}
-        self.exchange: ReplicatedExchange | ShardedExchange
-        if options.update == "sharded":
-            owner, self.pieces = sharded(sparse, dense, layout, options, replicas, device)
-            self.passes = scape_passes(passes_backend, owner, plan, device, **more)
-            self.exchange = ShardedExchange(self.passes, owner, replicas, rounds)
-        else:
-            updater, self.pieces = replicated(sparse, dense, layout, options, replicas.writes)
-            self.passes = scape_passes(passes_backend, updater, plan, device, **more)
-            self.exchange = ReplicatedExchange(self.passes, replicas, rounds)
+        passes_backend = backend_for(options.selection, kernels, backend, tells)
+        self.passes, self.exchange, self.pieces = compose(sparse, dense, options, replicas, device, passes_backend)
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
 
@@ -288,7 +258,7 @@ class Scape(Optimizer):
 
     @torch.no_grad()
     def send_all(self) -> None:
-        """Makes the next step dense: its mask is all ones, and no residual is left behind it. A collective call."""
+        """Makes the next step dense: its mask is all ones, and no residual is left after it. A collective call."""
         self.settle()
         if self.attempted_steps == 0 or self.masks.in_use.dense:
             return

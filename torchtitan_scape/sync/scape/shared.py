@@ -11,7 +11,7 @@ from torchtitan_scape.sync.shards import stored
 
 
 def shared_by_scape(scape: Parts) -> list[Shared]:
-    """Of SCAPE, behind `settle`: parameters with their scales, masks, visit rates, and a master that all have."""
+    """Of SCAPE, after `settle`: parameters with their scales, masks, visit rates, and a master that all have."""
     passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
     cut = [[tensor for tensor, _, _ in pieces] for pieces in StateByParameter(scape).pieces]
     states = passes.kept("state")
@@ -30,7 +30,7 @@ def shared_by_scape(scape: Parts) -> list[Shared]:
         if visits and number < len(visits.rows):
             start, end, mean = visits.places[2 * number], visits.places[2 * number + 2], visits.places[-1] + number
             parts += [("visit rates", visits.rates[start:end]), ("visit rates", visits.rates[mean : mean + 1])]
-        # Behind `settle` the moment lives on the previous mask. In the sharded form the owner has it: here there is the
+        # After `settle` the moment lives on the previous mask. In the sharded form the owner has it: here there is the
         # residual, zero on that mask.
         held = [(tensor, masks.previous if tensor in sparse else None) for tensor in own]
         on_mask = [(states[i], masks.layout.bits(mask, i) if mask else None) for i, mask in held]

@@ -73,7 +73,7 @@ class StateByParameter:
         """Everything by (kind, parameter's name), of local shape.
 
         residual: "exact"; "mean", which has the replicas' mean in `moment` instead; or "drop". A collective call,
-        behind `settle`. What is no copy changes with the next step.
+        after `settle`. What is no copy changes with the next step.
         """
         self.passes.finish()
         found: dict[tuple[str, str], Tensor] = {}
@@ -163,7 +163,7 @@ class StateByParameter:
         return bool(self.passes.masters)
 
     def learned_extras(self) -> None:
-        """To be called behind filling `extras`."""
+        """To be called after filling `extras`."""
         if self.owner is not None and self.scape.bf16_weights:
             self.owner.load_scales(self.owner.scales)
 
@@ -216,7 +216,7 @@ class StateByParameter:
     # ------------------------------------------------------------------------------- the same layout again
 
     def whole(self) -> dict[str, Any]:
-        """Of this replica, behind `settle`: all that steps to come depend on but the parameters. A collective call."""
+        """Of this replica, after `settle`: all that steps to come depend on but the parameters. A collective call."""
         guard = self.scape.guard
         return {
             "fingerprint": {**self.scape.fingerprint, "replica": self.scape.collectives.replica},

@@ -125,7 +125,7 @@ def hold_in_bfloat16(module: nn.Module, scaled: bool) -> None:
 
     What is not a BF16 number is rounded, once: a master starts from what was rounded.
 
-    Call it behind `fully_shard` and initialisation, before the first forward pass.
+    Call it after `fully_shard` and initialisation, before the first forward pass.
 
     scaled: with a scale of their own, for a sharded update.
 

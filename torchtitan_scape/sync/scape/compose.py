@@ -1,19 +1,62 @@
-"""What the tensors of a SCAPE step are, by who updates: whole shards, or pieces that belong to one replica each."""
+"""What a SCAPE step is made of, by what was chosen: passes, exchange, and the tensors that they work on."""
 
 from collections.abc import Sequence
 
 import torch
 
+from kernels import scape_passes
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.ownership import Ownership, Piece
+from kernels.scape.passes import ScapePasses
+from kernels.scape.step import Plan
 from kernels.scape.updaters import Owner, Replicated
+from kernels.scape.visits import Staleness
+from topology.chunks import CHUNK_ENTRIES
 from topology.collectives import ReplicaCollectives
+from torchtitan_scape.sync.scape.exchange import ReplicatedExchange, ShardedExchange
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.weights import share_scale
 from torchtitan_scape.sync.shards import Shard, stored
 
 # What the passes call tensors: (number of the shard, the part of it or None for all).
 Pieces = list[tuple[int, Piece | None]]
+Exchange = ReplicatedExchange | ShardedExchange
+
+
+def compose(
+    sparse: Sequence[Shard],
+    dense: Sequence[Shard],
+    options: ScapeOptions,
+    replicas: ReplicaCollectives,
+    device: torch.device,
+    backend: str,
+) -> tuple[ScapePasses, Exchange, Pieces]:
+    """Of these shards, sparsified ones first, then those that are exchanged whole. backend: "triton" or "torch"."""
+    several = replicas.replicas > 1
+    rounds = options.wire_dtype == "bfloat16" and several and options.density < 1.0
+    plan = Plan(
+        options.selection,
+        options.density,
+        replica=None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
+        chunk_entries=(options.chunk_bytes // 4 or CHUNK_ENTRIES) if several else 0,
+        granularity=replicas.granularity(rounds),
+        carries=rounds,
+    )
+    staleness = None
+    if options.staleness_scaling:
+        staleness = Staleness(tuple(s.columns for s in sparse), options.max_staleness, options.keep_moment)
+    layout = BlockLayout(tuple(s.size for s in sparse), options.block_size, replicas.replicas)
+
+    def passes_of(updater: Replicated | Owner) -> ScapePasses:
+        return scape_passes(backend, updater, plan, device, offload=options.offload, staleness=staleness)
+
+    if options.update == "sharded":
+        owner, pieces = sharded(sparse, dense, layout, options, replicas, device)
+        passes = passes_of(owner)
+        return passes, ShardedExchange(passes, owner, replicas, rounds), pieces
+    updater, pieces = replicated(sparse, dense, layout, options, replicas.writes)
+    passes = passes_of(updater)
+    return passes, ReplicatedExchange(passes, replicas, rounds), pieces
 
 
 def replicated(
