@@ -83,7 +83,7 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
         return total(storages(), before), 0.0
     if method.bf16_weights:
         hold_in_bfloat16(model, scaled=method.sharded)
-    with patch("kernels.scape.passes.check_host_memory"):  # of what is only reserved
+    with patch("kernels.common.storage.check_host_memory"):  # of what is only reserved
         options = ScapeOptions(
             density=method.density,
             update="sharded" if method.sharded else "replicated",
