@@ -11,13 +11,21 @@ from tests.toy import DENSE, SPARSE, copied, draw, gradient, make_scape
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape import Scape
 from torchtitan_scape.sync.guard import NonFiniteGradientError
+from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 
 SHAPES = SPARSE + DENSE
 STEPS = 12
 
 
+def drawn(options: dict[str, Any]) -> list[nn.Parameter]:
+    parameters = nn.ParameterList(draw(0, SHAPES))
+    if options.get("weights_dtype") == "bfloat16":
+        hold_in_bfloat16(parameters, scaled=options.get("update") == "sharded")
+    return list(parameters)
+
+
 def make(collectives: Any, parameters: list[nn.Parameter] | None = None, **options: Any) -> Scape:
-    parameters = parameters or [nn.Parameter(p) for p in draw(0, SHAPES)]
+    parameters = parameters or drawn(options)
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
     return make_scape(named, lr=1e-2, block_size=16, replicas=collectives, **options)
 
@@ -33,7 +41,7 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
     """Everything that a step leaves."""
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
-        "states": torch.cat(optimizer.passes.states, dim=-1).clone(),
+        "states": torch.cat(optimizer.passes.kept("state")),
         "wire_residual": wire_residual(optimizer),
         "norm": optimizer.grad_norm.clone(),
         "factor": optimizer.clip_factor.clone(),
@@ -80,7 +88,7 @@ class Simulated:
         self.replicas = SimulatedReplicas(replicas)
         for endpoint in self.replicas.endpoints:
             endpoint.chunk_entries, endpoint.least_columns = 64, 7
-        self.parameters = [nn.Parameter(p) for p in draw(0, SHAPES)]
+        self.parameters = drawn(options)
         endpoints = self.replicas.endpoints
         self.each = self.replicas.run(lambda i: make(endpoints[i], self.parameters, **options))
 
@@ -113,6 +121,8 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
         (4, None, {"density": 0.1, "wire_dtype": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
         (3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
         (2, None, {"density": 0.1, "update": "sharded", "values_dtype": "bfloat16", "offload": ["state"]}),
+        (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
+        (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "update": "sharded", "density_warmup_steps": 3}),
     ],
 )
 def test_it_is_the_run_of_n_ranks(replicas: int, nan_at: int | None, options: dict[str, Any]) -> None:
@@ -131,7 +141,9 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
         assert ours[2] == pytest.approx(theirs[2]) and ours[4] == theirs[4]
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16", "density_warmup_steps": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"wire_dtype": "bfloat16", "density_warmup_steps": 3}, {"weights_dtype": "bfloat16"}]
+)
 def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
     whole = simulated(3, None, density=0.1, **options)
     begun, run = Simulated(3, density=0.1, **options), Simulated(3, density=0.1, **options)
