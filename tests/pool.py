@@ -51,7 +51,7 @@ class Pool:
                         break
                     try:
                         outcomes.append(pickle.loads(rank.connection.recv_bytes()))
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         outcomes.append((False, "the process died"))
             finally:
                 # None ends before all have answered: they may be talking to each other.
