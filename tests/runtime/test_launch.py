@@ -46,7 +46,7 @@ def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
     output = result.stdout + result.stderr
     assert result.returncode not in (0, 124)
     # The launcher may stop the other rank before it prints the same line.
-    assert "error: [sync] method = 'scape' with [optimizer] name = 'AdamW'" in output
+    assert "error: [optimizer] name = 'AdamW' with [sync] method = 'scape'" in output
     assert "Traceback" not in output
     assert seconds < 60
     assert not (tmp_path / "out").exists(), "nothing is written before the config is checked"

@@ -126,7 +126,7 @@ def test_a_bad_config_ends_the_job_in_one_line(tmp_path: Path) -> None:
     assert result.returncode != 0 and seconds < 60
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("error: srun ended with exit code")
-    assert "error: [sync] method = 'scape' with [optimizer] name = 'AdamW'" in result.stderr
+    assert "error: [optimizer] name = 'AdamW' with [sync] method = 'scape'" in result.stderr
     assert "Traceback" not in result.stdout + result.stderr
 
 
