@@ -56,6 +56,7 @@ METHODS = {
     ],
     "topk": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.block_size=64", "--optimizer.name=AdamW"],
     "topk-adams": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.density_warmup_steps=3"],
+    "powersgd-32": ["--sync.method=powersgd", "--sync.powersgd.start=2", "--sync.powersgd.rank=32"],
     "powersgd": ["--sync.method=powersgd", "--sync.powersgd.start=2"],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }

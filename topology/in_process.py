@@ -7,7 +7,7 @@ real run sends, a replica a node, in one ring over the network.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -144,8 +144,9 @@ class SimulatedReplicas:
             self._meeting.play(replica, lambda: results.update({replica: work(replica)}))
 
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        grad = torch.is_grad_enabled()
         threads = [
-            threading.Thread(target=_on_device, args=(device, play, replica), daemon=True)
+            threading.Thread(target=_in_thread, args=(device, grad, play, replica), daemon=True)
             for replica in range(1, len(self.endpoints))
         ]
         self._meeting.open()
@@ -158,10 +159,12 @@ class SimulatedReplicas:
         return [results[replica] for replica in range(len(self.endpoints))]
 
 
-def _on_device(device: int | None, work: Callable[[int], None], replica: int) -> None:
-    if device is not None:  # the current device is a thread's own
+def _in_thread(device: int | None, grad: bool, work: Callable[[int], None], replica: int) -> None:
+    """The current device, and whether gradients are recorded, are a thread's own."""
+    if device is not None:
         torch.cuda.set_device(device)
-    work(replica)
+    with torch.set_grad_enabled(grad):
+        work(replica)
 
 
 class _Meeting:
@@ -172,6 +175,7 @@ class _Meeting:
         self._items: list[Any] = [None] * replicas
         self._turns: list[threading.Semaphore] = []
         self._result: Any = None
+        self._met = [0] * replicas  # how often
         self._ended: list[int] = []
         self._error: BaseException | None = None
 
@@ -201,14 +205,21 @@ class _Meeting:
     def meet(self, replica: int, item: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """The last replica to come computes `combine(items)`; all get its result."""
         assert self._turns, "collectives of simulated replicas work inside SimulatedReplicas.run only"
-        if self._ended:
-            raise RuntimeError(f"replica {replica} is in a collective for which replicas {self._ended} did not come")
+        self._met[replica] += 1
+        self._check(replica, self._ended)  # whom nobody could hand the turn to
         self._items[replica] = item
         if replica == self.replicas - 1:
             self._result = combine(list(self._items))
         self._hand_on(replica)
         self._wait(replica)
+        self._check(replica, range(self.replicas))
         return self._result
+
+    def _check(self, replica: int, others: Iterable[int]) -> None:
+        """Raises RuntimeError where one of the others has not come to this meeting."""
+        absent = [other for other in others if self._met[other] < self._met[replica]]
+        if absent:
+            raise RuntimeError(f"replica {replica} is in a collective for which replicas {absent} did not come")
 
     def _wait(self, replica: int) -> None:
         self._turns[replica].acquire()

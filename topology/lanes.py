@@ -23,7 +23,7 @@ class Handle:
 
 
 class Lane:
-    """Runs exchanges one behind the other, in the order in which they are started.
+    """Runs exchanges one after the other, in the order in which they are started.
 
     Every rank starts the same exchanges in the same order, and a lane has process groups that nobody else uses, so
     that its collectives match over the ranks whatever the calling threads do meanwhile. On a GPU an exchange is

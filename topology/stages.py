@@ -56,7 +56,7 @@ def reduce_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | 
 def scatter_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | None = None) -> None:
     """The first half of `reduce_`: its result for this replica's part alone, the `place_of`-th of equal ones.
 
-    Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined behind it. `error`
+    Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined afterwards. `error`
     receives what rounding lost of what this replica sent; the sum itself is not rounded.
     """
     (ring, group), outer = groups[0], groups[1:]

@@ -207,7 +207,7 @@ class ScapeTrainer(Trainer):
             # TorchTitan shortens its own groups' timeout after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
-            if self.step > 1:  # a resumed run has no step 1, behind which TorchTitan does this
+            if self.step > 1:  # a resumed run has no step 1, after which TorchTitan does this
                 dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(self._a_step_follows())
         if self.shutdown is not None:
@@ -255,7 +255,9 @@ class ScapeTrainer(Trainer):
         summarise(self)
 
     def _flush(self) -> None:
-        """A step without gradients that sends all residuals."""
+        """A step without gradients that sends all residuals, where there are any."""
+        if not any(what["carries"] == "gradient" for what in self.optimizers.described_states("exact").values()):
+            return
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.zero_grad()
         self.optimizers.send_all()

@@ -24,6 +24,7 @@ SAVING = [
 MORE = {
     "4x1": ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
     "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
+    "3 shards": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=3"],
     "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
     # One group of two shards that plays three replicas.
     "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
@@ -194,6 +195,8 @@ def first_half(
         ("4x1", "3 simulated", "topk", "topk"),
         ("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
         ("4x1", "1x2", "powersgd", "powersgd"),
+        # 3 shards of 200 rows are uneven, and one of them may be too small to be factored.
+        ("3 shards", "1x2", "powersgd-32", "powersgd"),
         ("tensor", "2x1", "powersgd", "topk-adams"),
         ("1x2", "1x2", "topk", "adamw"),
         ("1x2", "2x1", "topk-adams", "scape"),
@@ -277,5 +280,12 @@ def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) ->
 
 
 def _pool(layout: str, request: pytest.FixtureRequest) -> Pool:
-    name = {"3x1": "pool3", "4x1": "pool4", "2x2": "pool4", "nodes": "pool4", "tensor": "pool4"}.get(layout, "pool2")
+    name = {
+        "3x1": "pool3",
+        "3 shards": "pool3",
+        "4x1": "pool4",
+        "2x2": "pool4",
+        "nodes": "pool4",
+        "tensor": "pool4",
+    }.get(layout, "pool2")
     return request.getfixturevalue(name)

@@ -142,7 +142,7 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
             draw(step, replica, shared)
             gradients.append([s.parameter.grad.clone().view(-1) for s in each[replica].ordered])
         with no_synchronisation():
-            simulated.run(lambda i, own=gradients: each[i].step_on(own[i]))  # type: ignore[misc]
+            simulated.run(lambda i, own=gradients: each[i].step(gradients=own[i]))  # type: ignore[misc]
     for ours, theirs in zip(shared, ranks[0][0], strict=True):
         assert torch.equal(ours.detach(), theirs)
     for optimizer, (_, state) in zip(each, ranks, strict=True):

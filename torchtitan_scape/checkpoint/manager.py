@@ -1,7 +1,7 @@
 """TorchTitan's checkpoint manager for runs that are left alone: nothing damaged is loaded, nothing good is deleted.
 
 A checkpoint is whole once its manifest is there, which is written last (see `storage`). Optimizer state that another
-layout or method has saved is taken by the rule in `convert`.
+layout or method has saved is taken by the rule in `optimizer.loading`.
 """
 
 import os

@@ -157,8 +157,7 @@ class StateReader:
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
-        if keys:
-            load_into(self.path, {"optimizer": keys})
+        load_into(self.path, {"optimizer": keys})
 
     def model(self, shard: LocalShard) -> Tensor:
         """The parameter itself, FP32 (n,)."""
@@ -168,7 +167,10 @@ class StateReader:
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
         """Reads what is of this shard alone, as far as it was saved; whether all of it was."""
-        keys = {f"{s.kind}.{name}": t for s in states if not s.by_parameter for name, t in s.tensors.items()}
+        of_shard = [state for state in states if not state.by_parameter]
+        if not of_shard:
+            return True
+        keys = {f"{s.kind}.{name}": t for s in of_shard for name, t in s.tensors.items()}
         named = {self._optimizers.of_this_shard(key): values for key, values in keys.items()}
         there = {key: values for key, values in named.items() if self.has(key)}
         self.fill(there)

@@ -203,6 +203,8 @@ class SyncedOptimizers(ReplicaOptimizers):
             max_skipped_steps,
         )
         self.attempted_steps = 0
+        # Whether the step that is next, or the last one, was asked to send all.
+        self._whole_next = self._whole_in_flight = False
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
 
@@ -214,6 +216,7 @@ class SyncedOptimizers(ReplicaOptimizers):
             rows = [[gradient.float() for gradient in row] for row in self._gradients()]
             applied = self.guard.check([gradient for row in rows for gradient in row])
         self.attempted_steps += 1
+        self._whole_in_flight, self._whole_next = self._whole_next, False
         step = Step(self.attempted_steps, applied)
         with phase("exchange"):
             gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
@@ -245,9 +248,11 @@ class SyncedOptimizers(ReplicaOptimizers):
             optimizer.step()
 
     def settle(self) -> None:
-        self.guard.settle()
+        if self.guard.settle() is False and self._whole_in_flight:
+            self.send_all()  # its step was skipped
 
     def send_all(self) -> None:
+        self._whole_next = True
         for method in self.methods:
             method.send_all()
 
@@ -328,7 +333,8 @@ class SyncedOptimizers(ReplicaOptimizers):
 class OwnStepOptimizers(ReplicaOptimizers):
     """An optimizer that is the method as well and owns the whole step, clipping included, as SCAPE does.
 
-    It has `step_on` and the attributes and calls that are used here, of `torchtitan_scape.sync.scape.optimizer.Scape`.
+    It has `step(gradients=...)` and the attributes and calls of `torchtitan_scape.sync.scape.optimizer.Scape` that are
+    used here.
     """
 
     def __init__(
@@ -349,7 +355,7 @@ class OwnStepOptimizers(ReplicaOptimizers):
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
         rows = self._gradients()
-        self.replicas.run(lambda i: self.each[i].step_on(rows[i]))
+        self.replicas.run(lambda i: self.each[i].step(gradients=rows[i]))
 
     def settle(self) -> None:
         self.replicas.run(lambda i: self.each[i].settle())
@@ -362,6 +368,10 @@ class OwnStepOptimizers(ReplicaOptimizers):
 
     def optimizer_state(self) -> dict[str, Any]:
         return {}
+
+    def put_counters(self, saved: dict[str, int]) -> None:
+        for one in self.each:
+            one.guard.skipped, one.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
 
     def counters(self) -> dict[str, Any]:
         return super().counters() | self.first.counters()

@@ -39,7 +39,7 @@ def load_synced(
     same_optimizer = reader.saved["optimizer"] == type(optimizer).__name__ and reader.has_dense_state
     if same_optimizer:
         read_optimizer()
-    norm, flushed = NormOf(collectives, device), False
+    norm, flushed, lost = NormOf(collectives, device), False, False
     read = METHODS[reader.saved["method"]].incoming
     for _, shard, kinds in reader:
         beta1 = optimizer.param_groups[shard.group]["betas"][0]
@@ -53,14 +53,15 @@ def load_synced(
         if any(shard.name in state.tensors for state in keeps):
             _keep_pending(each, keeps, shard, kinds, found, mean, reader)
         elif mean is not None:
-            flushed = True
+            flushed, lost = True, lost or beta1 == 0.0
             _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), keep_second=same_optimizer)
     if not same_optimizer:
         steps = reader.applied_steps()
         for state in optimizer.state.values():
             state["step"].fill_(steps)
     rebuilt = _fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
-    return _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm), rebuilt
+    told = _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm)
+    return told + ("; with beta1 = 0 no moment keeps it: it is lost" if lost else ""), rebuilt
 
 
 def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:

@@ -184,7 +184,8 @@ def _with_residual(
 
     def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         kinds = memory(method, shapes, replicas)
-        return kinds | {kind: replicas * kinds[kind] for kind in ("gradients", "residual")}
+        # All messages reach every replica, and all are there before one of them is added.
+        return kinds | {kind: replicas * kinds[kind] for kind in ("gradients", "residual", "messages") if kind in kinds}
 
     def optimizer_of(method: Method) -> Volumes:
         return VOLUMES[method.optimizer]

@@ -45,13 +45,13 @@ class MemoryReport:
         plain = replace(method, update="replicated", values="float32", weights="float32", offload=())
         if method != plain:
             saved = sum(kinds_of(plain).values()) - sum(kinds.values())
-            than = "'local' with FP32 weights and nothing offloaded"
+            than = "a replicated update with FP32 weights and nothing offloaded"
             against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
             if moved := sum(host_link_bytes(method, shapes, layout.replicate)):
                 seconds = moved / (preset.host_link * 1e9)
                 against += (
                     f"; {size_text(moved)} to and from the host a step, {seconds:.3g} s at {preset.host_link:g} GB/s "
-                    f"({layout.machine.name}, nominal), behind passes as far as these take time"
+                    f"({layout.machine.name}, nominal), beside passes as far as these take time"
                 )
         if config.comm.mode == "fake_backend":
             return cls(kinds, preset.memory * 1e9, preset.name, host, preset.host_memory * 1e9, against)

@@ -52,8 +52,9 @@ class Powersgd(Method):
         self._factored = [i for i, shard in enumerate(setting.shards) if _rank(shard, options.rank)]
         self._whole = [i for i in range(len(setting.shards)) if i not in self._factored]
         shards = [setting.shards[i] for i in self._factored]
-        self._pending = Pending.of(shards)
-        self._residuals = list(self._pending.tensors.values())
+        # Of every matrix: whether a shard of it is factored depends on its size, and a checkpoint has all of them.
+        self._pending = Pending.of([shard for shard in setting.shards if shard.parameter.ndim > 1])
+        self._residuals = [self._pending.tensors[shard.name] for shard in shards]
         self._q = {shard.name: torch.empty(shard.columns, _rank(shard, options.rank)) for shard in shards}
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _first_q(q, i).to(shard.device)
@@ -63,12 +64,13 @@ class Powersgd(Method):
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
         if self.setting.scale != 1.0:
             torch._foreach_mul_(gradients, self.setting.scale)
-        for i, residual in zip(self._factored, self._residuals, strict=True):
-            gradients[i].add_(residual.view(-1))
+        for gradient, shard in zip(gradients, self.setting.shards, strict=True):
+            if (residual := self._pending.tensors.get(shard.name)) is not None:
+                gradient.add_(residual.view(-1))
         if self._send_all or step.number <= self._start:
             self._send_all = False
             self.collectives.all_reduce_chunked(gradients)
-            for residual in self._residuals:
+            for residual in self._pending.tensors.values():
                 keep(residual, 0.0, step.applied)
             return gradients
         matrices = [gradients[i].view(len(r), -1) for i, r in zip(self._factored, self._residuals, strict=True)]
@@ -76,10 +78,11 @@ class Powersgd(Method):
         qs = kept if self.options.warm_start else [_first_q(q, i, step.number) for i, q in enumerate(kept)]
 
         ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
-        *ps, _ = self._mean([*ps, torch.cat([gradients[i] for i in self._whole] or [gradients[0][:0]])])
-        whole = _
+        *ps, whole = self._mean([*ps, torch.cat([gradients[i] for i in self._whole] or [gradients[0][:0]])])
         for i, values in zip(self._whole, whole.split([gradients[i].numel() for i in self._whole]), strict=True):
             gradients[i].copy_(values)
+            if (residual := self._pending.tensors.get(self.setting.shards[i].name)) is not None:
+                keep(residual, 0.0, step.applied)
         ps = [orthonormalised(torch.where(step.applied, p, 0.0)) for p in ps]
 
         qs = self._mean([m.T @ p for m, p in zip(matrices, ps, strict=True)])

@@ -78,8 +78,8 @@ class Topk(Method):
         sparse, _ = split(setting.shards, options.dense_names)
         self._sparse = [i for i, shard in enumerate(setting.shards) if shard in sparse and shard.size]
         self._whole = [i for i in range(len(setting.shards)) if i not in self._sparse]
-        self._pending = Pending.of([setting.shards[i] for i in self._sparse])
-        self._residuals = list(self._pending.tensors.values())
+        self._pending = Pending.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
+        self._residuals = [self._pending.tensors[setting.shards[i].name] for i in self._sparse]
         self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:

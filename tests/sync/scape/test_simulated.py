@@ -95,7 +95,7 @@ class Simulated:
     def step(self, step: int, nan_at: int | None) -> list[dict[str, Tensor]]:
         def one(i: int) -> None:
             own = gradients(step, i, nan_at)
-            self.each[i].step_on([own[int(shard.name[1:])].view(-1) for shard in self.each[i].ordered])
+            self.each[i].step(gradients=[own[int(s.name[1:])].view(-1) for s in self.each[i].ordered])
 
         self.replicas.run(one)
         return [snapshot(optimizer) for optimizer in self.each]
@@ -187,7 +187,18 @@ def test_a_replica_that_fails_ends_all() -> None:
             simulated.run(work)
 
 
-def test_a_collective_that_one_replica_leaves_out_is_an_error() -> None:
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_a_collective_that_one_replica_leaves_out_is_an_error(leaves: int) -> None:
+    def work(replica: int) -> None:
+        for _ in range(1 if replica == leaves else 2):
+            simulated.endpoints[replica].all_true(torch.tensor(True))
+
+    simulated = SimulatedReplicas(3)
+    with pytest.raises(RuntimeError, match=rf"for which replicas \[{leaves}\] did not come"):
+        simulated.run(work)
+
+
+def test_what_holds_for_the_calling_thread_holds_for_all() -> None:
     simulated = SimulatedReplicas(2)
-    with pytest.raises(RuntimeError, match=r"for which replicas \[0\] did not come"):
-        simulated.run(lambda i: simulated.endpoints[i].all_true(torch.tensor(True)) if i else None)
+    with torch.no_grad():
+        assert simulated.run(lambda _: torch.is_grad_enabled()) == [False, False]

@@ -41,19 +41,6 @@ def check_weights(shards: list[Shard], weights_dtype: str) -> None:
         raise ValueError(f"weights_dtype is {weights_dtype!r}, and the parameters are kept {kept}: {advice}")
 
 
-def split(shards: list[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
-    """Sparsified shards (global ndim of 2 or more, not named dense) and the others.
-
-    Raises ValueError for a name that no parameter has.
-    """
-    unknown = set(dense_names) - {s.name for s in shards}
-    if unknown:
-        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
-    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
-    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
-    return sparse, dense
-
-
 def describe(shards: Sequence[Shard], sparsified: int) -> dict[str, Any]:
     """The model as state is laid out over it, for comparison."""
     listed = [(s.name, s.size, s.columns, s.group) for s in shards]

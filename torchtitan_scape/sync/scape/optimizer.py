@@ -27,7 +27,6 @@ from torchtitan_scape.sync.scape.agreement import (
     check_replicas_agree,
     check_weights,
     describe,
-    split,
     warn_of_density,
 )
 from torchtitan_scape.sync.scape.compose import compose
@@ -38,7 +37,7 @@ from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.shared import shared_by_scape
 from torchtitan_scape.sync.scape.state import StateByParameter
 from torchtitan_scape.sync.scape.statistics import statistics
-from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, model_group_of, stored
+from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, model_group_of, split, stored
 from torchtitan_scape.sync.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class Scape(Optimizer):
     that this replica owns where the update is sharded, else of all.
 
     Of replicas that one process plays (`topology.in_process.SimulatedReplicas`) each has an optimizer of its own over
-    the same parameters, which the first one writes; all step on gradients that are handed to `step_on`.
+    the same parameters, which the first one writes; all step on gradients that `step` is given.
 
     On a GPU the host never waits for the step it is in, only for the finite check of the one before.
 
@@ -149,20 +148,24 @@ class Scape(Optimizer):
     # ------------------------------------------------------------------------------------------ the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of Algorithm 1. Returns the closure's value, None without one."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, gradients: list[Tensor] | None = None
+    ) -> Any:
+        """One step of Algorithm 1. Returns the closure's value, None without one.
+
+        gradients: flat local ones (n,) of `ordered`, which are scratch space; None for those of the parameters.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self.timer.phase("check"):
-            gradients = [flat_gradient(shard) for shard in self.ordered]
-        self.step_on(gradients)
+            gradients = gradients or [flat_gradient(shard) for shard in self.ordered]
+        self._step_on(gradients)
         return loss
 
-    @torch.no_grad()
-    def step_on(self, gradients: list[Tensor]) -> None:
-        """`step` on the flat local gradients (n,) of `ordered`, wherever they lie; they are scratch space."""
+    def _step_on(self, gradients: list[Tensor]) -> None:
+        """Reads as the page of the paper."""
         phase, passes, exchange = self.timer.phase, self.passes, self.exchange
         with phase("exchange"):
             self.settle()

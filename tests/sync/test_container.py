@@ -1,0 +1,52 @@
+"""The container around a method: what it does when a step is skipped."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.pool import Pool
+from torchtitan_scape.sync.registry import METHODS
+
+
+def whole_send_after_a_skipped_step(name: str) -> list[float]:
+    """Norm of what is pending: before the request, after its step was skipped, after the next one."""
+    from topology.in_process import OneReplica
+    from topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.optimizer.adams import AdamS
+    from torchtitan_scape.optimizer.container import SyncedOptimizers
+
+    torch.manual_seed(0)
+    model, entry = nn.Linear(40, 30), METHODS[name]
+    assert entry.method is not None
+    options = {"start": 0} if name == "powersgd" else {}
+    optimizers = SyncedOptimizers(
+        [model],
+        AdamS(model.named_parameters(), lr=1e-3),
+        partial(entry.method, options=entry.options(**options)),
+        OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        max_norm=1.0,
+        max_skipped_steps=5,
+        kernels="auto",
+        steps=100,
+    )
+    found = []
+    for step in range(6):
+        if step == 4:
+            optimizers.send_all()
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        if step == 4 and dist.get_rank() == 1:
+            assert model.weight.grad is not None
+            model.weight.grad[0, 0] = torch.nan
+        optimizers.step()
+        found.append(optimizers.statistics()["residual_norm"])
+    return found[3:]
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_a_whole_send_that_was_skipped_is_made_up_for(name: str, pool2: Pool) -> None:
+    for before, skipped, after in pool2(whole_send_after_a_skipped_step, name):
+        assert before > 0 and skipped == before and after == 0.0
