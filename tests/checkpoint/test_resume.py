@@ -191,17 +191,17 @@ def first_half(
         ("1x2", "2x1", "adamw", "scape"),
         ("2x1", "1x2", "adams", "scape-offload"),
         ("4x1", "1x2", "topk", "topk"),
-        ("1x2", "4x1", "topk", "topk"),
-        ("4x1", "3 simulated", "topk", "topk"),
+        pytest.param("1x2", "4x1", "topk", "topk", marks=pytest.mark.slow),
+        pytest.param("4x1", "3 simulated", "topk", "topk", marks=pytest.mark.slow),
         ("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
         ("4x1", "1x2", "powersgd", "powersgd"),
         # 3 shards of 200 rows are uneven, and one of them may be too small to be factored.
         ("3 shards", "1x2", "powersgd-32", "powersgd"),
-        ("tensor", "2x1", "powersgd", "topk-adams"),
+        pytest.param("tensor", "2x1", "powersgd", "topk-adams", marks=pytest.mark.slow),
         ("1x2", "1x2", "topk", "adamw"),
         ("1x2", "2x1", "topk-adams", "scape"),
         ("1x2", "1x2", "scape-gather", "topk-adams"),
-        ("4x1", "1x2", "scape", "powersgd"),
+        pytest.param("4x1", "1x2", "scape", "powersgd", marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_or_method_keeps_what_is_pending(

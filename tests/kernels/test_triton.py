@@ -38,10 +38,11 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("all_examples", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(all_examples: str) -> None:
     """Hypothesis drives every kernel against the twin; the output of a failure is shown."""
     tests = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels/interpreted")
-    assert "skipped" not in run("-m", "pytest", *tests, TRITON_INTERPRET="1")
+    assert "skipped" not in run("-m", "pytest", *tests, TRITON_INTERPRET="1", SCAPE_ALL_EXAMPLES=all_examples)
 
 
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:

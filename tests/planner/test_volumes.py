@@ -129,9 +129,9 @@ def test_a_residual_comes_on_top_of_the_optimizer(kind: str) -> None:
         alone = simulated_memory_bytes(Method(optimizer), SHAPES, 1)
         one = alone | {"residual": 4 * sparse} | ({"messages": own} if own else {})
         assert simulated_memory_bytes(method, SHAPES, 1) == one
-        # Of every replica a gradient and a residual; parameters and moments once.
+        # Of every replica a gradient, a residual, and all messages as they arrive; parameters and moments once.
         eight = simulated_memory_bytes(method, SHAPES, 8)
-        own_of_eight = {"gradients": 32 * n, "residual": 32 * sparse} | ({"messages": 8 * own} if own else {})
+        own_of_eight = {"gradients": 32 * n, "residual": 32 * sparse} | ({"messages": 64 * own} if own else {})
         assert eight == alone | own_of_eight
         assert optimizer_bytes(method, SHAPES, 8)[1] > optimizer_bytes(Method(optimizer), SHAPES, 8)[1]
 

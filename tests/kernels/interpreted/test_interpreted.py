@@ -76,7 +76,12 @@ def cases(draw: Any, **fixed: Any) -> Case:
     return Case(**{**options, **fixed})
 
 
-@settings(max_examples=18)
+def examples(count: int) -> int:
+    """So many with --slow, a third of them otherwise."""
+    return count if os.environ.get("SCAPE_ALL_EXAMPLES") == "1" else max(4, count // 3)
+
+
+@settings(max_examples=examples(18))
 @given(cases())
 @example(Case((1,), block_size=8, density=0.01, in_use=0.01, previous=0.01, next=0.01))
 @example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
@@ -85,13 +90,13 @@ def test_a_step_follows_the_twin(case: Case) -> None:
     check_step(case)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(cases(in_use=0.1, previous=0.1, density=0.1, parameter_dtype=torch.float32))
 def test_a_step_at_the_target_density_follows_the_twin(case: Case) -> None:
     check_step(case)
 
 
-@settings(max_examples=18)
+@settings(max_examples=examples(18))
 @given(cases(values=VALUES, beta1=0.0, in_use=1.0, density=1.0, scale=1.0), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
 def test_selection_is_exact(case: Case, density: float) -> None:
     """beta1 = 0 makes mt the gradient, whatever it is. Only the selection and what is moved are compared."""
@@ -159,7 +164,7 @@ def test_a_large_payload() -> None:
     check_step(Case((7, 20_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(cases(), st.sampled_from([0.01, 0.1, 0.5]))
 def test_masks_arrive(case: Case, density: float) -> None:
     case = replace(case, replica=None, next=density)
@@ -176,13 +181,13 @@ def test_offsets_arrive(block_size: int, replicas: int) -> None:
     check_rotate(case)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(cases())
 def test_a_skipped_step_writes_nothing(case: Case) -> None:
     check_skipped(case)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     st.lists(st.integers(0, 5000), min_size=1, max_size=4),
     st.sampled_from([0, 1]),
@@ -193,7 +198,7 @@ def test_adams_follows_its_twin(sizes: list[int], offset: int, dtype: torch.dtyp
     check_adams(sizes, offset, dtype, seed, "cpu")
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     st.data(), st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16])
 )
