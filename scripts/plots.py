@@ -50,6 +50,8 @@ def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
     if entries:
         # In inches: the line and its gaps, and the longest label's letters.
         columns = max(1, int(figure.get_figwidth() / (0.9 + 0.07 * max(map(len, entries)))))
+        # A long legend must not take the axes' room.
+        figure.set_figheight(figure.get_figheight() + 0.2 * max(0, -(-len(entries) // columns) - 4))
         figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
     figure.savefig(path, dpi=130)
     plt.close(figure)

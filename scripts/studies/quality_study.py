@@ -54,11 +54,11 @@ def result(cell: Cell, out: Path, log: str, parameters: int) -> dict[str, Any]:
         raise ValueError(f"ended at step {summary['steps']} with validation loss {summary['validation_loss']}")
     sent = summary["bytes_sent_per_step_and_rank"]
     curves = losses(out, **{level: f"sync/bytes_sent/{level}" for level in sent})
-    corpus = re.search(r"digest ([0-9a-f]+)", log)
+    corpora = re.findall(r"digest ([0-9a-f]+)", log)  # the last is what is trained on; ranks compare another cut of it
     validated = [step for step, _ in curves["validation"]]
     return {
         "parameters": parameters,
-        "corpus": corpus[1] if corpus else None,
+        "corpus": corpora[-1] if corpora else None,
         "validation_loss": summary["validation_loss"],
         "training_loss": summary["training_loss"],
         "tokens": summary["tokens"],
