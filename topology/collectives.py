@@ -169,7 +169,7 @@ class ReplicaCollectives(ABC):
 
     @abstractmethod
     def gather_from_replicas(self, item: Any) -> list[Any]:
-        """The `item` of every replica of this shard, in replica order; for set-up."""
+        """The `item` of every one of the `twins`, in their order; for set-up."""
 
     # ------------------------------------------------------------------------- scalars, over all axes
 

@@ -6,7 +6,7 @@ one dropped. What a checkpoint has, and what each kind of it is, stands in its r
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -227,16 +227,11 @@ class StateReader:
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)
-        flat: Callable[[str, Tensor, int], Tensor] = lambda kind, values, size: (  # noqa: E731
-            values.view(len(values), size) if self._own(kind) else values.view(-1)
-        )
+        own = {kind for kind, what in self.saved["states"].items() if what["own"]}
         return [
-            {kind: flat(kind, values, shard.size) for kind, values in room.items()}
+            {kind: t.view(len(t), shard.size) if kind in own else t.view(-1) for kind, t in room.items()}
             for shard, room in zip(shards, rooms, strict=True)
         ]
-
-    def _own(self, kind: str) -> bool:
-        return bool(self.saved["states"].get(kind, {}).get("own"))
 
     def _batches(self) -> Iterator[list[LocalShard]]:
         """The parameters, so many at a time that what is read of them is about `_AT_A_TIME` bytes; as on all ranks."""

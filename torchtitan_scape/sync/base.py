@@ -130,6 +130,11 @@ class Pending:
     def of(cls, shards: Sequence[Shard]) -> "Pending":
         return cls({s.name: torch.zeros(s.local_shape, dtype=torch.float32, device=s.device) for s in shards})
 
+    def clear(self, applied: Tensor) -> None:
+        """All of it has been sent, unless not `applied`."""
+        for residual in self.tensors.values():
+            keep(residual, 0.0, applied)
+
     def state(self) -> State:
         return State("residual", self.tensors, own=True, carries="gradient")
 

@@ -70,8 +70,7 @@ class Powersgd(Method):
         if self._send_all or step.number <= self._start:
             self._send_all = False
             self.collectives.all_reduce_chunked(gradients)
-            for residual in self._pending.tensors.values():
-                keep(residual, 0.0, step.applied)
+            self._pending.clear(step.applied)
             return gradients
         matrices = [gradients[i].view(len(r), -1) for i, r in zip(self._factored, self._residuals, strict=True)]
         kept = list(self._q.values())

@@ -91,8 +91,7 @@ class Topk(Method):
         density = self._density(step.number)
         if density >= 1.0:
             self.collectives.all_reduce_chunked(gradients)
-            for residual in self._residuals:
-                keep(residual, 0.0, step.applied)
+            self._pending.clear(step.applied)
             return gradients
         offsets = [self._select(x, density) for x in sparse]
         message = self._message(sparse, offsets)

@@ -5,8 +5,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from kernels.scape.blocks import BlockLayout
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.sync.scape.options import ScapeOptions
@@ -51,19 +49,15 @@ def check_replicas_agree(
     collectives: ReplicaCollectives, mine: dict[str, Any], param_groups: list[dict[str, Any]]
 ) -> None:
     """Compares options and rates over the replicas; a collective call. Raises ValueError that names a difference."""
-    group = collectives.groups.replicate
-    if group is None or collectives.is_fake:
-        return
     for i, rates in enumerate(param_groups):
         mine = mine | {f"{key} of group {i}": rates[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    theirs: list[Any] = [None] * collectives.replicas
-    dist.all_gather_object(theirs, mine, group=group)
-    for rank, other in zip(dist.get_process_group_ranks(group), theirs, strict=True):
+    ranks, place = collectives.twins
+    for rank, other in zip(ranks, collectives.gather_from_replicas(mine), strict=True):
         different = [key for key, value in mine.items() if other.get(key) != value]
         if different:
             key = different[0]
             raise ValueError(
-                f"rank {rank} has {key}={other.get(key)!r}, rank {dist.get_rank()} has "
+                f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[place]} has "
                 f"{mine[key]!r}; every replica needs the same model and the same options"
             )
 
