@@ -1,0 +1,50 @@
+"""A block code as whoever makes an exchange takes it: `topology.codecs.Codec`, in PyTorch or in Triton."""
+
+import torch
+from torch import Tensor
+
+from kernels.codec import reference
+from kernels.codec.formats import BLOCK, FORMATS, message_bytes
+
+
+class BlockCode:
+    """FP32 values in blocks, each with scales of its own; see `kernels.codec.reference`.
+
+    Args:
+        name: of `kernels.codec.formats.FORMATS`: "int8", "int4", "e2m1", "2bit" or "1bit".
+        block: entries that share scales, a power of two from 32 to 1024.
+        scale: dtype of the scales on the wire, FP32 or BF16.
+        backend: "torch" or "triton"; both make the same bits.
+
+    Raises ValueError for an unknown name or backend, or another block.
+    """
+
+    def __init__(
+        self, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16, backend: str = "torch"
+    ) -> None:
+        if name not in FORMATS:
+            raise ValueError(f"there is no block code {name!r}; known are {', '.join(FORMATS)}")
+        if block not in (32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"blocks of {block} entries; they must have a power of two of them, from 32 to 1024")
+        if scale not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"scales in {scale}; they travel in torch.float32 or torch.bfloat16")
+        if backend not in ("torch", "triton"):
+            raise ValueError(f"there is no backend {backend!r}; a block code has 'torch' and 'triton'")
+        self.name, self.unit, self.scale = name, block, scale
+        self._passes = reference
+
+    def bytes_of(self, m: int) -> int:
+        """Bytes of a message of m entries, a multiple of `unit`."""
+        return message_bytes(self.name, m, self.unit, self.scale.itemsize)
+
+    def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
+        """uint8 (rows, bytes_of(m)) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
+        return self._passes.encode(x, self.name, self.unit, self.scale, error)
+
+    def decode(self, messages: Tensor, out: Tensor) -> None:
+        """out, FP32 (rows, m), becomes what the messages, uint8 (rows, bytes_of(m)), say."""
+        self._passes.decode(messages, self.name, self.unit, self.scale, out)
+
+    def add_up(self, messages: Tensor, out: Tensor) -> None:
+        """out, FP32 (m,), becomes the sum of the messages, added in FP32 in the order of the rows."""
+        self._passes.add_up(messages, self.name, self.unit, self.scale, out)
