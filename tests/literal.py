@@ -30,9 +30,9 @@ class Literal:
     keep_moment: float = 0.5
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
-    wire_dtype: str = "float32"
+    wire: str = "float32"
     update: str = "replicated"  # in FP32 "sharded" is the same algorithm
-    values_dtype: str = "float32"
+    values: str = "float32"
     t: int = 0
     applied: int = 0
     norm: float = 0.0
@@ -109,7 +109,7 @@ class Literal:
             p, shown = self.theta[i].view(-1), self.shown[i]
             p.copy_(p - self.lr * (u + self.weight_decay * p))
             shown -= self.lr * self.weight_decay * shown
-            shown[a] = p[a].bfloat16().float() if self.rounds(self.values_dtype) else p[a]
+            shown[a] = p[a].bfloat16().float() if self.rounds(self.values) else p[a]
         self.P, self.A = self.A, new_mask
 
     def staleness(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Literal:
         """
         n, counts = self.replicas, [p.numel() for p in payloads[0]]
         whole = [torch.cat(p) for p in payloads]
-        if not self.rounds(self.wire_dtype):
+        if not self.rounds(self.wire):
             total = whole[0].clone()
             for other in whole[1:]:
                 total += other

@@ -41,7 +41,7 @@ METHODS = {
     "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000"],
     "scape-bf16": [
         "--sync.scape.density=0.1",
-        "--sync.scape.wire_dtype=bfloat16",
+        "--sync.scape.wire=bfloat16",
         "--sync.scape.chunk_bytes=100000",
     ],
     "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
@@ -49,8 +49,8 @@ METHODS = {
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
-        "--sync.scape.wire_dtype=bfloat16",
-        "--sync.scape.values_dtype=bfloat16",
+        "--sync.scape.wire=bfloat16",
+        "--sync.scape.values=bfloat16",
         "--sync.scape.weights_dtype=bfloat16",
         "--sync.scape.offload=state,master",
     ],

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from topology.codecs import Codec
 from topology.lanes import Handle
 
 # 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
@@ -91,11 +92,27 @@ class Rows:
         return parts
 
 
-def all_reduce_chunked(collectives: Any, source: Source, mean: bool, chunk_entries: int) -> None:
-    """The mean (or sum) over replicas of all entries, in place."""
+class Stretch:
+    """Entries [start, end) of another `Source`."""
+
+    def __init__(self, source: Source, start: int, end: int) -> None:
+        self._source, self._start = source, start
+        self.entries, self.device = end - start, source.device
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        self._source.fill(chunk, self._start + first)
+
+    def land(self, chunk: Tensor, first: int) -> None:
+        self._source.land(chunk, self._start + first)
+
+
+def all_reduce_chunked(
+    collectives: Any, source: Source, mean: bool, chunk_entries: int, codec: Codec | None = None
+) -> None:
+    """The mean (or sum) over replicas of all entries, in place. What the codec loses is let go."""
     if collectives.replicas == 1:
         return
-    padding = collectives.granularity()
+    padding = collectives.granularity(codec)
 
     def exchanges() -> Iterator[Exchange]:
         for first in range(0, source.entries, chunk_entries):
@@ -104,22 +121,23 @@ def all_reduce_chunked(collectives: Any, source: Source, mean: bool, chunk_entri
             chunk = buffer[:length]
             source.fill(chunk, first)
             buffer[length:].zero_()
-            yield collectives.all_reduce(buffer, mean), partial(source.land, chunk, first)
+            yield collectives.all_reduce(buffer, mean, codec=codec), partial(source.land, chunk, first)
 
     _overlap(exchanges())
 
 
-def reduce_scatter_chunked(collectives: Any, rows: Rows) -> None:
-    """Every replica's row becomes the mean over replicas, at that replica; the others stay what they were."""
+def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = None) -> None:
+    """Every replica's row becomes the mean over replicas, at that replica; the others stay what they were. What the
+    codec loses is let go."""
     if collectives.replicas == 1:
         return
     own = collectives.replica
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows):
+        for column, buffer in _buffers(collectives, rows, codec.unit if codec else 1):
             for row, chunk in enumerate(buffer):
                 rows.fill(chunk, row, column)
-            yield collectives.reduce_scatter(buffer.view(-1)), partial(rows.land, buffer[own], own, column)
+            yield collectives.reduce_scatter(buffer.view(-1), codec=codec), partial(rows.land, buffer[own], own, column)
 
     _overlap(exchanges())
 
@@ -144,11 +162,11 @@ def all_gather_chunked(collectives: Any, rows: Rows) -> None:
     _overlap(exchanges())
 
 
-def _buffers(collectives: Any, rows: Rows) -> Iterator[tuple[int, Tensor]]:
-    """(first column, FP32 (replicas, columns)) of every chunk."""
-    width = max(collectives.least_columns, CHUNK_ENTRIES // collectives.replicas)
+def _buffers(collectives: Any, rows: Rows, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """(first column, FP32 (replicas, columns)) of every chunk; columns are a multiple of `unit`."""
+    width = -(-max(collectives.least_columns, CHUNK_ENTRIES // collectives.replicas) // unit) * unit
     for column in range(0, rows.columns, width):
-        shape = collectives.replicas, min(width, rows.columns - column)
+        shape = collectives.replicas, -(-min(width, rows.columns - column) // unit) * unit
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
 
 

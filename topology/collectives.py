@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.chunks import CHUNK_ENTRIES, Pieces, Source, all_reduce_chunked
+from topology.codecs import Codec
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
-from topology.ring_bytes import gather_bytes, reduce_bytes, scatter_bytes
+from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 from topology.stages import all_gather_into, place_of
 from topology.traffic import REPLICATE, SHARD, Traffic
 
@@ -55,44 +56,55 @@ class ReplicaCollectives(ABC):
 
     # ------------------------------------------------------------------------------ the replicate axis
 
-    def granularity(self, rounded: bool = False) -> int:
+    def granularity(self, codec: Codec | None = None) -> int:
         """What the entries of an all-reduce must be a multiple of, so that every level can divide them."""
-        return 1 if len(self.rings) < 2 and not rounded else self.replicas
+        return 1 if len(self.rings) < 2 and codec is None else self.replicas * (codec.unit if codec else 1)
 
     def all_reduce(
-        self, tensor: Tensor, mean: bool = True, kind: str = "payload", error: Tensor | None = None
+        self,
+        tensor: Tensor,
+        mean: bool = True,
+        kind: str = "payload",
+        codec: Codec | None = None,
+        error: Tensor | None = None,
     ) -> Handle:
         """Starts the mean (or sum) over replicas of FP32 (n,), in place, level by level.
 
-        n: a multiple of `granularity`. error: FP32 (n,); makes BF16 cross the outermost level, and receives what
-        this replica has to carry over for the rounding: of sum over replicas of (tensor - error) nothing is lost.
+        n: a multiple of `granularity`. codec: its messages cross the outermost level, both ways; None for FP32.
+        error: FP32 (n,), receives what this replica has to carry over for the coding: of the sum over replicas of
+        (tensor - error) nothing is lost. None to let it go.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
-        rounded = error is not None
-        assert tensor.numel() % self.granularity(rounded) == 0
-        self._count(kind, reduce_bytes(tensor.numel(), self.rings, rounded))
-        return self._reduce(tensor, float(self.replicas) if mean else 1.0, error)
+        assert tensor.numel() % self.granularity(codec) == 0
+        self._count(kind, reduce_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
+        return self._reduce(tensor, float(self.replicas) if mean else 1.0, codec, error)
 
-    def all_reduce_chunked(self, source: "Sequence[Tensor] | Source", mean: bool = True) -> None:
+    def all_reduce_chunked(
+        self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
+    ) -> None:
         """The mean (or sum) over replicas of FP32 entries, in place, through two buffers of `chunk_entries`.
 
-        While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`.
+        While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`. codec: as of
+        `all_reduce`; what it loses is let go.
         """
         pieces = Pieces(source) if isinstance(source, Sequence) else source
-        all_reduce_chunked(self, pieces, mean, self.chunk_entries)
+        all_reduce_chunked(self, pieces, mean, self.chunk_entries, codec)
 
-    def reduce_scatter(self, tensor: Tensor, kind: str = "payload", error: Tensor | None = None) -> Handle:
+    def reduce_scatter(
+        self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
+    ) -> Handle:
         """Starts the mean over replicas of FP32 (n,) for the owners of its parts: of `replicas` equal ones each
         replica receives the `replica`-th, in place. The others are undefined afterwards.
 
-        n: a multiple of `replicas`. error: FP32 (n,); makes BF16 cross the outermost level, and receives what this
-        replica has to carry over for the rounding.
+        n: a multiple of `replicas`, and of the codec's unit times these. codec, error: as of `all_reduce`; the mean
+        itself is not coded.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
-        self._count(kind, scatter_bytes(tensor.numel(), self.rings, error is not None))
-        return self._reduce_scatter(tensor, float(self.replicas), error)
+        assert tensor.numel() % (self.replicas * (codec.unit if codec else 1)) == 0
+        self._count(kind, scatter_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
+        return self._reduce_scatter(tensor, float(self.replicas), codec, error)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
         """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in the order of `replica`."""
@@ -102,13 +114,15 @@ class ReplicaCollectives(ABC):
         self._count(kind, gather_bytes(own.nbytes, self.rings))
         return self._gather(output, own)
 
-    def reduced_bytes(self, entries: int, rounded: bool = False) -> float:
+    def reduced_bytes(self, entries: int, codec: Codec | None = None) -> float:
         """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
-        return sum(sent for _, _, sent in reduce_bytes(entries, self.rings, rounded)) if self.replicas > 1 else 0.0
+        if self.replicas == 1:
+            return 0.0
+        return sum(sent for _, _, sent in reduce_bytes(entries, self.rings, _message_bytes(codec)))
 
-    def scattered_bytes(self, entries: int, rounded: bool = False) -> float:
+    def scattered_bytes(self, entries: int, codec: Codec | None = None) -> float:
         """The same in a reduce-scatter."""
-        return sum(sent for _, _, sent in scatter_bytes(entries, self.rings, rounded))
+        return sum(sent for _, _, sent in scatter_bytes(entries, self.rings, _message_bytes(codec)))
 
     def gathered_bytes(self, own: int) -> float:
         """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
@@ -129,11 +143,11 @@ class ReplicaCollectives(ABC):
                 tensor.copy_(values)
 
     @abstractmethod
-    def _reduce(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
+    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         """tensor = (sum over replicas) / divisor."""
 
     @abstractmethod
-    def _reduce_scatter(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
+    def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         """This replica's part of tensor = (sum over replicas) / divisor."""
 
     @abstractmethod
@@ -219,6 +233,10 @@ class ReplicaCollectives(ABC):
 
     def _count_scalar(self, axis: str, group: ProcessGroup, kind: str, input_bytes: int, factor: float) -> None:
         self.traffic.add(axis, own_level(self.groups, group), kind, input_bytes, factor * input_bytes)
+
+
+def _message_bytes(codec: Codec | None) -> MessageBytes | None:
+    return None if codec is None else codec.bytes_of
 
 
 def gathered_scalars(value: Tensor, group: ProcessGroup) -> Tensor:

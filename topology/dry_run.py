@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, objects_of
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
@@ -27,13 +28,13 @@ class DryRunCollectives(ReplicaCollectives):
     def __init__(self, groups: ReplicaGroups | None = None, replicas: int = 0) -> None:
         super().__init__(groups or ReplicaGroups(None, None), Ring("network", replicas, 0) if replicas else None)
 
-    def _reduce(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
+    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         if error is not None:
             error.zero_()
         return Handle()
 
-    def _reduce_scatter(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
-        return self._reduce(tensor, divisor, error)
+    def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        return self._reduce(tensor, divisor, codec, error)
 
     def _gather(self, output: Tensor, own: Tensor) -> Handle:
         output.view(self.replicas, -1).copy_(own.expand(self.replicas, -1))

@@ -49,11 +49,11 @@ class ReplicaGroups:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, rounded: bool = True) -> ReplicaGroups:
+def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, staged: bool = True) -> ReplicaGroups:
     """Builds the groups of this rank. A collective call: every rank of the world must make it.
 
     hierarchical: exchanges go level by level; else over one ring, whatever links it crosses.
-    rounded: there will be exchanges in BF16, of several stages on one ring too.
+    staged: there will be exchanges of several stages, coded ones, on one ring too.
     """
     if layout.world_size != dist.get_world_size():
         raise ValueError(
@@ -72,7 +72,7 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
         ring = next(ring for ring in tier.rings if rank in ring)
         rings.append(Ring(layout.ring_level(rank, ring), len(ring), ring.index(rank)))
     lanes: list[tuple[ProcessGroup, ...]] = []
-    staged = rounded or any(len(tiers) > 1 for tiers in hierarchies)
+    staged = staged or any(len(tiers) > 1 for tiers in hierarchies)
     for _ in range(LANES if own and staged else 0):
         # All groups of all ranks, in one order; this rank keeps those of its own rings.
         every = [group for tiers in hierarchies for group in build_tier_groups(tiers, timeout)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, objects_of
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups, Ring
@@ -35,15 +36,15 @@ class InProcessCollectives(ReplicaCollectives):
     def _meet(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
         return self._meeting.meet(self.replica, item, combine)
 
-    def _reduce(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
-        if error is None:
+    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        if codec is None:
             self._meet(tensor, lambda tensors: _reduce(tensors, divisor))
         else:
-            self._meet((tensor, error), lambda pairs: _reduce_rounded(pairs, divisor))
+            self._meet((tensor, error), lambda pairs: _reduce_coded(pairs, divisor, codec))
         return Handle()
 
-    def _reduce_scatter(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
-        self._meet((tensor, error), lambda pairs: _scatter(pairs, divisor))
+    def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        self._meet((tensor, error), lambda pairs: _scatter(pairs, divisor, codec))
         return Handle()
 
     def _gather(self, output: Tensor, own: Tensor) -> Handle:
@@ -245,34 +246,41 @@ def _reduce(tensors: Sequence[Tensor], divisor: float) -> None:
         other.copy_(total)
 
 
-def _rounded_sum(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """FP32: the sum in replica order of what travels in BF16; the errors are what that lost."""
-    total = torch.zeros_like(pairs[0][0])
-    for own, error in pairs:
-        sent = own.to(torch.bfloat16)
-        torch.sub(own, sent, out=error)
-        total += sent
-    return total
+_Pair = tuple[Tensor, Tensor | None]  # values and errors of a replica
 
 
-def _reduce_rounded(pairs: Sequence[tuple[Tensor, Tensor]], divisor: float) -> None:
-    """As `topology.stages` does it in one ring whose members are the pairs (values, errors)."""
-    total = _rounded_sum(pairs).div_(divisor)
-    rounded = total.to(torch.bfloat16)
-    returned = ((total - rounded) * divisor).view(len(pairs), -1)
+def _coded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
+    """FP32 (replicas, m): the parts' sums in replica order of what travels; the errors become what that lost."""
+    replicas = len(pairs)
+    rows = [own.view(replicas, -1) for own, _ in pairs]
+    lost = [None if error is None else error.view(replicas, -1) for _, error in pairs]
+    messages = torch.stack([codec.encode(own, error) for own, error in zip(rows, lost, strict=True)], 1)
+    sums = torch.empty_like(rows[0])
+    for received, total in zip(messages, sums, strict=True):
+        codec.add_up(received, total)
+    return sums
+
+
+def _reduce_coded(pairs: Sequence[_Pair], divisor: float, codec: Codec) -> None:
+    """As `topology.stages` does it in one ring whose members are the pairs."""
+    sums = _coded_sums(pairs, codec).div_(divisor)
+    rounding = torch.empty_like(sums)
+    codec.decode(codec.encode(sums, rounding), sums)
+    rounding *= divisor
     for replica, (own, error) in enumerate(pairs):
-        error.view(len(pairs), -1)[replica] += returned[replica]
-        own.copy_(rounded)
+        if error is not None:
+            error.view(len(pairs), -1)[replica] += rounding[replica]
+        own.copy_(sums.view(-1))
 
 
-def _scatter(pairs: Sequence[tuple[Tensor, Tensor | None]], divisor: float) -> None:
+def _scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None) -> None:
     """Every replica's part of the mean; the rest of what it brought is undefined."""
-    if pairs[0][1] is None:
+    if codec is None:
         total = pairs[0][0].clone()
         for own, _ in pairs[1:]:
             total += own
     else:
-        total = _rounded_sum([(own, error) for own, error in pairs if error is not None])
+        total = _coded_sums(pairs, codec)
     parts = total.div_(divisor).view(len(pairs), -1)
     for replica, (own, _) in enumerate(pairs):
         own.fill_(torch.nan)

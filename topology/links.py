@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from topology.machines import Machine
-from topology.ring_bytes import Span, gather_bytes, reduce_bytes, scatter_bytes
+from topology.ring_bytes import MessageBytes, Span, gather_bytes, reduce_bytes, scatter_bytes
 
 SCHEMA = "topology.preflight/1"
-WIRE_BYTES = {"float32": 4, "bfloat16": 2}
 
 # Levels that a group spans, from the inside out, with how many units meet at each: Tier.level and Tier.size.
 Tiers = Sequence[tuple[str, int]]
@@ -111,8 +110,10 @@ def bytes_by_level(stages: Sequence[Stage]) -> dict[str, float]:
     return dict(sent)
 
 
-def all_reduce_stages(tiers: Tiers, nbytes: float, wire: str = "float32", flat: bool = False) -> list[Stage]:
-    """All-reduce of `nbytes` of FP32, as `topology.stages.reduce_`; with wire "bfloat16" it is rounded outside.
+def all_reduce_stages(
+    tiers: Tiers, nbytes: float, coded: MessageBytes | None = None, flat: bool = False
+) -> list[Stage]:
+    """All-reduce of `nbytes` of FP32, as `topology.stages` makes it; `coded` is of what crosses the outermost level.
 
     `flat` is one ring over all, which the outermost link paces: its bytes are filed there. Pieces are taken as even:
     padding is left out.
@@ -121,7 +122,7 @@ def all_reduce_stages(tiers: Tiers, nbytes: float, wire: str = "float32", flat: 
     if not rings:
         return []
     *inside, outside = [ring.size - 1 for ring in rings]
-    stages = reduce_bytes(int(nbytes) // 4, rings, rounded=width(wire) == 2)
+    stages = reduce_bytes(int(nbytes) // 4, rings, coded)
     return _stages(stages, [*inside, 2 * outside, *reversed(inside)])
 
 
@@ -131,10 +132,12 @@ def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[S
     return _stages(gather_bytes(int(nbytes), rings), [ring.size - 1 for ring in reversed(rings)])
 
 
-def reduce_scatter_stages(tiers: Tiers, nbytes: float, wire: str = "float32", flat: bool = False) -> list[Stage]:
+def reduce_scatter_stages(
+    tiers: Tiers, nbytes: float, coded: MessageBytes | None = None, flat: bool = False
+) -> list[Stage]:
     """Reduce-scatter of `nbytes` of FP32 to the owners of its parts, as `topology.stages.scatter_`."""
     rings = _rings(tiers, flat)
-    stages = scatter_bytes(int(nbytes) // 4, rings, rounded=width(wire) == 2)
+    stages = scatter_bytes(int(nbytes) // 4, rings, coded)
     return _stages(stages, [ring.size - 1 for ring in rings])
 
 
@@ -151,9 +154,3 @@ def _rings(tiers: Tiers, flat: bool = False) -> list[Span]:
     """The levels at which anybody meets, or one ring over all at the outermost of them."""
     rings = [Span(level, size) for level, size in tiers if size > 1]
     return [Span(rings[-1].level, math.prod(ring.size for ring in rings))] if flat and rings else rings
-
-
-def width(wire: str) -> int:
-    if wire not in WIRE_BYTES:
-        raise ValueError(f"the wire dtype is {wire!r}; it must be one of {', '.join(WIRE_BYTES)}")
-    return WIRE_BYTES[wire]

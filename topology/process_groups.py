@@ -9,11 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, gathered_scalars, objects_of
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle, Lane
-from topology.stages import Group, all_gather_into, gather_, reduce_, reduce_scatter_into, scatter_
+from topology.stages import (
+    Group,
+    all_gather_into,
+    gather_,
+    reduce_,
+    reduce_coded,
+    reduce_scatter_into,
+    scatter_,
+    scatter_coded,
+)
 from topology.traffic import REPLICATE
 
 
@@ -33,16 +43,20 @@ class ProcessGroupCollectives(ReplicaCollectives):
         self._lanes = [Lane() for _ in replicas.lanes]
         self._next_lane = 0
 
-    def _reduce(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
-        if len(self.rings) == 1 and error is None:
+    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        if codec is not None:
+            return self._start(lambda groups: reduce_coded(tensor, groups, divisor, codec, error), tensor.device)
+        if len(self.rings) == 1:
             work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
             # gloo has no mean of its own
             return Handle(work.wait, partial(tensor.div_, divisor))
-        return self._start(lambda groups: reduce_(tensor, groups, divisor, error), tensor.device)
+        return self._start(lambda groups: reduce_(tensor, groups, divisor), tensor.device)
 
-    def _reduce_scatter(self, tensor: Tensor, divisor: float, error: Tensor | None) -> Handle:
-        if len(self.rings) > 1 or error is not None:
-            return self._start(lambda groups: scatter_(tensor, groups, divisor, error), tensor.device)
+    def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        if codec is not None:
+            return self._start(lambda groups: scatter_coded(tensor, groups, divisor, codec, error), tensor.device)
+        if len(self.rings) > 1:
+            return self._start(lambda groups: scatter_(tensor, groups, divisor), tensor.device)
         own, group = tensor.view(self.replicas, -1)[self.replica], self.groups.replicate
         if tensor.is_cuda:
             work = reduce_scatter_into(own, tensor, group=group, async_op=True)

@@ -5,7 +5,7 @@
 that for an all-reduce, (N-1) times what an all-gather is given. Every known ring and tree of that volume sends as much.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -30,28 +30,36 @@ StageBytes = Iterator[tuple[str, int, float]]
 """(level, bytes that a collective is given, bytes sent) of one rank in every stage, in their order."""
 
 
-def reduce_bytes(n: int, rings: Sequence[_Ring], rounded: bool) -> StageBytes:
+MessageBytes = Callable[[int], int]
+"""Of a codec's message of so many entries."""
+
+
+def reduce_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = None) -> StageBytes:
     """An all-reduce of n FP32 entries: reduce-scatters from the inside out, an all-reduce outside, gathers back inside.
 
-    rounded: BF16 crosses the outermost ring, and comes back inside as such.
+    coded: messages of such sizes cross the outermost ring, and come back inside as they are.
     """
-    ring, outer = rings[0], rings[1:]
-    share = (ring.size - 1) / ring.size
-    if not outer:
-        given = (2 if rounded else 4) * n
-        # Rounded: an all-to-all of n entries, then a gather of this rank's part.
-        yield ring.level, given + (given // ring.size if rounded else 0), 2 * share * given
-        return
-    yield ring.level, 4 * n, share * 4 * n
-    yield from reduce_bytes(n // ring.size, outer, rounded)
-    own = (2 if rounded else 4) * n // ring.size
-    yield ring.level, own, (ring.size - 1) * own
+    *inner, outermost = rings
+    for ring in inner:
+        yield ring.level, 4 * n, (ring.size - 1) / ring.size * 4 * n
+        n //= ring.size
+    share = (outermost.size - 1) / outermost.size
+    if coded is None:
+        yield outermost.level, 4 * n, 2 * share * 4 * n
+        own = 4 * n
+    else:
+        # An all-to-all of a message a rank, then a gather of this rank's own.
+        own = outermost.size * coded(n // outermost.size)
+        yield outermost.level, own + own // outermost.size, 2 * share * own
+    for ring in reversed(inner):
+        yield ring.level, own, (ring.size - 1) * own
+        own *= ring.size
 
 
-def scatter_bytes(n: int, rings: Sequence[_Ring], rounded: bool) -> StageBytes:
-    """A reduce-scatter of n FP32 entries from the inside out. rounded: BF16 crosses the outermost ring."""
+def scatter_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = None) -> StageBytes:
+    """A reduce-scatter of n FP32 entries from the inside out. coded: of what crosses the outermost ring."""
     for ring in rings:
-        given = (2 if rounded and ring is rings[-1] else 4) * n
+        given = 4 * n if coded is None or ring is not rings[-1] else ring.size * coded(n // ring.size)
         yield ring.level, given, (ring.size - 1) / ring.size * given
         n //= ring.size
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from topology.codecs import Codec
 from topology.groups import Ring
 
 # torch 2.13 renamed the collectives and warns about the old names.
@@ -20,58 +21,82 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 Group = tuple[Ring, ProcessGroup]
 
 
-def reduce_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | None = None) -> None:
+def reduce_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
     """x = (sum over all replicas of x) / divisor, in place; bitwise the same on all of them.
 
     Args:
-        x: FP32 (n,), contiguous; n is a multiple of the product of the rings' sizes (of all but the outermost
-            suffices without `error`).
+        x: FP32 (n,), contiguous; n is a multiple of the product of the sizes of all rings but the outermost.
         groups: the rings and their process groups, from the inside out.
         divisor: of the sum; the number of replicas for the mean.
-        error: FP32 (n,), makes the outermost ring carry BF16, and receives what rounding lost: the sum over
-            replicas of (x before - error) is x after * divisor. Inside, sums travel in FP32.
     """
     (ring, group), outer = groups[0], groups[1:]
     if not outer:
-        if error is None:
-            dist.all_reduce(x, group=group)
-            x.div_(divisor)
-        else:
-            _reduce_rounded(x, ring, group, divisor, error)
+        dist.all_reduce(x, group=group)
+        x.div_(divisor)
         return
     own = x.view(ring.size, -1)[ring.place]
     _scatter(x, own, group)
-    if error is None:
-        reduce_(own, outer, divisor)
-        all_gather_into(x, own, group=group)
-        return
-    error.zero_()
-    reduce_(own, outer, divisor, error.view(ring.size, -1)[ring.place])
-    # What came back is BF16 already: it goes inside as such, with nothing lost.
-    rounded = torch.empty_like(x, dtype=torch.bfloat16)
-    all_gather_into(rounded, own.to(torch.bfloat16), group=group)
-    x.copy_(rounded)
+    reduce_(own, outer, divisor)
+    all_gather_into(x, own, group=group)
 
 
-def scatter_(x: Tensor, groups: Sequence[Group], divisor: float, error: Tensor | None = None) -> None:
+def reduce_coded(x: Tensor, groups: Sequence[Group], divisor: float, codec: Codec, error: Tensor | None) -> None:
+    """As `reduce_`; the outermost ring carries the codec's messages both ways. Inside, sums travel in FP32.
+
+    Owners add what they receive in FP32 in rank order, so that nothing is rounded but what is sent; all decode the
+    same messages.
+
+    Args:
+        x: n is a multiple of the number of replicas times the codec's unit.
+        error: FP32 (n,), receives what this replica has to carry over: the sum over replicas of (x before - error) is
+            x after * divisor. None to let it go.
+    """
+    *inner, (ring, group) = groups
+    own, lost = _scatter_inside(x, inner, error)
+    part = torch.empty(own.numel() // ring.size, dtype=torch.float32, device=x.device)
+    _sum_coded(own, part, ring, group, codec, lost)
+    part.div_(divisor)
+    rounding = None if lost is None else torch.empty_like(part)
+    messages = codec.encode(part.view(1, -1), None if rounding is None else rounding.view(1, -1)).view(-1)
+    if lost is not None and rounding is not None:
+        lost.view(ring.size, -1)[ring.place] += rounding * divisor
+    # They go inside as they came, with nothing lost.
+    for within, over in reversed(groups):
+        gathered = torch.empty(within.size * messages.numel(), dtype=torch.uint8, device=x.device)
+        all_gather_into(gathered, messages, group=over)
+        messages = gathered
+    replicas = x.numel() // part.numel()
+    codec.decode(messages.view(replicas, -1), x.view(replicas, -1))
+
+
+def scatter_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
     """The first half of `reduce_`: its result for this replica's part alone, the `place_of`-th of equal ones.
 
-    Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined afterwards. `error`
-    receives what rounding lost of what this replica sent; the sum itself is not rounded.
+    Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined afterwards.
     """
-    (ring, group), outer = groups[0], groups[1:]
-    own = x.view(ring.size, -1)[ring.place]
-    if outer:
+    own, _ = _scatter_inside(x, groups, None)
+    own.div_(divisor)
+
+
+def scatter_coded(x: Tensor, groups: Sequence[Group], divisor: float, codec: Codec, error: Tensor | None) -> None:
+    """As `scatter_`; the outermost ring carries the codec's messages. Args as `reduce_coded`; the sum itself is not
+    rounded."""
+    *inner, (ring, group) = groups
+    own, lost = _scatter_inside(x, inner, error)
+    part = own.view(ring.size, -1)[ring.place]
+    _sum_coded(own, part, ring, group, codec, lost)
+    part.div_(divisor)
+
+
+def _scatter_inside(x: Tensor, groups: Sequence[Group], error: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Sums over these rings, part by part. Returns this rank's part of x and of the error, of which all is zeroed."""
+    if error is not None:
+        error.zero_()
+    for ring, group in groups:
+        own = x.view(ring.size, -1)[ring.place]
         _scatter(x, own, group)
-        if error is not None:
-            error.zero_()
-            error = error.view(ring.size, -1)[ring.place]
-        scatter_(own, outer, divisor, error)
-    elif error is None:
-        _scatter(x, own, group)
-        own.div_(divisor)
-    else:
-        own.copy_(_sum_rounded(x, ring, group, error)).div_(divisor)
+        x, error = own, None if error is None else error.view(ring.size, -1)[ring.place]
+    return x, error
 
 
 def _scatter(x: Tensor, own: Tensor, group: ProcessGroup) -> None:
@@ -84,23 +109,12 @@ def _scatter(x: Tensor, own: Tensor, group: ProcessGroup) -> None:
         torch.sum(parts.view(-1, own.numel()), 0, out=own)
 
 
-def _sum_rounded(x: Tensor, ring: Ring, group: ProcessGroup, error: Tensor) -> Tensor:
-    """FP32: this rank's part of the sum over one ring of x, which travels in BF16; `error` is what that lost of x."""
-    sent = x.to(torch.bfloat16)
-    torch.sub(x, sent, out=error)
-    parts = torch.empty_like(sent)
-    dist.all_to_all_single(parts, sent, group=group)
-    return parts.view(ring.size, -1).float().sum(0)
-
-
-def _reduce_rounded(x: Tensor, ring: Ring, group: ProcessGroup, divisor: float, error: Tensor) -> None:
-    """One ring in BF16, both ways: every rank sums its part in FP32, so that nothing is rounded but what is sent."""
-    total = _sum_rounded(x, ring, group, error).div_(divisor)
-    own = total.to(torch.bfloat16)
-    error.view(ring.size, -1)[ring.place] += (total - own) * divisor
-    mean = torch.empty_like(x, dtype=torch.bfloat16)
-    all_gather_into(mean, own, group=group)
-    x.copy_(mean)
+def _sum_coded(x: Tensor, out: Tensor, ring: Ring, group: ProcessGroup, codec: Codec, error: Tensor | None) -> None:
+    """out = this rank's part of the sum over one ring of x; `error` becomes what the codec lost of x."""
+    sent = codec.encode(x.view(ring.size, -1), None if error is None else error.view(ring.size, -1))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    codec.add_up(received, out)
 
 
 def gather_(output: Tensor, own: Tensor, groups: Sequence[Group]) -> None:

@@ -129,7 +129,7 @@ class ScapeTrainer(Trainer):
                 layout,
                 timedelta(seconds=config.comm.init_timeout_seconds),
                 hierarchical=config.topology.exchange == "hierarchical",
-                rounded=options_of(config.sync).stages_one_ring(),
+                staged=options_of(config.sync).stages_one_ring(),
             ),
         )
         # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.

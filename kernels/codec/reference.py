@@ -140,7 +140,7 @@ def sum_pairs(x: Tensor) -> Tensor:
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least number of `dtype`, FP32 or BF16, that is x or more; x FP32, not negative. Infinity beyond the largest."""
+    """The least number of `dtype`, FP32 or BF16, from x on, FP32 and not negative. Infinity beyond the largest."""
     if dtype == torch.float32:
         return x
     bits = x.view(torch.int32)

@@ -86,16 +86,21 @@ class Ownership:
             whole[piece.owner] += _aligned(piece.end - piece.start)
         return self.tensors.run_blocks * self.tensors.block_size + max(whole)
 
-    def rows(self, counts: Sequence[int]) -> tuple[int, list[int]]:
-        """The length of a payload's row, one an owner, and where each piece's entries start in the payload."""
+    def rows(self, counts: Sequence[int], unit: int = 1) -> tuple[int, list[int]]:
+        """The length of a payload's row, one an owner, and where each piece's entries start in the payload.
+
+        unit: rows, and in them what is sent whole, begin at multiples of it.
+        """
         ends = [0] * self.tensors.replicas
         places = []
-        for piece, count in zip(self.pieces, counts, strict=True):
+        for i, (piece, count) in enumerate(zip(self.pieces, counts, strict=True)):
+            if i == len(self.sparse):
+                ends = [_aligned(end, unit) for end in ends]
             places.append(ends[piece.owner])
             ends[piece.owner] += count
-        length = _aligned(max(ends))
+        length = _aligned(_aligned(max(ends)), unit)
         return length, [piece.owner * length + at for piece, at in zip(self.pieces, places, strict=True)]
 
 
-def _aligned(entries: int) -> int:
-    return -(-entries // _ALIGNED) * _ALIGNED
+def _aligned(entries: int, unit: int = _ALIGNED) -> int:
+    return -(-entries // unit) * unit

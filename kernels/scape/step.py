@@ -46,14 +46,14 @@ class Step:
 class Part:
     """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs.
 
-    From `filled` on it is padding.
+    padding: what of the stretch is no tensor's, (start, stop) each.
     """
 
     first: int
     end: int
     start: int
-    filled: int
     stop: int
+    padding: tuple[tuple[int, int], ...] = ()
 
     def __contains__(self, tensor: int) -> bool:
         return self.first <= tensor < self.end
@@ -68,7 +68,9 @@ class Plan:
     replica: whose run to select in; None selects in all of them (a dry run, where nobody else does).
     chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
     granularity: each part's stretch is padded to a multiple of so many entries.
-    carries: keep what rounding the payload loses, FP32 per entry, and add it to the next new moment.
+    unit: entries that are coded together: tensors that are sent whole, whose values are of another size, begin at a
+        multiple of it.
+    carries: keep what coding the payload loses, FP32 per entry, and add it to the next new moment.
     """
 
     selection: str
@@ -76,6 +78,7 @@ class Plan:
     replica: int | None
     chunk_entries: int = 0
     granularity: int = 1
+    unit: int = 1
     carries: bool = False
 
 
@@ -96,21 +99,32 @@ class InBuffer:
         return self.parts[-1].stop
 
     @staticmethod
-    def of(counts: Sequence[int], chunk_entries: int, granularity: int) -> "InBuffer":
-        """Of tensors with so many entries each: one behind the other, none cut."""
-        chunks = max(1, round(sum(counts) / chunk_entries)) if chunk_entries else 1
+    def of(counts: Sequence[int], sparsified: int, plan: Plan) -> "InBuffer":
+        """Of tensors with so many entries each, `sparsified` ones first: one behind the other, none cut."""
+        chunks = max(1, round(sum(counts) / plan.chunk_entries)) if plan.chunk_entries else 1
         parts: list[Part] = []
         positions: list[int] = []
+        padding: list[tuple[int, int]] = []
         first = start = stop = taken = 0
+
+        def pad(multiple: int) -> int:
+            end = -(-stop // multiple) * multiple
+            if end > stop:
+                padding.append((stop, end))
+            return end
+
         for i, count in enumerate(counts):
+            if i == sparsified:
+                stop = pad(plan.unit)
             positions.append(stop)
             stop += count
             taken += count
             # A part ends where its share of the whole is reached.
             if i + 1 == len(counts) or taken * chunks >= sum(counts) * (len(parts) + 1):
-                filled, stop = stop, -(-stop // granularity) * granularity
-                parts.append(Part(first, i + 1, start, filled, stop))
+                stop = pad(plan.granularity)
+                parts.append(Part(first, i + 1, start, stop, tuple(padding)))
                 first, start = i + 1, stop
+                padding.clear()
         return InBuffer(tuple(parts), positions)
 
 
@@ -125,4 +139,4 @@ class InPlace:
 
     @staticmethod
     def of(counts: Sequence[int]) -> "InPlace":
-        return InPlace((Part(0, len(counts), 0, 0, 0),), [0, *accumulate(counts)][:-1])
+        return InPlace((Part(0, len(counts), 0, 0),), [0, *accumulate(counts)][:-1])

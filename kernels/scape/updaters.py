@@ -58,7 +58,7 @@ class Replicated:
 
     def in_buffer(self, counts: Sequence[int], plan: Plan) -> InBuffer:
         """Where the payload of the target density lies."""
-        return InBuffer.of(counts, plan.chunk_entries, plan.granularity)
+        return InBuffer.of(counts, len(self.layout.sizes), plan)
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
         """Copies the parameters into the master, where there is one."""
@@ -126,9 +126,8 @@ class Owner:
         return {"state": state, "master": (spans, self.ownership.share) if self.has_master else ([], 0)}
 
     def in_buffer(self, counts: Sequence[int], plan: Plan) -> InBuffer:
-        length, positions = self.ownership.rows(counts)
-        entries = self.layout.replicas * length
-        return InBuffer((Part(0, len(self.sizes), 0, entries, entries),), positions)
+        length, positions = self.ownership.rows(counts, plan.unit)
+        return InBuffer((Part(0, len(self.sizes), 0, self.layout.replicas * length),), positions)
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
         for i in self.own if masters else ():
@@ -170,11 +169,12 @@ class Owner:
         """The stretch of an owned piece in a buffer of this replica's share."""
         return buffer[self.ownership.places[piece] :][: self.sizes[piece]]
 
-    def stretches(self, counts: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """Where every owner's entries lie in a payload that is in place: (first entry, length), in order."""
+    def stretches(self, counts: Sequence[int], first: int, end: int) -> list[list[tuple[int, int]]]:
+        """Where every owner's entries of pieces [first, end) lie in a payload that is in place: (first entry, length),
+        in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.replicas)]
-        start = 0
-        for piece, count in zip(self.ownership.pieces, counts, strict=True):
+        start = sum(counts[:first])
+        for piece, count in zip(self.ownership.pieces[first:end], counts[first:end], strict=True):
             own = found[piece.owner]
             if own and sum(own[-1]) == start:
                 own[-1] = (own[-1][0], own[-1][1] + count)

@@ -87,7 +87,7 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
         options = ScapeOptions(
             density=method.density,
             update="sharded" if method.sharded else "replicated",
-            values_dtype=method.values,  # type: ignore[arg-type]
+            values=method.values,  # type: ignore[arg-type]
             weights_dtype=method.weights,  # type: ignore[arg-type]
             offload=list(method.offload),
         )

@@ -40,13 +40,13 @@ class Plan(NamedTuple):
         return self.nodes * self.ranks_per_node // self.shard
 
 
-SHARDED, VALUES = "--sync.scape.update=sharded", "--sync.scape.values_dtype=bfloat16"
+SHARDED, VALUES = "--sync.scape.update=sharded", "--sync.scape.values=bfloat16"
 # By the names under which runs are stored: update = "replicated" was "local", "sharded" was "gather".
 FORMS = {
     "local": Form("replicated, FP32 (all-reduce)"),
     "gather": Form("sharded, FP32", (SHARDED,), 1.02),
     "gather-values": Form("sharded, values in BF16", (SHARDED, VALUES), 0.77),
-    "gather-both": Form("sharded, BF16 both ways", (SHARDED, VALUES, "--sync.scape.wire_dtype=bfloat16"), 0.52),
+    "gather-both": Form("sharded, BF16 both ways", (SHARDED, VALUES, "--sync.scape.wire=bfloat16"), 0.52),
 }
 PLANS = {
     "2x1": Plan("2 nodes of 1 rank", 2),

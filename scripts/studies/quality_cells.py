@@ -21,6 +21,7 @@ MOST_SEQUENCES = 32  # of a micro-batch
 _STORED_AS = {
     "sync.scape.staleness_scaling": "sync.scape.wait_scaling",
     "sync.scape.max_staleness": "sync.scape.max_wait",
+    "sync.scape.wire": "sync.scape.wire_dtype",
 }
 _STORED_BESIDES = {"sync.scape.wait_by": "row_column"}  # the only rule that is left
 # Where output goes and what is logged does not change a result.
@@ -68,7 +69,7 @@ def as_stored(options: Options) -> Options:
 @functools.cache
 def defaults(method: str) -> Options:
     """Those of the method's section that a simulation takes; none of a method without one."""
-    others = ("dense_names", "update", "values_dtype", "weights_dtype", "offload")
+    others = ("dense_names", "update", "values", "weights_dtype", "offload")
     # Late: the trainer has to be imported before TorchTitan is.
     from torchtitan_scape.config.job_config import Sync
 

@@ -52,7 +52,7 @@ class Plan:
             )
         wire = "bfloat16" if match[2] else "float32"
         scape = f"--sync.method=scape --optimizer.name=AdamS --sync.scape.density={match[1]}"
-        scape += f" --sync.scape.density_warmup_steps=0 --sync.scape.wire_dtype={wire}"
+        scape += f" --sync.scape.density_warmup_steps=0 --sync.scape.wire={wire}"
         label = f"SCAPE {match[1]}" + (", BF16 wire" if match[2] else "")
         return cls(name, label, tuple(scape.split()), density=float(match[1]), wire=wire)
 

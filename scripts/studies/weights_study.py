@@ -24,9 +24,9 @@ STEPS = 980
 SETTINGS = {(0.01, "bfloat16"): 7, (0.1, "bfloat16"): 3, (0.01, "float32"): 2, (0.1, "float32"): 2}
 FORMS = {
     "FP32 weights": [],
-    "FP32 weights, BF16 values": ["--sync.scape.values_dtype=bfloat16"],
-    "BF16 weights with a scale": ["--sync.scape.values_dtype=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
-    "BF16 weights decayed in place": ["--sync.scape.values_dtype=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
+    "FP32 weights, BF16 values": ["--sync.scape.values=bfloat16"],
+    "BF16 weights with a scale": ["--sync.scape.values=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
+    "BF16 weights decayed in place": ["--sync.scape.values=bfloat16", "--sync.scape.weights_dtype=bfloat16"],
 }
 IN_PLACE = "BF16 weights decayed in place"
 

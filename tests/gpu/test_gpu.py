@@ -96,7 +96,7 @@ def unpacked(optimizer: Scape) -> Tensor:
     [
         dict(density=0.1),
         dict(density=0.05, density_warmup_steps=4, update="sharded"),
-        dict(density=0.1, update="sharded", wire_dtype="bfloat16", values_dtype="bfloat16"),
+        dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16"),
     ],
 )
 def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def cells(folder: Path) -> dict[str, dict[str, Any]]:
 def test_methods_are_told_apart() -> None:
     plan = Plan.parse("scape-0.01-bf16")
     assert (plan.density, plan.wire) == (0.01, "bfloat16")
-    assert "--sync.scape.wire_dtype=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
+    assert "--sync.scape.wire=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
     assert Plan.parse("powersgd-4").rank == 4 and Plan.parse("ddp-bf16").peer == "ddp-bf16"
     assert Plan.parse("adamw").dense == "adamw" and "--optimizer.name=AdamW" in Plan.parse("adamw").options
     for wrong in ("adam", "scape", "scape-2", "scape-0", "powersgd-x"):

@@ -72,7 +72,7 @@ class RunMetadata(Stateful):
         different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
         other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]
         laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
-        # Errors of rounding are kept for the entries of a payload, which are others at another density.
-        if "density" in different and "bfloat16" in (saved.get("wire_dtype"), self.values.get("wire_dtype")):
+        # What coding lost is kept for the entries of a payload, which are others at another density.
+        if "density" in different and {saved.get("wire"), self.values.get("wire")} != {"float32"}:
             laid_out.add("density")
         return not other and not laid_out, different

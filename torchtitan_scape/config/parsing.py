@@ -28,6 +28,8 @@ GONE = {
     "sync.scape.wait_scaling": "it is now staleness_scaling",
     "sync.scape.max_wait": "it is now max_staleness",
     "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
+    "sync.scape.wire_dtype": "it is now wire",
+    "sync.scape.values_dtype": "it is now values",
     "sync.scape.wait_by": 'it is gone, leave it out: what was "row_column" is the only rule, as it was by default',
 }
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
+from torchtitan_scape.planner.payload import coded_by
 from torchtitan_scape.planner.volumes import Method, host_link_bytes, memory_bytes, messages, optimizer_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 
@@ -44,7 +45,7 @@ def best_chunk_bytes(
     nbytes: int, pack_seconds: float, tiers: Tiers, links: Links, wire: str = "float32", flat: bool = False
 ) -> int:
     """Bytes (FP32, a multiple of 4) of a payload's chunk; `nbytes` is the payload's, FP32."""
-    latency, transfer = stage_seconds(all_reduce_stages(tiers, nbytes, wire, flat), links)
+    latency, transfer = stage_seconds(all_reduce_stages(tiers, nbytes, coded_by(wire), flat), links)
     chunks = best_chunks(pack_seconds, transfer, latency)
     return max(4, -(-nbytes // (4 * chunks)) * 4)
 

@@ -6,12 +6,34 @@
 import math
 from collections.abc import Sequence
 
+from kernels.codec.formats import BLOCK, FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout, entries_per_block, offset_bytes
 from kernels.scape.ownership import Ownership
-from topology.links import width
+from topology.ring_bytes import MessageBytes
 from torchtitan_scape.planner.workloads import Shape
 
 Shapes = Sequence[Shape]
+
+WIRE_BYTES = {"float32": 4, "bfloat16": 2}  # of an entry
+
+
+def width(dtype: str) -> int:
+    """Bytes of an entry. Raises ValueError for a dtype that nothing travels or is kept in."""
+    if dtype not in WIRE_BYTES:
+        raise ValueError(f"the dtype is {dtype!r}; it must be one of {', '.join(WIRE_BYTES)}")
+    return WIRE_BYTES[dtype]
+
+
+def coded_by(wire: str) -> MessageBytes | None:
+    """Bytes of a message of so many entries on this wire; None for FP32, which no codec touches.
+
+    Raises ValueError for a wire that there is none of.
+    """
+    if wire in FORMATS:
+        return lambda entries: message_bytes(wire, -(-entries // BLOCK) * BLOCK)
+    if wire not in WIRE_BYTES:
+        raise ValueError(f"the wire is {wire!r}; it must be one of {', '.join((*WIRE_BYTES, *FORMATS))}")
+    return None if wire == "float32" else lambda entries: WIRE_BYTES[wire] * entries
 
 
 def entries_of(shapes: Shapes) -> int:
@@ -34,7 +56,9 @@ def payload_entries(shapes: Shapes, density: float, block: int = 1024) -> int:
 
 
 def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:
-    return width(wire) * payload_entries(shapes, density, block)
+    """The payload on the wire, one way."""
+    entries, coded = payload_entries(shapes, density, block), coded_by(wire)
+    return 4 * entries if coded is None else coded(entries)
 
 
 def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024) -> int:

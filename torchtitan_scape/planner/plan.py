@@ -191,7 +191,7 @@ def _ms(seconds: float) -> str:
 
 
 def _wire(p: Prediction) -> str:
-    return "FP32" if p.method.wire == "float32" else "BF16"
+    return {"float32": "FP32", "bfloat16": "BF16"}.get(p.method.wire, p.method.wire.upper())
 
 
 def _title(p: Prediction) -> str:

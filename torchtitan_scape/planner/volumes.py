@@ -9,16 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages, width
+from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
 from torchtitan_scape.planner.payload import (
     Shapes,
     block_layout,
+    coded_by,
     entries_of,
     mask_bytes,
     owned_entries,
     payload_entries,
     topk_message_bytes,
     whole_sizes,
+    width,
 )
 from torchtitan_scape.planner.workloads import Workload, local_shapes
 
@@ -30,7 +32,7 @@ class Method:
     kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk" and "scape" (at `density`) or
         "powersgd" (rank `rank`).
     optimizer: of "topk" and "powersgd", "adamw" or "adams".
-    wire: of SCAPE's payload between nodes, "float32" or "bfloat16".
+    wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
     values: with "sharded", the dtype in which new values travel.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
@@ -58,13 +60,13 @@ class Method:
             raise ValueError(f"the rank of {self.kind} is {self.rank}; it must be 1 or more")
         if self.update not in ("replicated", "sharded"):
             raise ValueError(f"update is {self.update!r}; it must be 'replicated' or 'sharded'")
-        width(self.wire), width(self.values), width(self.weights)
+        coded_by(self.wire), width(self.values), width(self.weights)
 
     @property
     def name(self) -> str:
         option = VOLUMES[self.kind].option
         name = self.kind + (f" {getattr(self, option):g}" if option else "")
-        name += " bf16" if self.wire == "bfloat16" else ""
+        name += "" if self.wire == "float32" else " bf16" if self.wire == "bfloat16" else f" {self.wire}"
         if self.sharded:
             name += " sharded" + (" bf16 values" if self.values == "bfloat16" else "")
         name += " bf16 weights" if self.bf16_weights else ""
@@ -88,7 +90,7 @@ class Message:
     """A collective of all replicas.
 
     nbytes: what each of them brings to it, FP32 where it is added up.
-    wire: the dtype in which sums cross the outermost level.
+    wire: how sums cross the outermost level.
     hidden: it goes beside the next forward and backward pass.
     """
 
@@ -100,9 +102,9 @@ class Message:
     def stages(self, tiers: Tiers, flat: bool = False) -> list[Stage]:
         match self.collective:
             case "reduce":
-                return all_reduce_stages(tiers, self.nbytes, self.wire, flat)
+                return all_reduce_stages(tiers, self.nbytes, coded_by(self.wire), flat)
             case "scatter":
-                return reduce_scatter_stages(tiers, self.nbytes, self.wire, flat)
+                return reduce_scatter_stages(tiers, self.nbytes, coded_by(self.wire), flat)
             case "gather":
                 return all_gather_stages(tiers, self.nbytes, flat)
 
@@ -278,7 +280,7 @@ def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[floa
 def _scape_memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
     n, entries = entries_of(shapes), payload_entries(shapes, method.density, method.block)
     layout = block_layout(shapes, replicas, method.block)
-    # The payload, last step's moment on it, and what rounding lost: in the last step, and in this one on top.
+    # The payload, last step's moment on it, and what coding lost: in the last step, and in this one on top.
     payload = (4.0 if method.sharded else 8.0) * entries
     offloaded = host_bytes(method, shapes, replicas)
     state = _scape_state(method, shapes, replicas)
@@ -323,7 +325,7 @@ def _scape_simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str,
     n, layout = 4.0 * entries_of(shapes), block_layout(shapes, replicas, method.block)
     masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(method.density, "block"))
     entries = payload_entries(shapes, method.density, method.block) if method.density < 1.0 else 0
-    # In BF16 what rounding lost besides, the last step's and this one's.
+    # Where it is coded what that lost besides, the last step's and this one's.
     rows = (2 if method.wire == "float32" else 4) * replicas
     return {
         "parameters": n,
@@ -352,6 +354,6 @@ VOLUMES: dict[str, Volumes] = {
         _scape_memory,
         _scape_simulated,
         option="density",
-        recipe={"density": "density", "wire_dtype": "wire"},
+        recipe={"density": "density", "wire": "wire"},
     ),
 }

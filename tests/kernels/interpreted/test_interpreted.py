@@ -219,7 +219,7 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
         (2, dict(density=0.1, staleness_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
         (2, dict(density=0.3, density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
         (2, dict(density=0.3, update="sharded", density_warmup_steps=3, clip_mode="literal")),
-        (2, dict(density=0.1, update="sharded", wire_dtype="bfloat16", values_dtype="bfloat16", dense_names=["p1"])),
+        (2, dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16", dense_names=["p1"])),
         (2, dict(density=0.3, update="sharded", density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
         # Whole tiles of aligned storage.
         (3, dict(density=0.1, update="sharded", shapes=[(40, 320), (9,)])),
@@ -255,7 +255,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(collectives: Any) -> None:
         parameters = [torch.nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
         options: dict[str, Any] = dict(density=0.1, density_warmup_steps=2, update="sharded", kernels="triton")
-        options |= dict(lr=1e-2, block_size=16, values_dtype="bfloat16")
+        options |= dict(lr=1e-2, block_size=16, values="bfloat16")
         optimizer = make_scape(parameters, replicas=collectives, **options)
         passes: Any = optimizer.passes
         for step in range(4):
@@ -275,7 +275,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        dict(density=0.1, density_warmup_steps=3, wire_dtype="bfloat16"),
+        dict(density=0.1, density_warmup_steps=3, wire="bfloat16"),
     ],
 )
 def test_simulated_replicas_are_the_replicas(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

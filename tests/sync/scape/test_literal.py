@@ -124,23 +124,23 @@ def test_sum_reduction_is_mean_of_scaled_gradients() -> None:
 def test_a_bf16_wire_follows_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
     """Properties 3 and 4 with rounding. A last bit that differs may make an entry round the other way, which the
     error kept for it takes back: hence the wider bound. Without the errors kept the forms part by 1e-3 and more."""
-    options = {"density": 0.1, "wire_dtype": "bfloat16", **options}
+    options = {"density": 0.1, "wire": "bfloat16", **options}
     expected = literal(replicas, 20, **options)
     results = run_replicas(replicas, lambda c: train(c, 20, **options))
     for step, want in enumerate(expected):
         got = flat(results[0][step])
         assert (got - flat(want)).norm() <= 1e-5 * flat(want).norm(), step
         assert all(torch.equal(flat(other[step]), got) for other in results[1:])
-    exact = flat(run_replicas(replicas, lambda c: train(c, 20, **{**options, "wire_dtype": "float32"}))[0][-1])
+    exact = flat(run_replicas(replicas, lambda c: train(c, 20, **{**options, "wire": "float32"}))[0][-1])
     assert ((exact - flat(expected[-1])).norm() > 1e-4 * exact.norm()) == (replicas > 1)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("selection", ["block", "tensor"])
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-def test_parts_of_any_size_give_the_same(wire_dtype: str, selection: str, max_norm: float | None) -> None:
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_parts_of_any_size_give_the_same(wire: str, selection: str, max_norm: float | None) -> None:
     """A payload in one part, in some, and tensor by tensor. With rounding, who keeps its last error depends on it."""
-    options: dict[str, Any] = {"density": 0.1, "selection": selection, "max_norm": max_norm, "wire_dtype": wire_dtype}
+    options: dict[str, Any] = {"density": 0.1, "selection": selection, "max_norm": max_norm, "wire": wire}
     parts: list[int] = []
 
     def run(chunk_bytes: int) -> Tensor:
@@ -157,7 +157,7 @@ def test_parts_of_any_size_give_the_same(wire_dtype: str, selection: str, max_no
         parts.clear()
         got = run(chunk_bytes)
         assert 1 < max(parts) < 6 if chunk_bytes == 120 else max(parts) == 6
-        if wire_dtype == "float32":
+        if wire == "float32":
             assert torch.equal(got, whole)
         else:
             assert (got - whole).norm() <= 0.02 * whole.norm()
@@ -183,7 +183,7 @@ def test_nothing_is_lost_by_rounding() -> None:
             return handle
 
         collectives.all_reduce = spy  # type: ignore[method-assign]
-        train(collectives, 6, density=0.1, wire_dtype="bfloat16")
+        train(collectives, 6, density=0.1, wire="bfloat16")
 
     run_replicas(3, work)
     assert len(arrived) == 5  # all but the first, dense step

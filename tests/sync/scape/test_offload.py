@@ -65,11 +65,11 @@ def kept(optimizer: Scape) -> dict[str, Tensor]:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"density_warmup_steps": 5, "max_norm": None, "chunk_bytes": 64},
-    {"wire_dtype": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
+    {"wire": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
     {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "dense_names": ["p.0"]},
     {"update": "sharded"},
-    {"update": "sharded", "values_dtype": "bfloat16", "density_warmup_steps": 5},
-    {"update": "sharded", "values_dtype": "bfloat16", "wire_dtype": "bfloat16", "bf16_weights": True},
+    {"update": "sharded", "values": "bfloat16", "density_warmup_steps": 5},
+    {"update": "sharded", "values": "bfloat16", "wire": "bfloat16", "bf16_weights": True},
     {"update": "sharded", "selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "max_norm": None},
 ]
 
@@ -78,7 +78,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None:
     """Property 5: parameters, state and log figures are those of a run that keeps all on the device, bit for bit."""
-    master = options.get("bf16_weights") or ("values_dtype" in options and replicas > 1)
+    master = options.get("bf16_weights") or ("values" in options and replicas > 1)
 
     def work(collectives: ThreadCollectives) -> None:
         expected, resident, _ = run(collectives, 10, **options)
@@ -255,7 +255,7 @@ def test_local_weights_are_the_rounded_master(replicas: int) -> None:
     """The master goes the way of FP32 weights to the last bit, and what the model sees is what the cast would give."""
 
     def work(collectives: ThreadCollectives) -> None:
-        options: dict[str, Any] = {"density_warmup_steps": 3, "wire_dtype": "bfloat16"}
+        options: dict[str, Any] = {"density_warmup_steps": 3, "wire": "bfloat16"}
         wide, _, _ = run(collectives, 8, **options)
         narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
         for want, got in zip(wide, narrow, strict=True):
@@ -271,7 +271,7 @@ def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -
     """However long an entry waits, it differs from the master by one rounding to BF16: decay is never lost, although
     a step of it is less than BF16 can tell. Masters are those of FP32 weights that travel in BF16, bit for bit."""
     rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
-    rates |= {"density_warmup_steps": warmup, "values_dtype": "bfloat16"}
+    rates |= {"density_warmup_steps": warmup, "values": "bfloat16"}
     steps = 40
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:

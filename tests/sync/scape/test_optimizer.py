@@ -111,12 +111,12 @@ def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: py
         assert torch.equal(flat(a[-1]), flat(b[-1]))
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize("warmup", [0, 6])
 @pytest.mark.parametrize("bad_step", [0, 1, 3])
-def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wire_dtype: str) -> None:
+def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wire: str) -> None:
     """One replica's NaN: nobody's parameters, state or masks change, and the run goes on as the literal form."""
-    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup, "wire_dtype": wire_dtype}
+    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup, "wire": wire}
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -147,7 +147,7 @@ def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wir
             gradients[1][1][3, 2] = float("nan")
         expected.step(gradients)
     for result in run_replicas(2, work):
-        assert (flat(result) - flat(expected.theta)).norm() <= (1e-6 if wire_dtype == "float32" else 1e-5) * flat(
+        assert (flat(result) - flat(expected.theta)).norm() <= (1e-6 if wire == "float32" else 1e-5) * flat(
             result
         ).norm()
 
@@ -255,9 +255,9 @@ def test_first_step_broadcasts_replica_0() -> None:
 
 
 @pytest.mark.parametrize("rule", [{}, {"staleness_scaling": False, "selection": "tensor"}])
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_state_dict_resumes_bitwise(at: int, wire_dtype: str, rule: dict[str, Any]) -> None:
+def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
     """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
 
     def work(collectives: ThreadCollectives) -> None:
@@ -266,7 +266,7 @@ def test_state_dict_resumes_bitwise(at: int, wire_dtype: str, rule: dict[str, An
             "block_size": 16,
             "density_warmup_steps": 4,
             "replicas": collectives,
-            "wire_dtype": wire_dtype,
+            "wire": wire,
             **rule,
         }
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -296,7 +296,7 @@ def test_rounding_errors_are_loaded_however_the_payload_is_cut() -> None:
     def work(collectives: ThreadCollectives) -> None:
         states = []
         for chunk_bytes in (4, 1 << 24):
-            options = {"density": 0.1, "wire_dtype": "bfloat16", "chunk_bytes": chunk_bytes}
+            options = {"density": 0.1, "wire": "bfloat16", "chunk_bytes": chunk_bytes}
             train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
         small, large = states
         assert small.passes.wire_residual.numel() > large.passes.wire_residual.numel()
@@ -357,7 +357,7 @@ def test_non_contiguous_parameter_is_updated() -> None:
         ({"max_norm": 0.0}, "max_norm is 0.0"),
         ({"clip_mode": "none"}, "clip_mode = 'none'"),
         ({"reduction": "max"}, "reduction is 'max'"),
-        ({"wire_dtype": "float16"}, r"wire_dtype = 'float16'; it must be 'float32' \| 'bfloat16'"),
+        ({"wire": "float16"}, r"wire = 'float16'; it must be 'float32' \| 'bfloat16'"),
         ({"chunk_bytes": 2}, "chunk_bytes = 2; it must be 4 or more"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"betas": (1.0, 0.9)}, "beta1 is 1.0"),

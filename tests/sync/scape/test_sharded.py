@@ -16,10 +16,10 @@ from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, literal, make
 from torchtitan_scape import Scape
 
 ROUNDED = [
-    {"wire_dtype": "bfloat16"},
-    {"values_dtype": "bfloat16"},
-    {"wire_dtype": "bfloat16", "values_dtype": "bfloat16", "selection": "tensor"},
-    {"wire_dtype": "bfloat16", "values_dtype": "bfloat16", "density_warmup_steps": 8},
+    {"wire": "bfloat16"},
+    {"values": "bfloat16"},
+    {"wire": "bfloat16", "values": "bfloat16", "selection": "tensor"},
+    {"wire": "bfloat16", "values": "bfloat16", "density_warmup_steps": 8},
 ]
 
 
@@ -136,7 +136,7 @@ def test_nothing_is_lost(selection: str) -> None:
 
 @pytest.mark.parametrize(
     "options, most",
-    [({}, 1.02), ({"values_dtype": "bfloat16"}, 0.77), ({"wire_dtype": "bfloat16", "values_dtype": "bfloat16"}, 0.52)],
+    [({}, 1.02), ({"values": "bfloat16"}, 0.77), ({"wire": "bfloat16", "values": "bfloat16"}, 0.52)],
 )
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], most: float) -> None:
@@ -161,7 +161,7 @@ def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], mo
     assert sent(update="sharded", **options) <= most * sent()
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16", "values_dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", [{}, {"wire": "bfloat16", "values": "bfloat16"}])
 def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -233,7 +233,7 @@ def test_weights_loaded_behind_the_constructor_count() -> None:
 
     def work(collectives: ThreadCollectives) -> float:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        more: dict[str, Any] = {"update": "sharded", "values_dtype": "bfloat16"}
+        more: dict[str, Any] = {"update": "sharded", "values": "bfloat16"}
         optimizer = make_scape(parameters, lr=1e-3, block_size=16, replicas=collectives, **more)
         loaded = draw(9, SPARSE + DENSE)
         for p, value, g in zip(parameters, loaded, gradient(0, 0, SPARSE + DENSE), strict=True):
@@ -265,8 +265,8 @@ def test_wrong_options_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     for options, message in (
         ({"update": "shared"}, r"update = 'shared'; it must be 'replicated' \| 'sharded'"),
-        ({"values_dtype": "bfloat16"}, "values_dtype = 'bfloat16'; it is for update = \"sharded\""),
-        ({"update": "sharded", "values_dtype": "half"}, "values_dtype = 'half'; it must be"),
+        ({"values": "bfloat16"}, "values = 'bfloat16'; it is for update = \"sharded\""),
+        ({"update": "sharded", "values": "half"}, "values = 'half'; it must be"),
     ):
         with pytest.raises(ValueError, match=message):
             make_scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from topology.collectives import ReplicaCollectives
 from topology.layout import Layout
 from topology.links import Links
 from torchtitan_scape.planner.cost import Assumptions, best_chunk_bytes
-from torchtitan_scape.planner.payload import payload_bytes
+from torchtitan_scape.planner.payload import payload_entries
 from torchtitan_scape.planner.volumes import Method, optimizer_bytes
 from torchtitan_scape.sync.scape.optimizer import Scape
 from torchtitan_scape.sync.scape.options import ScapeOptions
@@ -49,14 +49,14 @@ def best_chunk(
     """The payload's chunk, bytes, that the cost model finds best, from the nominal figures of the machine's preset."""
     # Of the whole group, so that all its ranks agree: the links of one rank's own rings may differ from the next one's.
     tiers = layout.hierarchy(layout.replicate_group(dist.get_rank()))
-    method = Method("scape", options.density, options.wire_dtype, block=options.block_size)
+    method = Method("scape", options.density, options.wire, block=options.block_size)
     device = layout.machine.device
     packed, _ = optimizer_bytes(method, shapes, layout.replicate)
     return best_chunk_bytes(
-        payload_bytes(shapes, options.density, block=options.block_size),
+        4 * payload_entries(shapes, options.density, options.block_size),
         packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),
         [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
-        options.wire_dtype,
+        options.wire,
         flat=len(collectives.rings) < len(tiers),
     )

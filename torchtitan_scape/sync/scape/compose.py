@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels import scape_passes
+from kernels.codec.codes import BlockCode
+from kernels.codec.formats import FORMATS
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.ownership import Ownership, Piece
 from kernels.scape.passes import ScapePasses
@@ -12,8 +14,9 @@ from kernels.scape.step import Plan
 from kernels.scape.updaters import Owner, Replicated
 from kernels.scape.visits import Staleness
 from topology.chunks import CHUNK_ENTRIES
+from topology.codecs import Bfloat16
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.sync.scape.exchange import ReplicatedExchange, ShardedExchange
+from torchtitan_scape.sync.scape.exchange import ReplicatedExchange, ShardedExchange, Wire
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.weights import share_scale
 from torchtitan_scape.sync.shards import Shard, stored
@@ -33,14 +36,15 @@ def compose(
 ) -> tuple[ScapePasses, Exchange, Pieces]:
     """Of these shards, sparsified ones first, then those that are exchanged whole. backend: "triton" or "torch"."""
     several = replicas.replicas > 1
-    rounds = options.wire_dtype == "bfloat16" and several and options.density < 1.0
+    wire = wire_of(options, backend) if several and options.density < 1.0 else Wire()
     plan = Plan(
         options.selection,
         options.density,
         replica=None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
         chunk_entries=(options.chunk_bytes // 4 or CHUNK_ENTRIES) if several else 0,
-        granularity=replicas.granularity(rounds),
-        carries=rounds,
+        granularity=replicas.granularity(wire.codec),
+        unit=wire.codec.unit if wire.codec else 1,
+        carries=wire.codec is not None,
     )
     staleness = None
     if options.staleness_scaling:
@@ -53,10 +57,16 @@ def compose(
     if options.update == "sharded":
         owner, pieces = sharded(sparse, dense, layout, options, replicas, device)
         passes = passes_of(owner)
-        return passes, ShardedExchange(passes, owner, replicas, rounds), pieces
+        return passes, ShardedExchange(passes, owner, replicas, wire), pieces
     updater, pieces = replicated(sparse, dense, layout, options, replicas.writes)
     passes = passes_of(updater)
-    return passes, ReplicatedExchange(passes, replicas, rounds), pieces
+    return passes, ReplicatedExchange(passes, replicas, wire), pieces
+
+
+def wire_of(options: ScapeOptions, backend: str) -> Wire:
+    if options.wire in FORMATS:
+        return Wire(BlockCode(options.wire), BlockCode("int8"))
+    return Wire(Bfloat16() if options.wire == "bfloat16" else None)
 
 
 def replicated(
@@ -91,7 +101,7 @@ def sharded(
         ownership,
         replicas.replica,
         device,
-        rounds_values=options.values_dtype == "bfloat16" and replicas.replicas > 1 and options.density < 1.0,
+        rounds_values=options.values == "bfloat16" and replicas.replicas > 1 and options.density < 1.0,
         scaled=options.weights_dtype == "bfloat16",
         writes=replicas.writes,
     )

@@ -12,14 +12,15 @@ from torch import Tensor
 from kernels.scape.passes import ScapePasses
 from kernels.scape.step import Part
 from kernels.scape.updaters import Owner
-from topology.chunks import Pieces, Rows, all_gather_chunked, reduce_scatter_chunked
+from topology.chunks import Pieces, Rows, Source, Stretch, all_gather_chunked, reduce_scatter_chunked
+from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives
 from topology.lanes import Handle
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A part of the payload on its way; `lost` is what rounding loses of it, None where nothing is rounded."""
+    """A part of the payload on its way; `lost` is what its codec loses of it, None without one."""
 
     part: Part
     passes: ScapePasses
@@ -27,31 +28,44 @@ class Arriving:
     lost: Tensor | None = None
 
     def wait(self) -> None:
-        """After it the mean has arrived, and what rounding lost is kept for the next step."""
+        """After it the mean has arrived, and what the codec lost is kept for the next step."""
         self.handle.wait()
         if self.lost is not None:
             self.passes.keep_wire_residual(self.part, self.lost)
 
 
-class ReplicatedExchange:
-    """All-reduce of the payload.
+@dataclass(frozen=True)
+class Wire:
+    """How the payload crosses the outermost level.
 
-    rounds: BF16 crosses the outermost level at the target density.
+    codec: at the target density, where what it loses of an entry is kept; None for FP32.
+    warmup: of the denser masks of the density warm-up, which leave no room to keep anything. A mask of all ones (the
+        first step, a whole send) and tensors without a mask travel in FP32 then.
     """
 
-    def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, rounds: bool) -> None:
-        self.passes, self.collectives, self.rounds = passes, collectives, rounds
+    codec: Codec | None = None
+    warmup: Codec | None = None
+
+
+class ReplicatedExchange:
+    """All-reduce of the payload."""
+
+    def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, wire: Wire) -> None:
+        self.passes, self.collectives, self.wire = passes, collectives, wire
 
     def start(self, part: Part) -> Arriving:
         """Starts averaging a packed part of the payload."""
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
-            collectives.all_reduce_chunked(passes.pieces())
+            source, masked = _source(passes), sum(passes.counts[: passes.sparsified])
+            collectives.all_reduce_chunked(Stretch(source, 0, masked), codec=_codec_in_place(passes, self.wire))
+            collectives.all_reduce_chunked(Stretch(source, masked, source.entries))
             return Arriving(part, passes, Handle())
-        payload = passes.payload[part.start : part.stop]
-        payload[part.filled - part.start :].zero_()  # masks have lain there
-        lost = room_for_lost(payload, self.rounds, collectives)
-        return Arriving(part, passes, collectives.all_reduce(payload, error=lost), lost)
+        for start, stop in part.padding:
+            passes.payload[start:stop].zero_()  # masks have lain there
+        payload, codec = passes.payload[part.start : part.stop], self.wire.codec
+        lost = room_for_lost(payload, codec, collectives)
+        return Arriving(part, passes, collectives.all_reduce(payload, codec=codec, error=lost), lost)
 
     def norm_squared(self, squares: Tensor) -> Tensor:
         """FP32 (): over the whole model, from what `squares` of the passes says of all parts."""
@@ -62,23 +76,28 @@ class ReplicatedExchange:
 
     def planned_bytes(self) -> float:
         """Bytes of payload that this rank sends in a step at the target density."""
-        return self.collectives.reduced_bytes(self.passes.entries or sum(self.passes.sizes), self.rounds)
+        if not self.passes.entries:
+            return self.collectives.reduced_bytes(sum(self.passes.sizes))
+        return self.collectives.reduced_bytes(self.passes.entries, self.wire.codec)
 
 
 class ShardedExchange:
     """Reduce-scatter of the payload to its owners, all-gather of the new values. Args as `ReplicatedExchange`."""
 
-    def __init__(self, passes: ScapePasses, owner: Owner, collectives: ReplicaCollectives, rounds: bool) -> None:
-        self.passes, self.owner, self.collectives, self.rounds = passes, owner, collectives, rounds
+    def __init__(self, passes: ScapePasses, owner: Owner, collectives: ReplicaCollectives, wire: Wire) -> None:
+        self.passes, self.owner, self.collectives, self.wire = passes, owner, collectives, wire
 
     def start(self, part: Part) -> Arriving:
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
-            reduce_scatter_chunked(collectives, self._rows())
+            masked, whole = self._rows()
+            reduce_scatter_chunked(collectives, masked, _codec_in_place(passes, self.wire))
+            reduce_scatter_chunked(collectives, whole)
             return Arriving(part, passes, Handle())
         self.owner.clear_padding(passes.payload, passes.lies.positions, passes.counts)
-        lost = room_for_lost(passes.payload, self.rounds, collectives)
-        return Arriving(part, passes, collectives.reduce_scatter(passes.payload, error=lost), lost)
+        codec = self.wire.codec
+        lost = room_for_lost(passes.payload, codec, collectives)
+        return Arriving(part, passes, collectives.reduce_scatter(passes.payload, codec=codec, error=lost), lost)
 
     def norm_squared(self, squares: Tensor) -> Tensor:
         return self.collectives.sum_over_owners(squares)
@@ -86,20 +105,37 @@ class ShardedExchange:
     def publish(self) -> None:
         payload = self.passes.payload
         if not self.passes.compact:
-            all_gather_chunked(self.collectives, self._rows())
+            for rows in self._rows():
+                all_gather_chunked(self.collectives, rows)
         else:
             self.collectives.all_gather(self.owner.wire(payload), self.owner.values(payload), kind="values").wait()
 
     def planned_bytes(self) -> float:
-        entries = self.passes.entries or self.collectives.replicas * self.owner.longest_row
-        own = entries // self.collectives.replicas * (2 if self.owner.rounds_values else 4)
-        return self.collectives.scattered_bytes(entries, self.rounds) + self.collectives.gathered_bytes(own)
+        replicas, entries = self.collectives.replicas, self.passes.entries
+        if not entries:
+            rows = self.owner.longest_row
+            return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
+        own = entries // replicas * (2 if self.owner.rounds_values else 4)
+        return self.collectives.scattered_bytes(entries, self.wire.codec) + self.collectives.gathered_bytes(own)
 
-    def _rows(self) -> Rows:
-        source, stretches = self.passes.pieces(), self.owner.stretches(self.passes.counts)
-        return Rows(Pieces(source) if isinstance(source, list) else source, stretches)
+    def _rows(self) -> tuple[Rows, Rows]:
+        """The payload that is in place, a row an owner: what has a mask, and what has none."""
+        source, masked = _source(self.passes), self.passes.sparsified
+        parts = (0, masked), (masked, len(self.passes.counts))
+        found = [Rows(source, self.owner.stretches(self.passes.counts, *part)) for part in parts]
+        return found[0], found[1]
 
 
-def room_for_lost(payload: Tensor, rounds: bool, collectives: ReplicaCollectives) -> Tensor | None:
-    """For what rounding will lose of the payload; None where nothing is rounded."""
-    return torch.empty_like(payload) if rounds and not collectives.is_fake else None
+def _source(passes: ScapePasses) -> Source:
+    """Of the payload that is in place."""
+    pieces = passes.pieces()
+    return Pieces(pieces) if isinstance(pieces, list) else pieces
+
+
+def _codec_in_place(passes: ScapePasses, wire: Wire) -> Codec | None:
+    return None if passes.step.in_use.dense else wire.warmup
+
+
+def room_for_lost(payload: Tensor, codec: Codec | None, collectives: ReplicaCollectives) -> Tensor | None:
+    """For what the codec will lose of the payload; None where there is none."""
+    return None if codec is None or collectives.is_fake else torch.empty_like(payload)

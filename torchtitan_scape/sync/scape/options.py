@@ -42,13 +42,16 @@ class ScapeOptions(MethodOptions):
     clip_mode: Literal["moment", "literal"] = "moment"
     """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
 
-    wire_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
-    """Of the payload between nodes; what rounding loses is kept (FP32, 4 bytes an entry sent) and sent later"""
+    wire: Literal["float32", "bfloat16", "int8", "int4", "e2m1", "2bit", "1bit"] = field(
+        default="float32", metadata=LAYOUT
+    )
+    """How the payload travels between nodes: FP32, BF16, or a code of blocks of 128 entries. What is lost by it is kept
+    (FP32, 4 bytes an entry sent) and sent later. With a code the masks of the density warm-up travel in INT8"""
 
     update: Literal["replicated", "sharded"] = field(default="replicated", metadata=LAYOUT)
     """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
 
-    values_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
+    values: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
     """With "sharded", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
 
     weights_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
@@ -72,15 +75,15 @@ class ScapeOptions(MethodOptions):
         self.require(0.0 <= self.keep_moment <= 1.0, "keep_moment", "it must lie in [0, 1]")
         cut = self.chunk_bytes == 0 or self.chunk_bytes >= 4
         self.require(cut, "chunk_bytes", f"it must be 4 or more, for example {1 << 24}, or 0 for the cost model's")
-        travel = self.update == "sharded" or self.values_dtype == "float32"
-        self.require(travel, "values_dtype", 'it is for update = "sharded"; nothing of that kind travels without')
+        travel = self.update == "sharded" or self.values == "float32"
+        self.require(travel, "values", 'it is for update = "sharded"; nothing of that kind travels without')
         self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may have "state" and "master"')
-        has_master = "bfloat16" in (self.weights_dtype, self.values_dtype)
+        has_master = "bfloat16" in (self.weights_dtype, self.values)
         advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 
     def stages_one_ring(self) -> bool:
-        return self.wire_dtype == "bfloat16"
+        return self.wire != "float32"
 
     def refuses_simulation(self) -> str:
         if self.update == "sharded":
@@ -94,9 +97,9 @@ class ScapeOptions(MethodOptions):
         return PlannedMethod(
             "scape",
             self.density,
-            self.wire_dtype,
+            self.wire,
             update=self.update,
-            values=self.values_dtype,
+            values=self.values,
             weights=self.weights_dtype,
             offload=tuple(self.offload),
             block=self.block_size,
