@@ -142,22 +142,30 @@ def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = N
     _overlap(exchanges())
 
 
-def all_gather_chunked(collectives: Any, rows: Rows) -> None:
-    """Every replica's row goes to all others."""
+def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None) -> None:
+    """Every replica's row goes to all others. With a codec all take what is decoded, the sender included."""
     if collectives.replicas == 1:
         return
     own = collectives.replica
 
     def land(buffer: Tensor, column: int) -> None:
         for row, chunk in enumerate(buffer):
-            if row != own:
+            if codec is not None or row != own:
                 rows.land(chunk, row, column)
 
+    def land_coded(buffer: Tensor, messages: Tensor, column: int) -> None:
+        assert codec is not None
+        codec.decode(messages, buffer)
+        land(buffer, column)
+
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows):
+        for column, buffer in _buffers(collectives, rows, codec.unit if codec else 1):
             rows.fill(buffer[own], own, column)
-            handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
-            yield handle, partial(land, buffer, column)
+            if codec is None:
+                yield collectives.all_gather(buffer.view(-1), buffer[own], kind="values"), partial(land, buffer, column)
+            else:
+                handle, messages = collectives.all_gather_coded(buffer[own], codec, kind="values")
+                yield handle, partial(land_coded, buffer, messages, column)
 
     _overlap(exchanges())
 

@@ -114,6 +114,12 @@ class ReplicaCollectives(ABC):
         self._count(kind, gather_bytes(own.nbytes, self.rings))
         return self._gather(output, own)
 
+    def all_gather_coded(self, own: Tensor, codec: Codec, kind: str) -> tuple[Handle, Tensor]:
+        """Starts gathering the message of `own`, FP32 (m,), of every replica: (its handle, uint8 (replicas, bytes))."""
+        message = codec.encode(own.view(1, -1)).view(-1)
+        messages = torch.empty(self.replicas, message.numel(), dtype=torch.uint8, device=own.device)
+        return self.all_gather(messages.view(-1), message, kind), messages
+
     def reduced_bytes(self, entries: int, codec: Codec | None = None) -> float:
         """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
         if self.replicas == 1:

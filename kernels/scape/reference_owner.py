@@ -55,6 +55,12 @@ def synchronised_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None
     mean.add_(released).div_(1.0 - beta1)
 
 
+def held_by_all(parameter: Tensor, indices: Tensor | None, rate: float) -> Tensor:
+    """What a replica's copy has on A after weight decay, FP32 (nnz(A),); `write` decays the copy itself."""
+    held = parameter if indices is None else parameter.index_select(0, indices)
+    return held - held * rate
+
+
 def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: Tensor) -> None:
     """parameter = values on A, unless not `applied`; FP32 (n,), positions int64 (nnz(A),) or None for all."""
     if known_false(applied):

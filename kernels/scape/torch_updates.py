@@ -158,6 +158,9 @@ class TorchOwner:
             payload.copy_(values)
             if owner.scales.numel():
                 payload.div_(owner.scales[i])
+            if owner.sends_changes:
+                copy = Flat(step.parameters[i]).flat
+                payload.sub_(reference_owner.held_by_all(copy, indices, rates.lr * rates.weight_decay))
 
     def write(self, own_only: bool) -> None:
         p, owner, step = self._passes, self._owner, self._passes.step
@@ -165,10 +168,13 @@ class TorchOwner:
             return
         values = p.split(owner.wire(p.payload)) if p.compact else p.payloads
         for i in owner.own if own_only else range(len(p.sizes)):
-            rates, parameter = step.rates[i], Flat(step.parameters[i])
+            rates, parameter, indices, new = step.rates[i], Flat(step.parameters[i]), p.indices(i), values[i].float()
+            rate = rates.lr * rates.weight_decay
+            if owner.sends_changes:
+                new = new + reference_owner.held_by_all(parameter.flat, indices, rate)
             if not owner.scales.numel():
-                decay_(parameter.flat, rates.lr * rates.weight_decay, step.applied)
-            reference_owner.write_(parameter.flat, p.indices(i), values[i].float(), step.applied)
+                decay_(parameter.flat, rate, step.applied)
+            reference_owner.write_(parameter.flat, indices, new, step.applied)
             parameter.store()
 
     def count_entering(self, visits: VisitRates) -> None:

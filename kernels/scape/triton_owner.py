@@ -120,6 +120,7 @@ def owned_update_kernel(
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    CHANGES: tl.constexpr,
     SCALED: tl.constexpr,
     KEEPS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -128,6 +129,7 @@ def owned_update_kernel(
     """New moments into the common buffer, and new values over gh. SCALED and KEEPS as in `update_kernel`.
 
     HAS_MASTER: the parameters are those of the master, FP32, which decays everywhere; else what `write_kernel` decays.
+    CHANGES: what is stored over gh is by how much they differ from the decayed copies that all replicas hold.
     """
     if tl.load(applied) == 0:
         return
@@ -154,6 +156,7 @@ def owned_update_kernel(
             tl.debug_barrier()  # the entries of the mask are changed below, by other threads
     else:
         parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+    copies = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
     if COMPACT:
         base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
@@ -189,7 +192,11 @@ def owned_update_kernel(
             if not HAS_MASTER:
                 value -= value * decay
             value -= step * lr
-            tl.store(payload + position, value, mask=some)
+            told = value
+            if CHANGES:
+                copy = tl.load(copies + at, mask=some, other=0.0).to(tl.float32)
+                told = value - (copy - copy * decay)
+            tl.store(payload + position, told, mask=some)
             tl.store(commons + at, moment, mask=some)
             if HAS_MASTER:
                 tl.store(parameters + at, value, mask=some)
@@ -222,7 +229,11 @@ def owned_update_kernel(
         value = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         value = value - value * decay
         changed_value = value - step * lr
-        tl.store(gradients + local, changed_value, mask=inside & changed)
+        told = changed_value
+        if CHANGES:
+            copy = tl.load(copies + local, mask=inside, other=0.0).to(tl.float32)
+            told = changed_value - (copy - copy * decay)
+        tl.store(gradients + local, told, mask=inside & changed)
         tl.store(commons + local, moment, mask=inside & changed)
         if HAS_MASTER:
             tl.store(parameters + local, tl.where(changed, changed_value, value), mask=inside)
@@ -246,8 +257,12 @@ def write_kernel(
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     DECAYS: tl.constexpr,
+    CHANGES: tl.constexpr,
 ):
-    """On A the owners' values, from `wire`, FP32 or BF16, where COMPACT; off A weight decay, where DECAYS."""
+    """On A the owners' values, from `wire`, FP32 or BF16, where COMPACT; off A weight decay, where DECAYS.
+
+    CHANGES: what arrives is added to the decayed copy.
+    """
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
@@ -256,10 +271,10 @@ def write_kernel(
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
-    changed = spread(used)
+    changed, decay = spread(used), rate(rates, tensor, DECAY)
     if DECAYS:
         parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-        decayed = parameter - parameter * rate(rates, tensor, DECAY)
+        decayed = parameter - parameter * decay
         tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
     if COMPACT:
         base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
@@ -269,11 +284,18 @@ def write_kernel(
         while left_over > 0:
             left_over -= 1
             some = bits != 0
+            at = at_byte + lowest(bits)
             value = tl.load(wire + position, mask=some, other=0.0).to(tl.float32)
-            tl.store(parameters + at_byte + lowest(bits), value.to(DTYPE), mask=some)
+            if CHANGES:
+                copy = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
+                value += copy - copy * decay
+            tl.store(parameters + at, value.to(DTYPE), mask=some)
             bits = bits & (bits - 1)
             position += 1
     else:
         gradients = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
         value = tl.load(gradients + local, mask=inside & changed, other=0.0)
+        if CHANGES:
+            copy = tl.load(parameters + local, mask=inside & changed, other=0.0).to(tl.float32)
+            value += copy - copy * decay
         tl.store(parameters + local, value.to(DTYPE), mask=inside & changed)

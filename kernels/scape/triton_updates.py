@@ -185,7 +185,7 @@ class TritonOwner(_TritonUpdates):
             fresh = torch.cat((sums[self._tensor], fresh[p.sparsified :]))
         ranges = p.within(part, self._mine)
         master = bool(p.masters)
-        self._update(triton_owner.owned_update_kernel, ranges, fresh, HAS_MASTER=master)
+        self._update(triton_owner.owned_update_kernel, ranges, fresh, HAS_MASTER=master, CHANGES=owner.sends_changes)
         for i in owner.own if owner.scales.numel() else ():
             if i in part:
                 self._values(i).div_(owner.scales[i])
@@ -205,6 +205,7 @@ class TritonOwner(_TritonUpdates):
                 DTYPE=DTYPES[dtype],
                 COMPACT=p.compact,
                 DECAYS=owner.scales.numel() == 0,
+                CHANGES=owner.sends_changes,
             )
         p.writable.store()
 

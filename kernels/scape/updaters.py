@@ -83,6 +83,8 @@ class Owner:
     Args:
         owner: whose pieces are this rank's.
         rounds_values: values travel in BF16 at the target density; their owner keeps them in FP32.
+        sends_changes: what travels is by how much the owner's FP32 values differ from the decayed copies that all
+            replicas hold. So what a code loses of it is not lost: it is part of the next difference.
         scaled: the parameters bound are not the weights w but w / scales, in BF16, see `begin_update`.
         writes: as of `Replicated`.
 
@@ -102,13 +104,16 @@ class Owner:
         owner: int,
         device: torch.device,
         rounds_values: bool = False,
+        sends_changes: bool = False,
         scaled: bool = False,
         writes: bool = True,
     ) -> None:
         self.ownership, self.owner, self.device = ownership, owner, device
         self.layout, self.tensors = ownership.layout, ownership.tensors
         self.sizes = tuple(piece.end - piece.start for piece in ownership.pieces)
-        self.rounds_values, self.has_master, self.writes = rounds_values, rounds_values or scaled, writes
+        assert not (sends_changes and (rounds_values or scaled))
+        self.rounds_values, self.sends_changes, self.writes = rounds_values, sends_changes, writes
+        self.has_master = rounds_values or sends_changes or scaled
         self.own = [i for i, piece in enumerate(ownership.pieces) if piece.owner == owner]
         self.common = torch.zeros(ownership.share, dtype=torch.float32, device=device)
         count = len(ownership.pieces) if scaled else 0

@@ -34,7 +34,7 @@ class Method:
     optimizer: of "topk" and "powersgd", "adamw" or "adams".
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
-    values: with "sharded", the dtype in which new values travel.
+    values: with "sharded", how new values travel, as of `wire`.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory.
     block: entries of a block, in each of which the largest are selected; 0 for the largest of a tensor (top-k).
@@ -60,15 +60,15 @@ class Method:
             raise ValueError(f"the rank of {self.kind} is {self.rank}; it must be 1 or more")
         if self.update not in ("replicated", "sharded"):
             raise ValueError(f"update is {self.update!r}; it must be 'replicated' or 'sharded'")
-        coded_by(self.wire), width(self.values), width(self.weights)
+        coded_by(self.wire), coded_by(self.values), width(self.weights)
 
     @property
     def name(self) -> str:
         option = VOLUMES[self.kind].option
         name = self.kind + (f" {getattr(self, option):g}" if option else "")
-        name += "" if self.wire == "float32" else " bf16" if self.wire == "bfloat16" else f" {self.wire}"
+        name += "" if self.wire == "float32" else f" {_short(self.wire)}"
         if self.sharded:
-            name += " sharded" + (" bf16 values" if self.values == "bfloat16" else "")
+            name += " sharded" + ("" if self.values == "float32" else f" {_short(self.values)} values")
         name += " bf16 weights" if self.bf16_weights else ""
         return name + (f" offload {'+'.join(self.offload)}" if self.offload else "")
 
@@ -81,8 +81,12 @@ class Method:
         return self.weights == "bfloat16"
 
     def has_master(self, replicas: int) -> bool:
-        rounds = self.sharded and self.values == "bfloat16" and self.density < 1.0
+        rounds = self.sharded and self.values != "float32" and self.density < 1.0
         return self.bf16_weights or (rounds and replicas > 1)
+
+
+def _short(dtype: str) -> str:
+    return "bf16" if dtype == "bfloat16" else dtype
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,8 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
     masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
     if not method.sharded:
         return [Message("reduce", payload, method.wire), masks]
-    values = payload / replicas * width(method.values) / 4
+    own, coded = payload / 4 / replicas, coded_by(method.values)
+    values = 4 * own if coded is None else coded(int(own))
     return [Message("scatter", payload, method.wire), Message("gather", values), masks]
 
 

@@ -14,7 +14,7 @@ from kernels.scape.step import Plan
 from kernels.scape.updaters import Owner, Replicated
 from kernels.scape.visits import Staleness
 from topology.chunks import CHUNK_ENTRIES
-from topology.codecs import Bfloat16
+from topology.codecs import Bfloat16, Codec
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.sync.scape.exchange import ReplicatedExchange, ShardedExchange, Wire
 from torchtitan_scape.sync.scape.options import ScapeOptions
@@ -43,7 +43,7 @@ def compose(
         replica=None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
         chunk_entries=(options.chunk_bytes // 4 or CHUNK_ENTRIES) if several else 0,
         granularity=replicas.granularity(wire.codec),
-        unit=wire.codec.unit if wire.codec else 1,
+        unit=max(codec.unit if codec else 1 for codec in (wire.codec, wire.values)),
         carries=wire.codec is not None,
     )
     staleness = None
@@ -64,9 +64,12 @@ def compose(
 
 
 def wire_of(options: ScapeOptions, backend: str) -> Wire:
-    if options.wire in FORMATS:
-        return Wire(BlockCode(options.wire), BlockCode("int8"))
-    return Wire(Bfloat16() if options.wire == "bfloat16" else None)
+    def codecs(wire: str) -> tuple[Codec | None, Codec | None]:
+        """Of the target density, and of the density warm-up."""
+        return (BlockCode(wire), BlockCode("int8")) if wire in FORMATS else (None, None)
+
+    codec, warmup = (Bfloat16(), None) if options.wire == "bfloat16" else codecs(options.wire)
+    return Wire(codec, warmup, *codecs(options.values))
 
 
 def replicated(
@@ -97,11 +100,13 @@ def sharded(
                 f"{shards[number].name!r} is not contiguous; update = 'sharded' cuts tensors into parts: make it "
                 "contiguous"
             )
+    compressed = replicas.replicas > 1 and options.density < 1.0
     owner = Owner(
         ownership,
         replicas.replica,
         device,
-        rounds_values=options.values == "bfloat16" and replicas.replicas > 1 and options.density < 1.0,
+        rounds_values=options.values == "bfloat16" and compressed,
+        sends_changes=options.values in FORMATS and compressed,
         scaled=options.weights_dtype == "bfloat16",
         writes=replicas.writes,
     )

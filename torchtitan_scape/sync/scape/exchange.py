@@ -41,10 +41,13 @@ class Wire:
     codec: at the target density, where what it loses of an entry is kept; None for FP32.
     warmup: of the denser masks of the density warm-up, which leave no room to keep anything. A mask of all ones (the
         first step, a whole send) and tensors without a mask travel in FP32 then.
+    values, warmup_values: the same of the new values, of which nothing is lost, as their owner knows what others hold.
     """
 
     codec: Codec | None = None
     warmup: Codec | None = None
+    values: Codec | None = None
+    warmup_values: Codec | None = None
 
 
 class ReplicatedExchange:
@@ -58,7 +61,8 @@ class ReplicatedExchange:
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
             source, masked = _source(passes), sum(passes.counts[: passes.sparsified])
-            collectives.all_reduce_chunked(Stretch(source, 0, masked), codec=_codec_in_place(passes, self.wire))
+            coded = None if passes.step.in_use.dense else self.wire.warmup
+            collectives.all_reduce_chunked(Stretch(source, 0, masked), codec=coded)
             collectives.all_reduce_chunked(Stretch(source, masked, source.entries))
             return Arriving(part, passes, Handle())
         for start, stop in part.padding:
@@ -91,7 +95,7 @@ class ShardedExchange:
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
             masked, whole = self._rows()
-            reduce_scatter_chunked(collectives, masked, _codec_in_place(passes, self.wire))
+            reduce_scatter_chunked(collectives, masked, None if passes.step.in_use.dense else self.wire.warmup)
             reduce_scatter_chunked(collectives, whole)
             return Arriving(part, passes, Handle())
         self.owner.clear_padding(passes.payload, passes.lies.positions, passes.counts)
@@ -103,19 +107,27 @@ class ShardedExchange:
         return self.collectives.sum_over_owners(squares)
 
     def publish(self) -> None:
-        payload = self.passes.payload
-        if not self.passes.compact:
-            for rows in self._rows():
-                all_gather_chunked(self.collectives, rows)
-        else:
-            self.collectives.all_gather(self.owner.wire(payload), self.owner.values(payload), kind="values").wait()
+        passes, collectives, values = self.passes, self.collectives, self.wire.values
+        payload = passes.payload
+        if not passes.compact:
+            masked, whole = self._rows()
+            all_gather_chunked(collectives, masked, None if passes.step.in_use.dense else self.wire.warmup_values)
+            all_gather_chunked(collectives, whole)
+        elif values is None:
+            collectives.all_gather(self.owner.wire(payload), self.owner.values(payload), kind="values").wait()
+        elif collectives.replicas > 1:
+            rows = payload.view(collectives.replicas, -1)
+            handle, messages = collectives.all_gather_coded(rows[self.owner.owner], values, kind="values")
+            handle.wait()
+            values.decode(messages, rows)
 
     def planned_bytes(self) -> float:
         replicas, entries = self.collectives.replicas, self.passes.entries
         if not entries:
             rows = self.owner.longest_row
             return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
-        own = entries // replicas * (2 if self.owner.rounds_values else 4)
+        row, values = entries // replicas, self.wire.values
+        own = values.bytes_of(row) if values else (2 if self.owner.rounds_values else 4) * row
         return self.collectives.scattered_bytes(entries, self.wire.codec) + self.collectives.gathered_bytes(own)
 
     def _rows(self) -> tuple[Rows, Rows]:
@@ -130,10 +142,6 @@ def _source(passes: ScapePasses) -> Source:
     """Of the payload that is in place."""
     pieces = passes.pieces()
     return Pieces(pieces) if isinstance(pieces, list) else pieces
-
-
-def _codec_in_place(passes: ScapePasses, wire: Wire) -> Codec | None:
-    return None if passes.step.in_use.dense else wire.warmup
 
 
 def room_for_lost(payload: Tensor, codec: Codec | None, collectives: ReplicaCollectives) -> Tensor | None:

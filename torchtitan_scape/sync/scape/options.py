@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.options import FREE, LAYOUT, MethodOptions
 
+Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "2bit", "1bit"]
+
 
 @dataclass
 class ScapeOptions(MethodOptions):
@@ -42,17 +44,16 @@ class ScapeOptions(MethodOptions):
     clip_mode: Literal["moment", "literal"] = "moment"
     """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
 
-    wire: Literal["float32", "bfloat16", "int8", "int4", "e2m1", "2bit", "1bit"] = field(
-        default="float32", metadata=LAYOUT
-    )
+    wire: Wire = field(default="float32", metadata=LAYOUT)
     """How the payload travels between nodes: FP32, BF16, or a code of blocks of 128 entries. What is lost by it is kept
     (FP32, 4 bytes an entry sent) and sent later. With a code the masks of the density warm-up travel in INT8"""
 
     update: Literal["replicated", "sharded"] = field(default="replicated", metadata=LAYOUT)
     """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
 
-    values: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
-    """With "sharded", of the new values on the wire; in BF16 their owner keeps an FP32 master of its share"""
+    values: Wire = field(default="float32", metadata=LAYOUT)
+    """With "sharded", how new values travel. In BF16 or in a code their owner keeps an FP32 master of its share; coded
+    is by how much it differs from what all hold"""
 
     weights_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
     """What every replica keeps of the weights. In BF16 their FP32 master is with each entry's owner alone ("sharded"),
@@ -78,7 +79,9 @@ class ScapeOptions(MethodOptions):
         travel = self.update == "sharded" or self.values == "float32"
         self.require(travel, "values", 'it is for update = "sharded"; nothing of that kind travels without')
         self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may have "state" and "master"')
-        has_master = "bfloat16" in (self.weights_dtype, self.values)
+        rounded = self.weights_dtype == "float32" or self.values in ("float32", "bfloat16")
+        self.require(rounded, "values", 'BF16 weights take their values in "float32" or "bfloat16"; set one of these')
+        has_master = self.weights_dtype == "bfloat16" or self.values != "float32"
         advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 
