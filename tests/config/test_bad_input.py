@@ -41,7 +41,12 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\nmax_wait = 10", r"max_wait = 10: it is now max_staleness"),
         ("[sync.scape]\nparameters = 'gather'", r"it is now update: .* and \"gather\" \"sharded\""),
         ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
-        ("[sync.scape]\nwire_dtype = 'fp16'", r"wire = 'fp16'; it must be 'float32' \| 'bfloat16'"),
+        (
+            "[sync.scape]\nwire = 'int3'",
+            r"wire = 'int3'; it must be 'float32' \| 'bfloat16' \| 'int8' \| 'int4' \| 'e2m1' \| '2bit' \| '1bit'",
+        ),
+        ("[sync.scape]\nwire_dtype = 'bfloat16'", r"\[sync.scape\] wire_dtype = 'bfloat16': it is now wire"),
+        ("[sync.scape]\nvalues_dtype = 'bfloat16'", r"\[sync.scape\] values_dtype = 'bfloat16': it is now values"),
         ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes = 2; it must be 4 or more"),
         ("[topology]\nexchange = 'ring'", r"exchange = 'ring'; it must be 'hierarchical' \| 'flat'"),
         ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.codec.formats import FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout
-from torchtitan_scape.planner.payload import mask_bytes, payload_bytes, payload_entries
+from torchtitan_scape.planner.payload import coded_by, mask_bytes, payload_bytes, payload_entries, width
 from torchtitan_scape.planner.volumes import (
     Method,
     host_bytes,
@@ -40,6 +41,22 @@ def test_payload_and_mask_are_those_of_the_kernels(shapes: list, density: float,
     assert payload_entries(shapes, density, block) == entries
     assert payload_bytes(shapes, density, "bfloat16", block) == 2 * entries
     assert mask_bytes(shapes, density, replicas, block) == layout.wire_bytes(density, "block")
+
+
+def test_a_wire_is_priced_by_its_messages() -> None:
+    """128 entries to a block: 4 bits each and a scale of 2 bytes; a part of a block counts as a whole one."""
+    assert coded_by("float32") is None and payload_bytes(SHAPES, 0.1) == 4 * payload_entries(SHAPES, 0.1)
+    bfloat16 = coded_by("bfloat16")
+    assert bfloat16 is not None and bfloat16(1000) == 2000
+    for wire in FORMATS:
+        coded = coded_by(wire)
+        assert coded is not None and coded(1000) == coded(1024) == message_bytes(wire, 1024)
+    assert payload_bytes(((8 * 1024, 1024),), 0.125, "int4") == 2**20 // 128 * 66
+    assert (width("float32"), width("bfloat16")) == (4, 2)
+    with pytest.raises(ValueError, match="'fp8'; it must be one of float32, bfloat16, int8, int4, e2m1, 2bit, 1bit"):
+        coded_by("fp8")
+    with pytest.raises(ValueError, match=r"'int4'; it must be one of float32, bfloat16$"):
+        width("int4")
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])

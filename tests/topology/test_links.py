@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.codec.codes import BlockCode
+from topology.codecs import Bfloat16
 from topology.groups import Ring
 from topology.layout import Layout, plan_layout
 from topology.links import (
@@ -20,8 +22,10 @@ from topology.links import (
     stage_seconds,
 )
 from topology.machines import Level, Machine
-from topology.ring_bytes import gather_bytes, reduce_bytes, scatter_bytes
+from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
+# Bytes of a message of so many entries.
+CODED: list[MessageBytes | None] = [None, Bfloat16().bytes_of, BlockCode("int4", 32).bytes_of]
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
 
@@ -123,35 +127,41 @@ def test_all_gather_stages_are_the_messages_from_the_outside_in(layout: Layout, 
     assert sum(s.sent for s in stages) == (layout.world_size - 1) * own
 
 
-@given(layouts(), st.booleans())
-def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, rounded: bool) -> None:
+@given(layouts(), st.sampled_from(CODED))
+def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, coded: MessageBytes | None) -> None:
     rings = [Ring(level, size, 0) for level, size in spans(layout)]
     if not rings:
         return
-    n = 4 * layout.world_size
+    n = 96 * layout.world_size
     counted: dict[str, float] = defaultdict(float)
-    for level, _, sent in reduce_bytes(n, rings, rounded):
+    for level, _, sent in reduce_bytes(n, rings, coded):
         counted[level] += sent
-    wire = "bfloat16" if rounded else "float32"
-    assert bytes_by_level(all_reduce_stages(spans(layout), 4 * n, wire)) == pytest.approx(counted)
+    assert bytes_by_level(all_reduce_stages(spans(layout), 4 * n, coded)) == pytest.approx(counted)
+    if coded:  # a message to each of the others outside, and one back; inside, all messages but one's own come back
+        outside = rings[-1].size
+        message, within = coded(96), layout.world_size // outside
+        gathered = (layout.world_size - outside) * message
+        assert sum(counted.values()) == pytest.approx(2 * (outside - 1) * message + gathered + 4 * (n - n // within))
     gathered = [(level, sent) for level, _, sent in gather_bytes(7, rings)]
     assert [(s.level, s.sent) for s in all_gather_stages(spans(layout), 7)] == gathered
 
 
-@given(layouts(), st.booleans(), st.booleans())
-def test_stages_of_owners_are_the_bytes_that_the_collectives_count(layout: Layout, rounded: bool, values: bool) -> None:
+@given(layouts(), st.sampled_from(CODED), st.booleans())
+def test_stages_of_owners_are_the_bytes_that_the_collectives_count(
+    layout: Layout, coded: MessageBytes | None, values: bool
+) -> None:
     rings = [Ring(level, size, 0) for level, size in spans(layout)]
     if not rings:
         return
-    n = 4 * layout.world_size
+    n = 96 * layout.world_size
     counted: dict[str, float] = defaultdict(float)
     own = n // layout.world_size * (2 if values else 4)
-    for level, _, sent in [*scatter_bytes(n, rings, rounded), *gather_bytes(own, rings)]:
+    for level, _, sent in [*scatter_bytes(n, rings, coded), *gather_bytes(own, rings)]:
         counted[level] += sent
-    stages = reduce_scatter_stages(spans(layout), 4 * n, "bfloat16" if rounded else "float32")
+    stages = reduce_scatter_stages(spans(layout), 4 * n, coded)
     stages += all_gather_stages(spans(layout), own)
     assert bytes_by_level(stages) == pytest.approx(counted)
-    if not rounded and not values:
+    if coded is None and not values:
         assert sum(s.sent for s in stages) == pytest.approx(
             sum(s.sent for s in all_reduce_stages(spans(layout), 4 * n))
         )
@@ -168,7 +178,10 @@ def test_seconds_of_two_levels_by_hand() -> None:
     assert seconds(all_reduce_stages(tiers, 800)) == pytest.approx(inside + outside)
     # BF16: half the bytes outside, and half on the way back inside
     narrow = 6e-5 + 900 / 1e9 + 2e-4 + 100 / 1e8
-    assert seconds(all_reduce_stages(tiers, 800, wire="bfloat16")) == pytest.approx(narrow)
+    assert seconds(all_reduce_stages(tiers, 800, CODED[1])) == pytest.approx(narrow)
+    # INT4: 1,024 entries, 128 to a message of 64 bytes, 4 scales of 2, and 8 bytes to fill it up
+    coded = 2 * (3e-5) + (3072 + 480) / 1e9 + 2e-4 + 160 / 1e8
+    assert seconds(all_reduce_stages(tiers, 4096, CODED[2])) == pytest.approx(coded)
     assert seconds(all_reduce_stages(tiers, 800, flat=True)) == pytest.approx(14e-4 + 1400 / 1e8)
     assert seconds(all_gather_stages(tiers, 10)) == pytest.approx(1e-4 + 10 / 1e8 + 3e-5 + 60 / 1e9)
     assert seconds(all_gather_stages(tiers, 10, flat=True)) == pytest.approx(7e-4 + 70 / 1e8)
@@ -179,9 +192,7 @@ def test_levels_of_one_and_single_replicas_cost_nothing() -> None:
     assert all_reduce_stages([("a", 1), ("b", 2), ("c", 1)], 100) == all_reduce_stages([("b", 2)], 100)
 
 
-def test_unknown_wire_and_level_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'fp8'.*float32, bfloat16"):
-        all_reduce_stages([("a", 2)], 8, wire="fp8")
+def test_unknown_levels_are_named() -> None:
     with pytest.raises(ValueError, match=r"no level 'gcd_pair', only a, b, c"):
         seconds(all_reduce_stages([("gcd_pair", 2)], 8))
     with pytest.raises(ValueError, match=r"-1 GB/s; it must be positive"):

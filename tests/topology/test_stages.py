@@ -1,25 +1,38 @@
 """Exchanges level by level, in real gloo processes: equal on all ranks, nothing lost, and counted as they are."""
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 import topology.process_groups
+from kernels.codec.codes import BlockCode
 from tests.pool import Pool
 from topology import stages
+from topology.codecs import Bfloat16, Codec
+from topology.dry_run import DryRunCollectives
 from topology.groups import build_groups
+from topology.in_process import SimulatedReplicas
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
+from topology.traffic import Traffic
 
 # Four ranks in pairs, in nodes, and both.
 THREE = get_machine("frontier")
 # Ranks a node, and whether the exchange goes level by level.
 SHAPES = {"flat": (4, False), "one": (1, True), "pairs": (4, True), "nodes": (2, True)}
+RINGS = {"flat": (4,), "one": (4,), "pairs": (2, 2), "nodes": (2, 2)}
+CODECS: dict[str, Codec | None] = {
+    "float32": None,
+    "bfloat16": Bfloat16(),
+    **{name: BlockCode(name, 32) for name in ("int8", "int4", "2bit")},
+}
 
 
 def collectives(shape: str) -> ProcessGroupCollectives:
@@ -33,9 +46,17 @@ def values(rank: int, n: int) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(rank))
 
 
-def exchange(shape: str, rounded: bool) -> dict[str, Any]:
-    """A few all-reduces and gathers in flight at once, each collective seen by a spy."""
-    ours, n = collectives(shape), 64
+def padded(n: int, name: str, replicas: int) -> int:
+    """The least multiple from n on of what a codec is given."""
+    codec = CODECS[name]
+    unit = replicas * (codec.unit if codec else 1)
+    return -(-n // unit) * unit
+
+
+def exchange(shape: str) -> dict[str, dict[str, Any]]:
+    """By codec: all-reduces and a gather in flight at once, then a reduce-scatter and a gather of its result, each
+    collective seen by a spy."""
+    ours, rank = collectives(shape), dist.get_rank()
     handed: list[int] = []
 
     def spied(function: Any, argument: int) -> Any:
@@ -54,117 +75,213 @@ def exchange(shape: str, rounded: bool) -> dict[str, Any]:
     ]
     for spy in spies:
         spy.start()
-    chunks = [values(10 * i + dist.get_rank(), n) for i in range(3)]
-    errors = [torch.full((n,), torch.nan) if rounded else None for _ in chunks]
-    handles = [ours.all_reduce(c, error=e) for c, e in zip(chunks, errors, strict=True)]
-    gathered = torch.zeros(dist.get_world_size() * 5, dtype=torch.uint8)
-    handles.append(ours.all_gather(gathered, torch.full((5,), dist.get_rank(), dtype=torch.uint8)))
-    for handle in handles:
-        handle.wait()
+    results = {}
+    for name, codec in CODECS.items():
+        n = padded(64, name, ours.replicas)
+        ours.traffic, before = Traffic(), len(handed)
+        chunks = [values(10 * i + rank, n) for i in range(3)]
+        # The last one's errors are let go.
+        errors = [torch.full((n,), torch.nan) if codec and i < 2 else None for i in range(3)]
+        handles = [ours.all_reduce(c, codec=codec, error=e) for c, e in zip(chunks, errors, strict=True)]
+        gathered = torch.zeros(ours.replicas * 5, dtype=torch.uint8)
+        handles.append(ours.all_gather(gathered, torch.full((5,), rank, dtype=torch.uint8)))
+        for handle in handles:
+            handle.wait()
+        reduced = ours.traffic
+        ours.traffic = Traffic()
+        part, error = values(rank, n), torch.full((n,), torch.nan) if codec else None
+        ours.reduce_scatter(part, codec=codec, error=error).wait()
+        own = part.view(ours.replicas, -1)[ours.replica].clone()
+        ours.all_gather(part, own, kind="values").wait()
+        results[name] = {
+            "replica": ours.replica,
+            "chunks": chunks,
+            "errors": errors[:2],
+            "gathered": gathered.tolist(),
+            "scattered": part,
+            "scatter_error": error,
+            "seen": sum(handed[before:]),
+            "handed": sum(reduced.input_bytes.values()) + sum(ours.traffic.input_bytes.values()),
+            "sent": by_level(reduced, "payload"),
+            "masks": by_level(reduced, "mask"),
+            "scatter_sent": by_level(ours.traffic, "payload"),
+            "values_sent": by_level(ours.traffic, "values"),
+            "planned": [
+                3 * ours.reduced_bytes(n, codec),
+                ours.scattered_bytes(n, codec),
+                ours.gathered_bytes(4 * own.numel()),
+            ],
+        }
     for spy in spies:
         spy.stop()
-    return {
-        "chunks": chunks,
-        "errors": errors,
-        "gathered": gathered.tolist(),
-        "replica": ours.replica,
-        "seen": sum(handed),
-        "handed": sum(ours.traffic.input_bytes.values()),
-        "sent": {level: ours.traffic.sent["replicate", level, "payload"] for level in ("gcd_pair", "node", "network")},
-        "masks": {level: ours.traffic.sent["replicate", level, "mask"] for level in ("gcd_pair", "node", "network")},
-    }
+    return results
 
 
-@pytest.mark.parametrize("rounded", [False, True])
+def by_level(traffic: Traffic, kind: str) -> dict[str, float]:
+    return {level: traffic.sent["replicate", level, kind] for level in ("gcd_pair", "node", "network")}
+
+
+@cache
+def exchanged(shape: str) -> list[dict[str, dict[str, Any]]]:
+    """`exchange` of four ranks, in the order of the replicas."""
+    results = Pool(4)(exchange, shape)
+    return sorted(results, key=lambda result: result["float32"]["replica"])
+
+
+def plain(x: torch.Tensor, sizes: tuple[int, ...], codec: Codec, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, errors) of x, FP32 (replicas, n), over rings of such sizes from the inside out. back: coded, too.
+
+    Written down message by message: what a member of the outermost ring sends to the next one's row, rank by rank.
+    """
+    *inner, outer = sizes
+    replicas, n = x.shape
+    errors = torch.zeros_like(x)
+    sums = x.view(*sizes, n)
+    for _ in inner:
+        sums = sum(sums)  # type: ignore[assignment]
+    result, m = torch.empty(n), n // replicas
+
+    def over_the_wire(values: torch.Tensor) -> torch.Tensor:
+        values = values.view(1, -1)
+        decoded = torch.empty_like(values)
+        codec.decode(codec.encode(values), decoded)
+        return decoded.view(-1)
+
+    for owner in range(replicas):  # of part `owner`, which all of its outermost ring send to
+        ring, part = owner // outer * outer, slice(owner * m, (owner + 1) * m)
+        total = torch.zeros(m)
+        for member in range(outer):
+            given = sums[member][part]
+            arrived = over_the_wire(given)
+            errors[ring + member][part] = given - arrived
+            total += arrived
+        mean = total / replicas
+        result[part] = over_the_wire(mean) if back else mean
+        if back:
+            errors[owner][part] += (mean - result[part]) * replicas
+    return result, errors
+
+
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_ranks_get_the_same_mean_and_nothing_is_lost(shape: str, rounded: bool, pool4: Pool) -> None:
-    check_exchange(pool4(exchange, shape, rounded), rounded)
+def test_all_ranks_get_the_same_mean_and_nothing_is_lost(shape: str, name: str) -> None:
+    check_exchange([result[name] for result in exchanged(shape)], name, RINGS[shape])
 
 
-def scatter(shape: str, rounded: bool) -> dict[str, Any]:
-    """A reduce-scatter, and a gather of its result."""
-    ours, n = collectives(shape), 64
-    x, error = values(dist.get_rank(), n), torch.full((n,), torch.nan) if rounded else None
-    ours.reduce_scatter(x, error=error).wait()
-    own = x.view(ours.replicas, -1)[ours.replica].clone()
-    ours.all_gather(x, own, kind="values").wait()
-    kinds = ("payload", "values")
-    sent = {
-        level: [ours.traffic.sent["replicate", level, kind] for kind in kinds]
-        for level in ("gcd_pair", "node", "network")
-    }
-    planned = ours.scattered_bytes(n, rounded), ours.gathered_bytes(own.nbytes)
-    return {"mean": x, "error": error, "sent": sent, "planned": planned}
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_owners_receive_their_part_of_the_mean(shape: str, rounded: bool, pool4: Pool) -> None:
-    results = pool4(scatter, shape, rounded)
-    total = sum(values(rank, 64).double() for rank in range(4))
-    if rounded:  # only what is sent: the sum itself stays FP32
-        lost = sum(r["error"].double() for r in results)
-        assert 0 < lost.abs().max() < 0.1
-        total -= lost
+def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, ...]) -> None:
+    codec, world = CODECS[name], len(results)
+    assert [r["replica"] for r in results] == list(range(world))
     for result in results:
-        assert torch.equal(result["mean"], results[0]["mean"])
-        torch.testing.assert_close(result["mean"].double(), total / 4, rtol=0, atol=1e-6)
-        assert result["planned"] == tuple(sum(sent) for sent in zip(*result["sent"].values(), strict=True))
-        # 64 entries of 4 bytes: a ring of four, or pairs inside and across.
-        inside, across = (128, 32 if rounded else 64) if shape in ("nodes", "pairs") else (0, 96 if rounded else 192)
-        assert sum(sent[0] for sent in result["sent"].values()) == inside + across
-        assert sum(sent[1] for sent in result["sent"].values()) == 192
+        for mine, theirs in zip(result["chunks"], results[0]["chunks"], strict=True):
+            assert torch.equal(mine, theirs)
+        assert result["gathered"] == results[0]["gathered"]
+        assert torch.equal(result["scattered"], results[0]["scattered"])
+    ranks = results[0]["gathered"][::5]  # in the order of the replicas
+    assert sorted(ranks) == list(range(world)) and results[0]["gathered"] == [r for r in ranks for _ in range(5)]
+    means, seeds = [*results[0]["chunks"], results[0]["scattered"]], (0, 10, 20, 0)
+    for i, (mean, seed) in enumerate(zip(means, seeds, strict=True)):
+        given = torch.stack([values(seed + rank, mean.numel()) for rank in ranks])
+        total, back = given.double().sum(0), i < 3
+        if codec is not None:
+            expected, lost = plain(given, sizes, codec, back)
+            assert torch.equal(mean, expected)
+            found = [r["errors"][i] if back else r["scatter_error"] for r in results] if i != 2 else lost
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, lost, strict=True))
+            total -= sum(error.double() for error in found)
+            assert name != "bfloat16" or not back or torch.equal(mean, mean.bfloat16().float())
+        torch.testing.assert_close(mean.double(), total / world, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_counted_is_what_collectives_were_handed(shape: str, name: str) -> None:
+    check_bytes([result[name] for result in exchanged(shape)])
+
+
+def check_bytes(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["handed"] == result["seen"]
+        counted = [sum(result[kind].values()) for kind in ("sent", "scatter_sent", "values_sent")]
+        assert counted == result["planned"]
+
+
+def bytes_of(name: str, entries: int) -> int:
+    """A message: FP32, BF16, or codes, a BF16 scale for every 32 of them (two of the code with two), up to 16 bytes."""
+    if name in ("float32", "bfloat16"):
+        return entries * (4 if name == "float32" else 2)
+    size = entries * {"int8": 8, "int4": 4, "2bit": 2}[name] // 8 + entries // 32 * (4 if name == "2bit" else 2)
+    return -(-size // 16) * 16
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_each_byte_crosses_the_network_once_per_node(name: str) -> None:
+    """Two nodes of two: n entries over a node's NIC against 1.5 n of a ring that visits the nodes one by one."""
+    n = padded(64, name, 4)
+    message = bytes_of(name, n // 4)
+    for result in (results[name] for results in exchanged("nodes")):
+        # Half of all in FP32, then a message to the other node and one back, then both messages to the neighbour.
+        assert result["sent"] == {"gcd_pair": 3 * (2 * n + 2 * message), "node": 0, "network": 3 * 2 * message}
+        assert result["masks"] == {"gcd_pair": 2 * 5, "node": 0, "network": 5}
+        assert result["scatter_sent"] == {"gcd_pair": 2 * n, "node": 0, "network": message}
+        assert result["values_sent"] == {"gcd_pair": 2 * n, "node": 0, "network": n}
+    for result in (results[name] for results in exchanged("pairs")):  # one node: two levels inside it
+        assert result["sent"] == {"gcd_pair": 3 * (2 * n + 2 * message), "node": 3 * 2 * message, "network": 0}
+    for result in (results[name] for results in exchanged("one")):
+        assert result["sent"] == {"gcd_pair": 0, "node": 0, "network": 3 * 6 * message}
+        assert result["scatter_sent"] == {"gcd_pair": 0, "node": 0, "network": 3 * message}
 
 
 def test_three_levels() -> None:
     """Eight ranks: pairs, two to a node, two nodes."""
-    pool = Pool(8)
-    for rounded in (False, True):
-        results = pool(exchange, "pairs", rounded)
-        check_exchange(results, rounded)
-        n = 64 * 3
-        sent = {"gcd_pair": n * 2 + n * (1 if rounded else 2), "node": n + n * (0.5 if rounded else 1)}
+    everything = sorted(Pool(8)(exchange, "pairs"), key=lambda result: result["float32"]["replica"])
+    for name in CODECS:
+        results, n = [result[name] for result in everything], padded(64, name, 8)
+        check_exchange(results, name, (2, 2, 2))
+        check_bytes(results)
+        message = bytes_of(name, n // 8)
         for result in results:
-            assert result["sent"] == {**sent, "network": n / 2 if rounded else n}
             assert result["masks"] == {"network": 5, "node": 10, "gcd_pair": 20}
-            assert result["handed"] == result["seen"]
+            assert result["sent"] == {
+                "gcd_pair": 3 * (2 * n + 4 * message),
+                "node": 3 * (n + 2 * message),
+                "network": 3 * 2 * message,
+            }
 
 
-def check_exchange(results: list[dict[str, Any]], rounded: bool) -> None:
-    world = len(results)
-    assert sorted(r["replica"] for r in results) == list(range(world))
-    order = sorted(range(world), key=lambda rank: results[rank]["replica"])
-    for result in results:
-        for mine, theirs in zip(result["chunks"], results[0]["chunks"], strict=True):
-            assert torch.equal(mine, theirs)
-        assert result["gathered"] == [rank for rank in order for _ in range(5)]
-    for i, mean in enumerate(results[0]["chunks"]):
-        total = sum(values(10 * i + rank, 64).double() for rank in range(world))
-        if rounded:
-            assert torch.equal(mean, mean.bfloat16().float())
-            lost = sum(r["errors"][i].double() for r in results)
-            assert 0 < lost.abs().max() < 0.1
-            total -= lost
-        torch.testing.assert_close(mean.double(), total / world, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec])
+def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
+    """To the last bit, errors included, whether they are kept or let go."""
+    codec, simulated = CODECS[name], SimulatedReplicas(4)
+    results = [result[name] for result in exchanged("one")]
+    rank_of = results[0]["gathered"][::5]
+
+    def work(replica: int) -> None:
+        ours, theirs, n = simulated.endpoints[replica], results[replica], padded(64, name, 4)
+        for i, error in enumerate((torch.full((n,), torch.nan), None)):
+            mean = values(rank_of[replica], n)
+            ours.all_reduce(mean, codec=codec, error=error).wait()
+            assert torch.equal(mean, theirs["chunks"][0])
+            assert error is None or torch.equal(error, theirs["errors"][0])
+            part = values(rank_of[replica], n)
+            ours.reduce_scatter(part, codec=codec, error=error).wait()
+            own = slice(replica * n // 4, (replica + 1) * n // 4)
+            assert torch.equal(part[own], theirs["scattered"][own])
+            assert error is None or torch.equal(error, theirs["scatter_error"])
+            assert ours.traffic.sent["replicate", "network", "payload"] == (i + 1) * sum(
+                theirs[kind]["network"] / (3 if kind == "sent" else 1) for kind in ("sent", "scatter_sent")
+            )
+
+    simulated.run(work)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_counted_is_what_collectives_were_handed(shape: str, rounded: bool, pool4: Pool) -> None:
-    for result in pool4(exchange, shape, rounded):
-        assert result["handed"] == result["seen"]
-
-
-def test_each_byte_crosses_the_network_once_per_node(pool4: Pool) -> None:
-    """Two nodes of two: n entries over a node's NIC against 1.5 n of a ring that visits the nodes one by one."""
-    n = 3 * 64 * 4
-    for result in pool4(exchange, "nodes", False):
-        assert result["sent"] == {"gcd_pair": n / 2 + n / 2, "node": 0, "network": n / 2}
-        assert result["masks"] == {"gcd_pair": 2 * 5, "node": 0, "network": 5}
-    for result in pool4(exchange, "nodes", True):
-        assert result["sent"] == {"gcd_pair": n / 2 + n / 4, "node": 0, "network": n / 4}
-    for result in pool4(exchange, "pairs", False):  # one node: two levels inside it
-        assert result["sent"] == {"gcd_pair": n, "node": n / 2, "network": 0}
+def test_what_a_codec_cannot_divide_is_refused() -> None:
+    """Padding is whoever calls' business, once: blocks are never divided between messages."""
+    ours, codec = DryRunCollectives(replicas=4), CODECS["int4"]
+    assert ours.granularity(codec) == 128 and ours.granularity(Bfloat16()) == 4
+    for exchange_ in (ours.all_reduce, ours.reduce_scatter):
+        exchange_(torch.zeros(256), codec=codec)
+        with pytest.raises(AssertionError):
+            exchange_(torch.zeros(192), codec=codec)
 
 
 def fail_in_a_lane() -> str:
@@ -182,19 +299,27 @@ def test_an_error_in_flight_is_raised_where_it_is_waited_for(pool4: Pool) -> Non
     assert pool4(fail_in_a_lane) == ["lost"] * 4
 
 
-def reduce_uneven(shape: str) -> list[torch.Tensor]:
+def reduce_uneven(shape: str, name: str) -> list[torch.Tensor]:
     tensors = [values(dist.get_rank(), n) for n in (7, 0, 30, 1)]
     ours = collectives(shape)
     ours.chunk_entries = 16
-    ours.all_reduce_chunked(tensors)
+    ours.all_reduce_chunked(tensors, codec=CODECS[name])
     return tensors
 
 
-@pytest.mark.parametrize("shape", ["nodes", "pairs"])
-def test_sizes_that_no_level_divides(shape: str, pool4: Pool) -> None:
-    results = pool4(reduce_uneven, shape)
-    for i, n in enumerate((7, 0, 30, 1)):
-        expected = sum(values(rank, n) for rank in range(4)) / 4
+@pytest.mark.parametrize("shape, name", [("nodes", "float32"), ("pairs", "float32"), ("nodes", "int4")])
+def test_sizes_that_no_level_divides(shape: str, name: str, pool4: Pool) -> None:
+    results, codec = pool4(reduce_uneven, shape, name), CODECS[name]
+    means = [sum(values(rank, n) for rank in range(4)) / 4 for n in (7, 0, 30, 1)]
+    if codec is not None:  # chunk by chunk, each padded with zeros; in pairs the second of a node is replica 2
+        given = torch.stack([torch.cat([values(rank, n) for n in (7, 0, 30, 1)]) for rank in (0, 2, 1, 3)])
+        chunks = [
+            plain(pad(chunk, (0, 128 - chunk.shape[1])), (2, 2), codec, True)[0][: chunk.shape[1]]
+            for chunk in given.split(16, 1)
+        ]
+        means = list(torch.cat(chunks).split((7, 0, 30, 1)))
+    for i, expected in enumerate(means):
         for result in results:
             torch.testing.assert_close(result[i], expected)
             assert torch.equal(result[i], results[0][i])
+            assert codec is None or torch.equal(result[i], expected)

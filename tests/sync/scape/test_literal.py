@@ -172,9 +172,9 @@ def test_nothing_is_lost_by_rounding() -> None:
     def work(collectives: ThreadCollectives) -> None:
         all_reduce, replica = collectives.all_reduce, collectives.replica
 
-        def spy(tensor: Tensor, mean: bool = True, kind: str = "payload", error: Tensor | None = None) -> Any:
+        def spy(tensor: Tensor, mean: bool = True, *, codec: Any, error: Tensor | None = None) -> Any:
             before = tensor.clone()
-            handle = all_reduce(tensor, mean, kind, error)
+            handle = all_reduce(tensor, mean, codec=codec, error=error)
             if error is not None:
                 packed[replica].append(before)
                 kept[replica].append(error.clone())
