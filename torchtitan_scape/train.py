@@ -43,7 +43,8 @@ from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E4
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
-from torchtitan_scape.report.forecast import Forecast, check_memory  # noqa: E402
+from torchtitan_scape.planner.workloads import local_shapes  # noqa: E402
+from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of  # noqa: E402
 from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
 from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.report.metrics import ReplicaMetrics  # noqa: E402
@@ -82,6 +83,7 @@ class ScapeTrainer(Trainer):
             readers = self.layout.shard * self.simulated
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         register(job_config, with_data=not is_dry_run(job_config))
+        self._resolve_options()
         self.forecast: Forecast | None = None
         self.memory: MemoryReport | None = None
         if self.simulated > 1:
@@ -107,6 +109,13 @@ class ScapeTrainer(Trainer):
         self.steps_taken = self._micro_batches = 0
         self._data_end = SharedEnd()
         self.ran_out = False
+
+    def _resolve_options(self) -> None:
+        """What the method's options leave to the model: all that follows sees what was chosen."""
+        sync, layout = self.job_config.sync, self.layout
+        shards = layout.shard * layout.context * layout.tensor
+        shapes = local_shapes(workload_of(self.job_config).shapes(), shards)
+        setattr(sync, sync.method, options_of(sync).resolved(shapes, layout.replicate * self.simulated))
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout

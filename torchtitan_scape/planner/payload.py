@@ -49,10 +49,11 @@ def block_layout(shapes: Shapes, replicas: int, block: int) -> BlockLayout:
     return BlockLayout(tuple(math.prod(shape) for shape in shapes if len(shape) > 1), block, replicas)
 
 
-def payload_entries(shapes: Shapes, density: float, block: int = 1024) -> int:
-    """Entries that SCAPE sends in a step."""
+def payload_entries(shapes: Shapes, density: float, block: int = 1024, unit: int = 1) -> int:
+    """Entries that SCAPE sends in a step. unit: tensors that are sent whole begin at a multiple of it."""
     layout = block_layout(shapes, 1, block)
-    return sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + sum(whole_sizes(shapes))
+    masked = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes)))
+    return -(-masked // unit) * unit + sum(whole_sizes(shapes))
 
 
 def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kernels.codec.formats import BLOCK as CODED_BLOCK
+from kernels.codec.formats import FORMATS
 from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
 from torchtitan_scape.planner.payload import (
     Shapes,
@@ -235,7 +237,8 @@ def powersgd_rank(shapes: Shapes, nbytes: float) -> int:
 
 
 def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    payload = 4.0 * payload_entries(shapes, method.density, method.block)
+    unit = CODED_BLOCK if method.wire in FORMATS else 1
+    payload = 4.0 * payload_entries(shapes, method.density, method.block, unit)
     masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
     if not method.sharded:
         return [Message("reduce", payload, method.wire), masks]

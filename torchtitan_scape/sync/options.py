@@ -7,8 +7,9 @@ No `from __future__ import annotations` in a file with a section: TorchTitan tel
 `is_dataclass(field.type)`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.types import check_section
@@ -50,6 +51,13 @@ class Options:
 @dataclass
 class MethodOptions(Options):
     """The section of a method of the replicate axis, and what others ask of it before there is an object."""
+
+    def resolved(self, shapes: Sequence[Sequence[int]], replicas: int) -> Self:
+        """The options with what they leave to the model chosen; themselves where there is no such thing.
+
+        shapes: of a rank's shards. Raises ValueError where nothing can be chosen.
+        """
+        return self
 
     def stages_one_ring(self) -> bool:
         """Whether an exchange over a single ring has several stages, so that it needs lanes."""

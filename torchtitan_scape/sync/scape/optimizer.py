@@ -91,22 +91,23 @@ class Scape(Optimizer):
         max_skipped_steps: int = 10,
         kernels: str = "auto",
     ) -> None:
-        options = options or ScapeOptions()
         check_hyperparameters(lr, betas, eps, weight_decay)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.options, self.max_norm = options, max_norm
+        self.max_norm = max_norm
         self._shards = collect_shards(self.param_groups)
-        check_one_device(self._shards)
-        check_weights(self._shards, options.weights_dtype)
-        self.bf16_weights = options.weights_dtype == "bfloat16"
         if not isinstance(replicas, ReplicaCollectives):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = collectives_of(replicas, model)
         self.collectives = replicas
+        shapes = [tuple(local(shard.parameter).shape) for shard in self._shards]
+        options = self.options = (options or ScapeOptions()).resolved(shapes, replicas.replicas)
+        check_one_device(self._shards)
+        check_weights(self._shards, options.weights_dtype)
+        self.bf16_weights = options.weights_dtype == "bfloat16"
         self._scale = float(replicas.replicas) if reduction == "sum" else 1.0
         sparse, dense = split(self._shards, options.dense_names)
         self.ordered = sparse + dense  # the order of the state and of the payload

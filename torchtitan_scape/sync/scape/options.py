@@ -1,11 +1,17 @@
 """What can be chosen of SCAPE: the section [sync.scape] of a recipe."""
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
+from torchtitan_scape.planner.budget import share, within
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.options import FREE, LAYOUT, MethodOptions
 
+logger = logging.getLogger(__name__)
+
+_CHOSEN = ("density", "block_size", "wire", "values")  # by `bytes`
 Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "2bit", "1bit"]
 
 
@@ -17,6 +23,10 @@ class ScapeOptions(MethodOptions):
 
     density: float = 0.1
     """Share of the entries that replicas exchange each step, in (0, 1]"""
+
+    bytes: float = 0.0
+    """Share of dense FP32 bytes that a step may send at the target density, masks and scales included, for example
+    0.012; chooses density, block_size and wire by the quality study. 0 leaves these three as they are set"""
 
     density_warmup_steps: int = 0
     """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
@@ -69,6 +79,13 @@ class ScapeOptions(MethodOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
+        self.require(0.0 <= self.bytes < 1.0, "bytes", "it must lie in (0, 1), for example 0.012, or be 0 for none")
+        plain = all(getattr(self, f.name) == f.default for f in fields(self) if f.name in _CHOSEN)
+        free = plain and self.selection == "block" and not self.dense_names
+        advice = (
+            "it chooses density, block_size, wire and values, and takes no selection and no dense_names: leave these"
+        )
+        self.require(free or not self.bytes, "bytes", f"{advice} out, or set it to 0")
         self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
         whole = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
         self.require(whole, "block_size", "it must be a multiple of 8 from 8 to 32768")
@@ -85,8 +102,28 @@ class ScapeOptions(MethodOptions):
         advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 
+    def resolved(self, shapes: Sequence[Sequence[int]], replicas: int) -> "ScapeOptions":
+        if not self.bytes:
+            return self
+        own = [tuple(shape) for shape in shapes]
+        try:
+            chosen = within(self.bytes, own, replicas, self.update, self.weights_dtype)
+        except ValueError as error:
+            raise ValueError(f"[{self.section}] bytes = {self.bytes:g}: {error}; set no less") from None
+        logger.info(
+            f"[{self.section}] bytes = {self.bytes:g}: density {chosen.density:g}, block_size {chosen.block}, "
+            f"wire {chosen.wire!r}; a step sends {100 * share(chosen, own, replicas):.3g} % of the dense FP32 bytes"
+        )
+        settings: dict[str, Any] = {
+            "density": chosen.density,
+            "block_size": chosen.block,
+            "wire": chosen.wire,
+            "values": chosen.values,
+        }
+        return replace(self, bytes=0.0, **settings)
+
     def stages_one_ring(self) -> bool:
-        return self.wire != "float32"
+        return self.wire != "float32" or self.bytes > 0
 
     def refuses_simulation(self) -> str:
         if self.update == "sharded":
