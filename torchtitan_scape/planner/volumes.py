@@ -259,13 +259,27 @@ def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, flo
             # Parameter twice, and a master besides: decayed and updated in its place, and then read to be rounded.
             # Payload and last moment, new moment; the masks once more for what enters each row and column.
             "update": (14.0 if method.bf16_weights else 8.0) * n + 2 * masks + 12 * k,
-        }
+        } | _coding_bytes(method, k, replicas)
     # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter for norm
     # and update; all write the values. The decay of BF16 weights is that of their scale.
     owned, sent = owned_entries(shapes, replicas, method.block), k / replicas
     update = 24 * sent + masks + 4 * k + (0 if method.bf16_weights else 8 * n)
     update += 8 * owned if method.has_master(replicas) else 0.0
-    return {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
+    passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
+    return passes | _coding_bytes(method, k, replicas)
+
+
+def _coding_bytes(method: Method, sent: float, replicas: int) -> dict[str, float]:
+    """Of a wire that is not FP32: what is lost read and added to the gradient in the next step, and kept if this one is
+    applied; the message written, all that arrive read, the mean coded by its owner, its messages read and decoded."""
+    coded = coded_by(method.wire)
+    if coded is None:
+        return {}
+    message, own = coded(int(sent)) / max(1.0, sent), sent / replicas
+    kept = (12 + 12) * sent
+    there = (4 + message + 4) * sent + message * sent + 4 * own
+    back = 0.0 if method.sharded else (4 + message + 4 + 8) * own + (message + 4) * sent
+    return {"coding": kept + there + back}
 
 
 def _scape_passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
