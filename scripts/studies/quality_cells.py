@@ -69,7 +69,8 @@ def as_stored(options: Options) -> Options:
 @functools.cache
 def defaults(method: str) -> Options:
     """Those of the method's section that a simulation takes; none of a method without one."""
-    others = ("dense_names", "update", "values", "weights_dtype", "offload")
+    # `bytes` is 0, for none, in all runs that do not set it.
+    others = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes")
     # Late: the trainer has to be imported before TorchTitan is.
     from torchtitan_scape.config.job_config import Sync
 

@@ -6,21 +6,29 @@ model predicts for a real workload with the run's method and the density of that
 
 import functools
 import itertools
+import statistics
 from typing import Any
 
+from kernels.codec.formats import FORMATS
 from kernels.scape.blocks import density_at
+from scripts.studies.quality_cells import as_stored
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
+from torchtitan_scape.planner.budget import share
 from torchtitan_scape.planner.cost import Assumptions, predict
 from torchtitan_scape.planner.volumes import VOLUMES, Method
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.planner.workloads import Workload, get_workload
 
 WORKLOAD = "llama_1_8b"
 RANKS = 64
 MICRO_BATCH = 4
 # Preset -> (title, shard degree).
 MACHINES = {"vista": ("Vista", 1), "frontier": ("Frontier", 8), "ethernet-10g": ("10 Gb/s cluster", 1)}
+# Options of a method's section, each with the field of `Method` that has its value.
+FIELDS = {"density": "density", "wire": "wire", "block_size": "block", "rank": "rank"}
+# The model of train_configs/study.toml.
+STUDY = Workload("study", layers=2, width=80, heads=2, kv_heads=2, ffn=224, vocab=260, sequence=128, batch=32)
 TITLE = f"loss of the small recipe, step time of Llama-1.8B on {RANKS} ranks"
 
 
@@ -51,19 +59,24 @@ def step_seconds(machine: str, method: Method) -> float:
 
 
 def method_of(options: dict[str, Any], step: int) -> Method | None:
-    """The method of a run at a step; None where it has no closed form. Densities of the warm-up have three digits."""
+    """The method of a run at a step; None where it has no closed form. Densities of the warm-up have three digits.
+
+    options: of a stored cell. A payload that is coded at the target density goes in INT8 while the mask is denser, and
+    in FP32 in the first step (`Wire` of sync/scape/exchange.py).
+    """
     kind, optimizer = options["sync.method"], options.get("optimizer.name", "AdamS").lower()
-    given: dict[str, Any] = {"optimizer": optimizer}
     if kind == "dense":
         return Method(optimizer)
     if kind not in VOLUMES:
         return None
-    for key, field in VOLUMES[kind].recipe.items():
-        if (value := options.get(f"sync.{kind}.{key}")) is not None:
-            given[field] = value
+    fields = as_stored({f"sync.{kind}.{key}": field for key, field in FIELDS.items()})
+    given = {field: options[name] for name, field in fields.items() if name in options} | {"optimizer": optimizer}
     if "density" in given:
         warmup = int(options.get(f"sync.{kind}.density_warmup_steps", 0))
-        given["density"] = float(f"{density_at(step, given['density'], warmup) if step > 1 else 1.0:.3g}")
+        density = density_at(step, given["density"], warmup) if step > 1 else 1.0
+        if density > given["density"]:
+            coded = density < 1.0 and given.get("wire") in FORMATS
+            given |= {"density": float(f"{density:.3g}"), "wire": "int8" if coded else "float32"}
     return Method(kind, **given)
 
 
@@ -71,3 +84,33 @@ def elapsed(options: dict[str, Any], machine: str, steps: int) -> list[float]:
     """Seconds after 0, 1, ... `steps` steps of a method that `method_of` knows."""
     methods = (method_of(options, step) for step in range(1, steps + 1))
     return list(itertools.accumulate((step_seconds(machine, m) for m in methods if m is not None), initial=0.0))
+
+
+def shares(cell: dict[str, Any]) -> tuple[float, float]:
+    """What a replica sends in a step at the target density, and in the mean over the run, over dense FP32 bytes.
+
+    Masks and scales included, of a stored cell. What is sent in blocks has the planner's closed form, so that runs from
+    before offsets had their code are priced like later ones. All else is as counted.
+    """
+    options, steps, replicas = cell["options"], cell["steps"], cell["replicas"]
+    kind = options["sync.method"]
+    in_blocks = f"sync.{kind}.block_size" in options and options.get(f"sync.{kind}.selection") == "block"
+    known = replicas > 1 and cell["parameters"] == STUDY.parameters and not options.get(f"sync.{kind}.dense_names")
+    if not (in_blocks and known) or method_of(options, steps) is None:
+        return counted_shares(cell)
+    # A top-k message that would be longer than dense gradients is not sent.
+    sent = [min(1.0, _share(method, replicas)) for step in range(1, steps + 1) if (method := method_of(options, step))]
+    return sent[-1], statistics.fmean(sent)
+
+
+def counted_shares(cell: dict[str, Any]) -> tuple[float, float]:
+    """`shares` as the run counted them; at the target density: between the last two validations."""
+    dense, run = cell["dense_bytes_per_step"] or 1.0, cell["bytes_per_step"]
+    last = cell["bytes"][-2:]
+    (step, sent), (end, total) = last if len(last) == 2 else ((0, 0.0), (1, run))
+    return (total - sent) / (end - step) / dense, run / dense
+
+
+@functools.cache
+def _share(method: Method, replicas: int) -> float:
+    return share(method, STUDY.shapes(), replicas)

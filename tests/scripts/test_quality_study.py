@@ -372,6 +372,11 @@ def test_predicted_seconds_follow_the_density_of_every_step() -> None:
         assert dense == pytest.approx([i * dense[1] for i in range(6)])
         assert steps[0] > steps[1] > steps[2] and steps[2] == pytest.approx(steps[4])
         assert steps[4] == pytest.approx(step_seconds(machine, Method("scape", 0.01)))
+    coded = scape | {"sync.scape.wire_dtype": "int4", "sync.scape.block_size": 128}  # as cells are stored
+    wires = [(m.wire, m.density) for step in (1, 2, 3) if (m := method_of(coded, step))]
+    assert wires == [("float32", 1.0), ("int8", 0.0464), ("int4", 0.01)]
+    assert method_of(coded, 3) == Method("scape", 0.01, "int4", block=128)
+    assert elapsed(coded, "ethernet-10g", 5)[-1] < elapsed(scape, "ethernet-10g", 5)[-1]
     assert method_of({"sync.method": "another"}, 1) is None, "what has no cost model has no predicted seconds"
     assert reached([(1, 3.0), (5, 2.0), (9, 1.0)], 1.5) == 7 and reached([(1, 3.0)], 2.0) is None
     assert at([0.0, 2.0, 4.0], 1.5) == 3 and at([0.0, 2.0], 1.0) == 2
