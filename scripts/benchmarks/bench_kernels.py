@@ -2,7 +2,6 @@
 
     python -m scripts.benchmarks.bench_kernels  # both Llamas at 0.1 and 0.01, all in one run
     python -m scripts.benchmarks.bench_kernels --model llama-1.8b --sweep     # also other tiles, for tuning
-    python -m scripts.benchmarks.bench_kernels --bytes                        # what must move, without a GPU
     TRITON_INTERPRET=1 python -m scripts.benchmarks.bench_kernels --smoke     # whether the script itself runs, anywhere
 
 Per kernel: milliseconds (median of --repeat, after warm-up), the bytes it cannot do without, and GB/s on them over what
@@ -90,27 +89,6 @@ def sizes_of(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int,
     """Entries of the sparsified tensors, and of those that are sent whole."""
     sparse = tuple(torch.Size(s).numel() for s in shapes if len(s) > 1)
     return sparse, tuple(torch.Size(s).numel() for s in shapes if len(s) == 1)
-
-
-def bytes_table(models: list[str], densities: list[float]) -> str:
-    lines = [
-        "`python -m scripts.benchmarks.bench_kernels --bytes`: bytes a parameter that must move "
-        "(FP32, blocks of 1024).",
-        "Fused AdamW moves 28, dense AdamS 20, both without a finite check.",
-        "",
-        "| model | parameters | density | finite | pack | squares | update | pack + update | all |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in models:
-        for density in densities:
-            least, n = (
-                kernel_bytes(Method("scape", density), MODELS[name], REPLICAS),
-                sum(map(sum, sizes_of(MODELS[name]))),
-            )
-            figures = [*least.values(), least["pack"] + least["update"], sum(least.values())]
-            cells = [name, f"{n:,}", str(density), *(f"{f / n:.2f}" for f in figures)]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 class Bench:
@@ -403,14 +381,7 @@ def main() -> None:
         "--smoke", action="store_true", help="a tiny model on whatever device there is; nothing is stored"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "results/bench_kernels")
-    parser.add_argument("--bytes", action="store_true", help="the bytes that must move, no GPU needed")
     arguments = parser.parse_args()
-    if arguments.bytes:
-        text = bytes_table(arguments.model or ["llama-500m", "llama-1.8b"], arguments.density or [0.1, 0.01])
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "bytes.md").write_text(text)
-        print(text)
-        return
     if not torch.cuda.is_available() and not arguments.smoke:
         sys.exit("bench_kernels.py needs a GPU, and torch sees none; --smoke checks the script without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
