@@ -83,7 +83,7 @@ class ScapeTrainer(Trainer):
             readers = self.layout.shard * self.simulated
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         register(job_config, with_data=not is_dry_run(job_config))
-        self._resolve_options()
+        self._resolve_options(job_config)
         self.forecast: Forecast | None = None
         self.memory: MemoryReport | None = None
         if self.simulated > 1:
@@ -110,12 +110,11 @@ class ScapeTrainer(Trainer):
         self._data_end = SharedEnd()
         self.ran_out = False
 
-    def _resolve_options(self) -> None:
+    def _resolve_options(self, config: JobConfig) -> None:
         """What the method's options leave to the model: all that follows sees what was chosen."""
-        sync, layout = self.job_config.sync, self.layout
-        shards = layout.shard * layout.context * layout.tensor
-        shapes = local_shapes(workload_of(self.job_config).shapes(), shards)
-        setattr(sync, sync.method, options_of(sync).resolved(shapes, layout.replicate * self.simulated))
+        options, layout = options_of(config.sync), self.layout
+        shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
+        setattr(config.sync, config.sync.method, options.resolved(shapes, layout.replicate * self.simulated))
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.planner.budget import share, within
@@ -11,7 +11,6 @@ from torchtitan_scape.sync.options import FREE, LAYOUT, MethodOptions
 
 logger = logging.getLogger(__name__)
 
-_CHOSEN = ("density", "block_size", "wire", "values")  # by `bytes`
 Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "2bit", "1bit"]
 
 
@@ -26,7 +25,7 @@ class ScapeOptions(MethodOptions):
 
     bytes: float = 0.0
     """Share of dense FP32 bytes that a step may send at the target density, masks and scales included, for example
-    0.012; chooses density, block_size and wire by the quality study. 0 leaves these three as they are set"""
+    0.012; chooses density, block_size and wire by the quality study, whatever these say. 0 takes them as they are"""
 
     density_warmup_steps: int = 0
     """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
@@ -80,12 +79,9 @@ class ScapeOptions(MethodOptions):
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
         self.require(0.0 <= self.bytes < 1.0, "bytes", "it must lie in (0, 1), for example 0.012, or be 0 for none")
-        plain = all(getattr(self, f.name) == f.default for f in fields(self) if f.name in _CHOSEN)
-        free = plain and self.selection == "block" and not self.dense_names
-        advice = (
-            "it chooses density, block_size, wire and values, and takes no selection and no dense_names: leave these"
-        )
-        self.require(free or not self.bytes, "bytes", f"{advice} out, or set it to 0")
+        known = self.selection == "block" and not self.dense_names
+        advice = "it is known for selection in blocks and without dense_names: leave these out, or set it to 0"
+        self.require(known or not self.bytes, "bytes", advice)
         self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
         whole = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
         self.require(whole, "block_size", "it must be a multiple of 8 from 8 to 32768")
