@@ -1,6 +1,7 @@
 """Algorithm 1 of the SCAPE paper, written down: two buffers, bool masks, N replicas in one process.
 
-Slow and plain on purpose. It shares no code with the product, which is held against it.
+Slow and plain on purpose. It shares no code with the product, which is held against it, but for how a block of values
+is rounded.
 """
 
 import math
@@ -8,6 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.codec.formats import FORMATS
+from kernels.codec.reference import decode, encode
 
 
 @dataclass
@@ -33,8 +38,10 @@ class Literal:
     wire: str = "float32"
     update: str = "replicated"  # in FP32 "sharded" is the same algorithm
     values: str = "float32"
+    chunk_entries: int = 64  # of a payload for which there is no buffer; as in `tests.replicas`
     t: int = 0
     applied: int = 0
+    used_at: float = 1.0  # the density at which the mask in use was selected
     norm: float = 0.0
     m: list[Tensor] = field(default_factory=list)
     e: list[list[Tensor]] = field(default_factory=list)
@@ -95,6 +102,7 @@ class Literal:
                 self.e[r][i][a] = lost[r][i]
         self.norm = math.sqrt(sum(float(g.double().square().sum()) for g in gh))
         c = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + 1e-6))
+        decayed = [shown - self.lr * self.weight_decay * shown for shown in self.shown]
         for i, a in enumerate(self.A):
             v = b2 * q[i] ** 2 + (1 - b2) * (c * gh[i]) ** 2
             moment = b[i] if self.clip_mode == "literal" else b1 * q[i] + (1 - b1) * (c * gh[i])
@@ -106,11 +114,10 @@ class Literal:
             if self.staleness_scaling:
                 u *= self.staleness(i, a, fresh)
                 self.m[i][fresh] *= self.keep_moment
-            p, shown = self.theta[i].view(-1), self.shown[i]
+            p = self.theta[i].view(-1)
             p.copy_(p - self.lr * (u + self.weight_decay * p))
-            shown -= self.lr * self.weight_decay * shown
-            shown[a] = p[a].bfloat16().float() if self.rounds(self.values) else p[a]
-        self.P, self.A = self.A, new_mask
+        self.publish(decayed)
+        self.P, self.A, self.used_at = self.A, new_mask, self.density_at(self.t + 1)
 
     def staleness(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
         """The factor on the step of every entry of a tensor: how stale those are that enter, else 1."""
@@ -133,34 +140,86 @@ class Literal:
     def average(self, payloads: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """The mean over replicas of what each sends, tensor by tensor, and what each has to keep for the rounding.
 
-        In BF16 a replica rounds what it sends, and what it is the owner of once more when it sends the mean back;
-        the owners' parts are equal stretches of the whole payload. Denser masks than the last go in FP32.
+        A replica rounds what it sends, and what it is the owner of once more when it sends the mean back. Where the
+        update is sharded the mean stays with the owners of its parts.
         """
-        n, counts = self.replicas, [p.numel() for p in payloads[0]]
-        whole = [torch.cat(p) for p in payloads]
-        if not self.rounds(self.wire):
-            total = whole[0].clone()
-            for other in whole[1:]:
-                total += other
-            lost = [torch.zeros_like(total) for _ in range(n)]
-            return list((total / n).split(counts)), [list(one.split(counts)) for one in lost]
-        sent = [one.to(torch.bfloat16).float() for one in whole]
-        mean = sent[0].clone()
-        for other in sent[1:]:
-            mean += other
-        mean /= n
-        # Where the update is sharded the mean stays with the owners of its parts.
-        arrived = mean if self.update == "sharded" else mean.to(torch.bfloat16).float()
-        lost = [one - rounded for one, rounded in zip(whole, sent, strict=True)]
-        part = math.ceil(sum(counts) / n)
-        for r in range(n):
-            own = slice(r * part, (r + 1) * part)
-            lost[r][own] += (mean - arrived)[own] * n
-        return list(arrived.split(counts)), [list(one.split(counts)) for one in lost]
+        n, name = self.replicas, self.code(self.wire)
+        counts = [p.numel() for p in payloads[0]]
+        whole = [pad(torch.cat(p), (0, 1)) for p in payloads]  # a zero at the end, which padding is made of
+        mean, lost = in_order(whole) / n, [torch.zeros_like(one) for one in whole]
+        for owner, row in enumerate(self.rows(name) if name != "float32" else []):
+            sent = [rounded(one[row], name) for one in whole]
+            exact = in_order(sent) / n
+            mean[row] = exact if self.update == "sharded" else rounded(exact, name)
+            for r in range(n):
+                lost[r][row] = whole[r][row] - sent[r]
+            lost[owner][row] += (exact - mean[row]) * n
+        if not self.at_target:  # there is no room for it
+            lost = [torch.zeros_like(one) for one in whole]
+        return list(mean[:-1].split(counts)), [list(one[:-1].split(counts)) for one in lost]
 
-    def rounds(self, dtype: str) -> bool:
-        """Whether what has this dtype is rounded in this step."""
-        return dtype == "bfloat16" and self.replicas > 1 and self.at_target
+    def publish(self, decayed: list[Tensor]) -> None:
+        """What all replicas have after a step: `decayed` off A, what arrives of the owners' values on A."""
+        name = self.code(self.values)
+        counts = [int(a.sum()) for a in self.A]
+        new, held = (
+            pad(torch.cat([p.view(-1)[a] for p, a in zip(tensors, self.A, strict=True)]), (0, 1))
+            for tensors in (self.theta, decayed)
+        )
+        arrived = new.clone()
+        if name == "bfloat16":
+            arrived = rounded(new, name)
+        elif name != "float32":  # by how much they differ from what all have
+            for row in self.rows(name):
+                arrived[row] = held[row] + rounded((new - held)[row], name)
+        self.shown = decayed
+        for shown, a, values in zip(self.shown, self.A, arrived[:-1].split(counts), strict=True):
+            shown[a] = values
+
+    def code(self, wire: str) -> str:
+        """What travels so in this step. Masks of the density warm-up that are not all ones travel in 8 bits where the
+        wire is a code of blocks."""
+        if self.replicas == 1 or self.density >= 1.0:
+            return "float32"
+        if self.at_target:
+            return wire
+        return "int8" if wire in FORMATS and self.used_at < 1.0 else "float32"
+
+    def rows(self, name: str) -> list[Tensor]:
+        """Places in the payload of what is coded of every owner's part, in order; blocks are filled up with the place
+        after the last."""
+        n, unit = self.replicas, 128 if name in FORMATS else 1
+        used = torch.cat(self.A)
+        places, masked = torch.arange(int(used.sum())), sum(int(a.sum()) for a in self.A[: len(self.sparse)])
+
+        def filled(some: Tensor, multiple: int = unit) -> Tensor:
+            return pad(some, (0, -some.numel() % multiple), value=places.numel())
+
+        sparse, dense = places[:masked], places[masked:] if self.at_target else places[:0]
+        if self.update == "sharded":
+            owner = self.owners()[used]
+            return [torch.cat([filled(some[owner[some] == r]) for some in (sparse, dense)]) for r in range(n)]
+        # In one buffer; without one in chunks.
+        chunks = [torch.cat((filled(sparse), dense))] if self.at_target else sparse.split(self.chunk_entries)
+        return list(torch.cat([filled(chunk, n * unit).view(n, -1) for chunk in chunks], 1))
+
+    def owners(self) -> Tensor:
+        """Of every entry: who has its block in its run, or its stretch of what has no mask."""
+        owners = [torch.empty(p.numel(), dtype=torch.int64) for p in self.theta]
+        for r, run in enumerate(self.runs()):
+            for i, start, end in run:
+                owners[i][start:end] = r
+        whole = sum(p.numel() for p in self.dense)
+        share = max(1, math.ceil(whole / (4 * self.replicas)) * 4)
+        return torch.cat([*owners[: len(self.sparse)], torch.arange(whole) // share])
+
+    def runs(self) -> list[list[tuple[int, int, int]]]:
+        """Every replica's blocks, (tensor, first entry, end), end to end over the sparsified tensors."""
+        size, blocks = self.block_size, []
+        for i, p in enumerate(self.sparse):
+            blocks += [(i, s, min(s + size, p.numel())) for s in range(0, p.numel(), size)]
+        run = math.ceil(len(blocks) / self.replicas)
+        return [blocks[r * run : (r + 1) * run] for r in range(self.replicas)]
 
     @property
     def at_target(self) -> bool:
@@ -176,13 +235,9 @@ class Literal:
         masks = [torch.ones_like(a) for a in self.A]
         if density >= 1.0:
             return masks
-        blocks = []  # (tensor, first entry, end), end to end over the sparsified tensors
-        for i, p in enumerate(self.sparse):
+        for i in range(len(self.sparse)):
             masks[i][:] = False
-            blocks += [(i, s, min(s + self.block_size, p.numel())) for s in range(0, p.numel(), self.block_size)]
-        run = math.ceil(len(blocks) / self.replicas)
-        for r in range(self.replicas):
-            own = blocks[r * run : (r + 1) * run]
+        for r, own in enumerate(self.runs()):
             if self.selection == "tensor":
                 spans = {}
                 for i, s, end in own:
@@ -198,3 +253,21 @@ class Literal:
                 chosen = sorted(range(end - s), key=lambda j: (-values[j], j))[:k]
                 masks[i][[s + j for j in chosen]] = True
         return masks
+
+
+def in_order(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for other in tensors[1:]:
+        total += other
+    return total
+
+
+def rounded(values: Tensor, name: str) -> Tensor:
+    """What arrives of FP32 values that are sent so; block codes are the product's own, which have tests of theirs."""
+    if name == "bfloat16":
+        return values.to(torch.bfloat16).float()
+    arrived = torch.empty_like(values)
+    if values.numel():
+        message = encode(values.view(1, -1), name, 128, torch.bfloat16, None)
+        decode(message, name, 128, torch.bfloat16, arrived.view(1, -1))
+    return arrived

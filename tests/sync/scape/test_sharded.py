@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from kernels.codec.formats import FORMATS
 from kernels.scape.ownership import deal_out
 from kernels.scape.reference import unpack_bits
 from tests.replicas import ThreadCollectives, run_replicas
@@ -20,6 +21,8 @@ ROUNDED = [
     {"values": "bfloat16"},
     {"wire": "bfloat16", "values": "bfloat16", "selection": "tensor"},
     {"wire": "bfloat16", "values": "bfloat16", "density_warmup_steps": 8},
+    {"wire": "int4", "density": 0.5, "density_warmup_steps": 4},
+    {"wire": "2bit", "density": 0.5, "selection": "tensor", "values": "int4", "density_warmup_steps": 4},
 ]
 
 
@@ -28,7 +31,13 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
     results = run_replicas(replicas, lambda c: train(c, steps, shapes, update="sharded", **options))
     for step, want in enumerate(expected):
         got = flat(results[0][step])
-        assert (got - flat(want)).norm() <= bound * flat(want).norm(), step
+        off = got - flat(want)
+        if options.get("values") in FORMATS:
+            # The last bit of a parameter is a large one of its change, whose code, or its block's scale, may be
+            # rounded the other way: by a seventh of the largest change, until the entry is sent again.
+            assert off.abs().max() < 3e-3 and (off.abs() > 1e-5).float().mean() < 0.4
+            off = off[off.abs() <= 1e-5]
+        assert off.norm() <= bound * flat(want).norm(), step
         assert all(torch.equal(flat(other[step]), got) for other in results[1:]), step
 
 
@@ -42,8 +51,31 @@ def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", ROUNDED)
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_rounded_forms_follow_the_literal_ones(replicas: int, options: dict[str, Any]) -> None:
-    """Errors of the payload are kept by who sends; values that travel in BF16 have a master with their owner."""
-    check(replicas, 20, 1e-5, SPARSE + DENSE, density=0.1, **options)
+    """Errors of the payload are kept by who sends; values that travel rounded have a master with their owner."""
+    check(replicas, 20, 1e-5, SPARSE + DENSE, **{"density": 0.1, **options})
+
+
+@pytest.mark.parametrize("values", ["bfloat16", "int4"])
+def test_owners_lose_nothing_of_values_that_travel_rounded(values: str) -> None:
+    """Their masters are the parameters of Algorithm 1, whatever the others have of them."""
+    options: dict[str, Any] = {"density": 0.5, "density_warmup_steps": 4, "update": "sharded"}
+    expected, found = (
+        literal(3, 12, **options)[-1],
+        [torch.full_like(p.view(-1), torch.nan) for p in draw(0, SPARSE + DENSE)],
+    )
+
+    def work(collectives: ThreadCollectives) -> list[Tensor]:
+        def take(optimizer: Scape, step: int) -> None:
+            passes: Any = optimizer.passes
+            for (tensor, piece), master in zip(optimizer.pieces, passes.kept("master"), strict=True):
+                if piece.owner == collectives.replica:
+                    found[tensor][piece.start : piece.end] = master
+
+        return train(collectives, 12, probe=take, values=values, **options)[-1]
+
+    copies = flat(run_replicas(3, work)[0])
+    torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=2e-6)
+    assert 1e-4 < (copies - flat(found)).abs().max() < 2e-2
 
 
 @settings(max_examples=20)

@@ -116,6 +116,8 @@ class ShardedExchange:
         elif values is None:
             collectives.all_gather(self.owner.wire(payload), self.owner.values(payload), kind="values").wait()
         elif collectives.replicas > 1:
+            # Some codes have no zero: what they made of the payload's padding must not count in the values' scales.
+            self.owner.clear_padding(payload, passes.lies.positions, passes.counts)
             rows = payload.view(collectives.replicas, -1)
             handle, messages = collectives.all_gather_coded(rows[self.owner.owner], values, kind="values")
             handle.wait()
