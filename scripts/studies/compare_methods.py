@@ -16,21 +16,40 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.common import EMBEDDED, OUTPUTS, RESULTS, command_of, guarded, losses, markdown, parser, torchrun, write
+from scripts.common import (
+    EMBEDDED,
+    OUTPUTS,
+    RESULTS,
+    Scape,
+    command_of,
+    guarded,
+    losses,
+    markdown,
+    parser,
+    torchrun,
+    write,
+)
 from scripts.plots import figure, save
 
-METHODS = {
+DENSE = {
     "adamw": ("AdamW, dense", ["--sync.method=dense", "--optimizer.name=AdamW"]),
     "adams": ("AdamS, dense", ["--sync.method=dense", "--optimizer.name=AdamS"]),
 }
-for _density in ("0.1", "0.01"):
-    _scape = ["--sync.method=scape", f"--sync.scape.density={_density}"]
-    METHODS[f"scape-{_density}"] = (f"SCAPE {_density}", [*_scape, "--sync.scape.staleness_scaling"])
-    METHODS[f"scape-{_density}-plain"] = (
-        f"SCAPE {_density}, no wait scaling",
-        [*_scape, "--sync.scape.no-staleness-scaling"],
-    )
+METHODS = ("adamw", "adams", "scape-0.1", "scape-0.1-plain", "scape-0.047-int4", "scape-0.01", "scape-0.01-plain")
 
+
+def method(name: str) -> tuple[str, list[str]]:
+    """(label, options of the trainer). Raises ValueError for a name that is none."""
+    if name in DENSE:
+        return DENSE[name]
+    scape, plain = Scape.parse(name.removesuffix("-plain")), name.endswith("-plain")
+    if scape is None:
+        raise ValueError(f"there is no method {name!r}; known are {KNOWN}")
+    scaling = "--sync.scape.no-staleness-scaling" if plain else "--sync.scape.staleness_scaling"
+    return scape.label + (", no staleness scaling" if plain else ""), [*scape.arguments(), scaling]
+
+
+KNOWN = "adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...), and these with -plain"
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 
 
@@ -38,7 +57,7 @@ def train(name: str, folder: Path, args: argparse.Namespace, rest: list[str]) ->
     """Trains one method; its summary, with the curves from its TensorBoard log."""
     shutil.rmtree(folder, ignore_errors=True)
     options = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", "--metrics.enable_tensorboard"]
-    options += [f"--training.steps={args.steps}", f"--debug.seed={args.seed}", *METHODS[name][1], *rest]
+    options += [f"--training.steps={args.steps}", f"--debug.seed={args.seed}", *method(name)[1], *rest]
     torchrun(args.ngpu, ["-m", "torchtitan_scape.train", *options], folder / "log.txt")
     return {**json.loads((folder / "summary.json").read_text()), "curves": losses(folder)}
 
@@ -53,7 +72,7 @@ def table(results: dict[str, Any]) -> str:
         sent, planned = sum(result["bytes_sent_per_step_and_rank"].values()), result["planned_bytes_per_step_and_rank"]
         rows.append(
             {
-                "method": METHODS[name][0],
+                "method": method(name)[0],
                 "final validation loss": f"{result['validation_loss']:.4f}",
                 "step, ms": f"{1e3 * result['seconds_per_step']:.0f}",
                 "optimizer, % of forward + backward": f"{100 * own / compute:.1f}",
@@ -72,7 +91,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         for name, result in results.items():
             steps, values = zip(*result["curves"][kind], strict=True)
             style = "--" if name.endswith("plain") else "-"
-            axis.plot(steps, values, style, label=METHODS[name][0], marker="o" if kind == "validation" else None, ms=3)
+            axis.plot(steps, values, style, label=method(name)[0], marker="o" if kind == "validation" else None, ms=3)
         axis.set_xlabel("step")
         axis.set_ylabel(f"{kind} loss (nats per token)")
         axis.grid(alpha=0.3)
@@ -82,11 +101,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> None:
     methods = args.methods or list(METHODS)
-    if unknown := [name for name in methods if name not in METHODS]:
-        raise ValueError(f"there is no method {unknown[0]!r}; known are {', '.join(METHODS)}")
+    for name in methods:
+        method(name)  # before the first one runs
     results = {}
     for i, name in enumerate(methods):
-        print(f"[{i + 1}/{len(methods)}] {METHODS[name][0]} ...", flush=True)
+        print(f"[{i + 1}/{len(methods)}] {method(name)[0]} ...", flush=True)
         results[name] = train(name, args.work.resolve() / name, args, rest)
         print(f"    validation loss {results[name]['validation_loss']:.4f}", flush=True)
     command = command_of("scripts.studies.compare_methods")
@@ -102,7 +121,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
 
 def main() -> int:
     own = parser(__doc__, epilog="Further --section.key=value arguments go to every run.")
-    own.add_argument("methods", nargs="*", help=f"any of {', '.join(METHODS)}; all by default")
+    own.add_argument("methods", nargs="*", help=f"{KNOWN}; by default {' '.join(METHODS)}")
     own.add_argument("--config", default=EMBEDDED)
     own.add_argument("--steps", type=int, default=200)
     own.add_argument("--seed", type=int, default=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common import OUTPUTS, RunError, command_of, read, write
+from scripts.common import CODES, OUTPUTS, RunError, Scape, command_of, read, write
 from scripts.studies.scaling_report import write_report
 
 NEVER = 1_000_000  # steps between two logs or validations
@@ -44,17 +44,13 @@ class Plan:
             label = f"PowerSGD, rank {rank}" if rank else "PowerSGD, equal bytes"
             options = ("--sync.method=dense", "--optimizer.name=AdamS")
             return cls(name, label, options, peer="powersgd", rank=rank)
-        match = re.fullmatch(r"scape-(0?\.\d+|1)(-bf16)?", name)
-        if match is None or not 0 < float(match[1]) <= 1:
+        if (scape := Scape.parse(name)) is None:
             raise ValueError(
-                f"there is no method {name!r}; known are adamw, adams, scape-0.1, scape-0.01-bf16 (any density), "
-                "ddp, ddp-bf16, powersgd, powersgd-4 (any rank)"
+                f"there is no method {name!r}; known are adamw, adams, scape-0.1, scape-0.047-int4 (any density; "
+                f"{', '.join(CODES)}), ddp, ddp-bf16, powersgd, powersgd-4 (any rank)"
             )
-        wire = "bfloat16" if match[2] else "float32"
-        scape = f"--sync.method=scape --optimizer.name=AdamS --sync.scape.density={match[1]}"
-        scape += f" --sync.scape.density_warmup_steps=0 --sync.scape.wire={wire}"
-        label = f"SCAPE {match[1]}" + (", BF16 wire" if match[2] else "")
-        return cls(name, label, tuple(scape.split()), density=float(match[1]), wire=wire)
+        rest = ("--optimizer.name=AdamS", "--sync.scape.density_warmup_steps=0")
+        return cls(name, scape.label, (*scape.arguments(), *rest), density=float(scape.density), wire=scape.wire)
 
 
 class Cell(NamedTuple):

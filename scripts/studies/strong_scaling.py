@@ -15,7 +15,7 @@ slurm       writes one job a size into OUTPUT/jobs, submits it, waits, and colle
 predicted   the cost model alone.
 report      the report anew, from what a sweep has stored.
 
-Methods: adamw, adams, scape-DENSITY, scape-DENSITY-bf16 (on the wire). For comparison PyTorch's
+Methods: adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...). For comparison PyTorch's
 DistributedDataParallel, overlapped with the backward pass: ddp, ddp-bf16, powersgd-RANK, and powersgd (of the rank with
 as many bytes as SCAPE 0.01). What stands after -- goes to the trainer of every run. A sweep that was stopped goes on
 where it was: what is in OUTPUT/cells is kept. Failed runs are reported, do not stop the others, and are tried again
@@ -34,7 +34,7 @@ from scripts.studies.scaling_sweep import Sweep
 
 LAUNCHERS = {"emulated": scaling_emulated.run, "slurm": scaling_slurm.run, "predicted": scaling_predicted.run}
 PAPER = "train_configs/llama_500m.toml,train_configs/llama_1_8b.toml"
-METHODS = "adamw,adams,scape-0.1,scape-0.01"
+METHODS = "adamw,adams,scape-0.1,scape-0.047-int4,scape-0.01"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -11,6 +11,7 @@ import pytest
 
 from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
+from scripts.studies.compare_methods import METHODS, method
 from scripts.studies.scaling_sweep import Plan
 from tests import server
 from tests.runtime.test_launch import SHORT
@@ -31,30 +32,44 @@ def test_methods_are_told_apart() -> None:
     plan = Plan.parse("scape-0.01-bf16")
     assert (plan.density, plan.wire) == (0.01, "bfloat16")
     assert "--sync.scape.wire=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
+    coded = Plan.parse("scape-0.047-int4")
+    assert (coded.density, coded.wire, coded.label) == (0.047, "int4", "SCAPE 0.047 int4")
+    assert "--sync.scape.wire=float32" in Plan.parse("scape-0.1").options, "whatever the recipe has"
     assert Plan.parse("powersgd-4").rank == 4 and Plan.parse("ddp-bf16").peer == "ddp-bf16"
     assert Plan.parse("adamw").dense == "adamw" and "--optimizer.name=AdamW" in Plan.parse("adamw").options
-    for wrong in ("adam", "scape", "scape-2", "scape-0", "powersgd-x"):
+    for wrong in ("adam", "scape", "scape-2", "scape-0", "scape-0.1-fp8", "powersgd-x"):
         with pytest.raises(ValueError, match=f"there is no method '{wrong}'; known are adamw"):
             Plan.parse(wrong)
 
 
+def test_compared_methods_are_told_apart() -> None:
+    """A recipe's own wire must not come with the name of another."""
+    assert all(method(name)[0] for name in METHODS)
+    label, options = method("scape-0.047-int4")
+    assert label == "SCAPE 0.047 int4" and "--sync.scape.wire=int4" in options
+    assert "--sync.scape.wire=float32" in method("scape-0.1-plain")[1]
+    with pytest.raises(ValueError, match="there is no method 'sgd'; known are adamw, adams, scape-DENSITY"):
+        method("sgd")
+
+
 def test_a_sweep_goes_on_where_it_stopped_and_a_failure_stops_nothing(tmp_path: Path) -> None:
     recipes = f"train_configs/llama_500m.toml,{EMBEDDED}"
-    sweep = ("predicted", "--sizes=4,8", "--methods=adams,scape-0.01", f"--recipes={recipes}", f"--output={tmp_path}")
+    sweep = ("predicted", "--sizes=4,8", "--methods=adams,scape-0.01-int4")
+    sweep += (f"--recipes={recipes}", f"--output={tmp_path}")
     first = scale(*sweep)
     assert first.returncode == 1 and "4 measured, 4 failed" in first.stdout
     made = cells(tmp_path)
     assert "the cost model knows no model of" in made["embedded-adams-4"]["error"]
     report = (tmp_path / "report.md").read_text()
-    assert "the cost model knows no model of" in report and "SCAPE 0.01" in report
+    assert "the cost model knows no model of" in report and "SCAPE 0.01 int4" in report
 
     kept = tmp_path / "cells" / "llama_500m-adams-4.json"
     kept.write_text(json.dumps({**made["llama_500m-adams-4"], "step_seconds": 123.0}))
-    (tmp_path / "cells" / "llama_500m-scape-0.01-8.json").unlink()
+    (tmp_path / "cells" / "llama_500m-scape-0.01-int4-8.json").unlink()
     scale(*sweep)
     again = cells(tmp_path)
     assert again["llama_500m-adams-4"]["step_seconds"] == 123.0, "what is there is kept"
-    assert again["llama_500m-scape-0.01-8"] == made["llama_500m-scape-0.01-8"]
+    assert again["llama_500m-scape-0.01-int4-8"] == made["llama_500m-scape-0.01-int4-8"]
 
     other = scale(*sweep, "--network=3.5")
     assert other.returncode == 2 and "holds a sweep with another --network" in other.stderr
