@@ -1,7 +1,7 @@
 """How sparsified tensors are cut into blocks, and blocks into the runs that replicas own. Plain arithmetic."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,37 @@ def entries_per_block(density: float, block_size: int) -> int:
     return max(1, round(density * block_size))
 
 
-def offset_bits(block_size: int) -> int:
-    """Bits that tell one entry of a block from the others."""
-    return max(1, (block_size - 1).bit_length())
+@dataclass(frozen=True)
+class OffsetCode:
+    """Where the parts of a block's code lie: `unary` bits, then `low` bits of each offset, zeros up to `nbytes` bytes.
+
+    The code of Elias ("Efficient storage and retrieval by content and address of static files", 1974) and Fano ("On the
+    number of bits required to implement an associative memory", 1971), of k ascending offsets: the low bits of each lie
+    end to end, its high part in unary: the i-th sets bit (offset >> low) + i. Where the low bits are all of an offset,
+    nothing is unary. A block's code has a whole number of bytes, the same for all, so that each is decoded on its own.
+    At density 0.05 (51 of 1024) it takes 40 bytes: 9 % more than the 293 bits that any code of such sets takes.
+    """
+
+    low: int
+    unary: int
+    nbytes: int
+
+
+@cache
+def offset_code(k: int, block_size: int) -> OffsetCode:
+    """The code of k offsets in a block in the fewest bytes; of those with the fewest low bits."""
+
+    def code(low: int) -> OffsetCode:
+        highest = (block_size - 1) >> low
+        unary = k + highest if highest else 0
+        return OffsetCode(low, unary, -(-(unary + k * low) // 8))
+
+    return min(map(code, range((block_size - 1).bit_length() + 1)), key=lambda c: c.nbytes)
 
 
 def offset_bytes(blocks: int, k: int, block_size: int) -> int:
-    """Bytes of the packed in-block offsets of `blocks` blocks with k entries each."""
-    return (blocks * k * offset_bits(block_size) + 7) // 8
+    """Bytes of the coded in-block offsets of `blocks` blocks with k entries each."""
+    return blocks * offset_code(k, block_size).nbytes
 
 
 @dataclass

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kernels.common.gating import decay_, gated, known_false
-from kernels.scape.blocks import offset_bits
 from kernels.scape.visits import LEAST_RATE
 
 # --------------------------------------------------------------------------------------------- mask codec
@@ -41,40 +40,14 @@ def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
 
     `nnz` is known to the host from the layout, so that no device has to be asked for it.
     """
-    bits = unpack_bits(mask, count)
+    return set_positions(unpack_bits(mask, count), nnz)
+
+
+def set_positions(bits: Tensor, nnz: int) -> Tensor:
+    """Ascending int64 positions (nnz,) of what is set in bool (n,)."""
     if bits.is_cpu:  # nonzero_static is several times slower there, and a CPU has nothing to wait for
         return bits.nonzero().view(-1)
     return torch.nonzero_static(bits, size=nnz).view(-1)
-
-
-def pack_offsets(offsets: Tensor, block_size: int) -> Tensor:
-    """Packs in-block offsets, int64 (blocks, k), to ceil(log2(block_size)) bits each; returns uint8.
-
-    The first offset takes the lowest bits of the first byte: eight of them fill as many bytes as each has bits.
-    """
-    width = offset_bits(block_size)
-    flat = offsets.reshape(-1)
-    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8).to(torch.int32)
-    packed = torch.zeros(groups.shape[0], width, dtype=torch.int32, device=offsets.device)
-    for i in range(8):
-        for byte in range(i * width // 8, (i * width + width - 1) // 8 + 1):
-            shift = i * width - 8 * byte
-            packed[:, byte] |= groups[:, i] << shift if shift >= 0 else groups[:, i] >> -shift
-    return (packed & 255).to(torch.uint8).view(-1)[: (flat.numel() * width + 7) // 8]
-
-
-def unpack_offsets(packed: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
-    """The inverse of `pack_offsets`: int64 (blocks, k)."""
-    width = offset_bits(block_size)
-    groups = torch.nn.functional.pad(packed, (0, -packed.numel() % width)).view(-1, width).to(torch.int32)
-    offsets = torch.empty(groups.shape[0], 8, dtype=torch.int64, device=packed.device)
-    for i in range(8):
-        first, last = i * width // 8, (i * width + width - 1) // 8
-        value = groups[:, first].clone()
-        for byte in range(first + 1, last + 1):
-            value |= groups[:, byte] << (8 * (byte - first))
-        offsets[:, i] = (value >> (i * width % 8)) & ((1 << width) - 1)
-    return offsets.view(-1)[: blocks * k].view(blocks, k)
 
 
 def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
@@ -107,8 +80,8 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
         k: entries per block, 1 <= k <= block_size.
 
     Returns:
-        int64 (ceil(n / block_size), k). A block with fewer than k real entries gives them all and repeats
-        the first of them, so that the shape is static.
+        int64 (ceil(n / block_size), k), ascending. A block with fewer than k real entries gives them all and repeats
+        the last of them, so that the shape is static.
     """
     n = values.numel()
     blocks = -(-n // block_size)
@@ -117,8 +90,10 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
     tail = n - (blocks - 1) * block_size
     if tail < block_size:
         keys[-1, tail:] = -1
-    chosen, offsets = keys.topk(k, dim=1, sorted=True)
-    return torch.where(chosen >= 0, offsets, offsets[:, :1])
+    offsets = keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    if tail < k:
+        offsets[-1].clamp_(max=tail - 1)  # what is missing stands last
+    return offsets
 
 
 def select_largest(values: Tensor, k: int) -> Tensor:

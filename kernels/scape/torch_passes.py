@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kernels.scape import reference
 from kernels.scape.blocks import Mask, entries_per_block, offset_bytes
+from kernels.scape.mask_code import decode_offsets, encode_offsets
 from kernels.scape.passes import ScapePasses
 from kernels.scape.step import Step
 
-# Blocks that are selected or decoded at a time; bounds the temporaries. A multiple of 8, so that packed
-# offsets of that many blocks end on a byte.
+# Blocks that are selected or coded at a time; bounds the temporaries.
 _ROWS = 4096
 
 
@@ -52,9 +52,7 @@ class TorchPasses(ScapePasses):
         if not self.layout.sends_offsets(self.step.next_density, self.selection):
             return torch.cat(self._chosen)
         size = self.layout.block_size
-        return torch.cat(
-            [reference.pack_offsets(rows.long(), size) for run in self._chosen for rows in run.split(_ROWS)]
-        )
+        return torch.cat([encode_offsets(rows.long(), size) for run in self._chosen for rows in run.split(_ROWS)])
 
     def pieces(self) -> list[Tensor]:
         return list(self.payloads)
@@ -128,14 +126,10 @@ class TorchPasses(ScapePasses):
         if not layout.sends_offsets(density, self.selection):
             return received
         bits = torch.zeros(layout.mask_bytes(), dtype=torch.uint8, device=self.device)
-        size, run_blocks, k = layout.block_size, layout.run_blocks, entries_per_block(density, layout.block_size)
-        rows_bytes = offset_bytes(_ROWS, k, size)
-        for replica, own in enumerate(received.view(layout.replicas, -1)):
-            # The last run may be short: what lies behind its blocks is no tensor's.
-            blocks = min(run_blocks, layout.total_blocks - replica * run_blocks)
-            for i in range(0, max(0, blocks), _ROWS):
-                rows = min(_ROWS, blocks - i)
-                packed = own[i // _ROWS * rows_bytes :][: offset_bytes(rows, k, size)]
-                mask = reference.offsets_to_mask(reference.unpack_offsets(packed, rows, k, size), size)
-                bits[(replica * run_blocks + i) * size // 8 :][: mask.numel()] = mask
+        size, k = layout.block_size, entries_per_block(density, layout.block_size)
+        nbytes = offset_bytes(1, k, size)
+        for i in range(0, layout.total_blocks, _ROWS):
+            rows = min(_ROWS, layout.total_blocks - i)
+            offsets = decode_offsets(received[i * nbytes :][: rows * nbytes], rows, k, size)
+            bits[i * size // 8 :][: rows * size // 8] = reference.offsets_to_mask(offsets, size)
         return bits

@@ -9,6 +9,7 @@ from kernels.common.triton_common import (
     cell,
     count_bits,
     entries,
+    lowest,
     mask_bytes,
     payload_places,
     pointer,
@@ -17,51 +18,65 @@ from kernels.common.triton_common import (
 )
 
 
-@triton.jit(do_not_specialize=["count"])
-def encode_offsets_kernel(offsets, wire, count, size, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Packs `count` offsets, int16, to BITS bits each, into `size` bytes; first offset lowest."""
-    byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    packed = tl.zeros((TILE,), dtype=tl.int32)
-    number = byte * 8 // BITS
-    for i in tl.static_range(8 // BITS + 2):
-        inside = number + i < count
-        value = tl.load(offsets + number + i, mask=inside, other=0).to(tl.int32)
-        # Bit 0 of the offset lies `shift` bits above bit 0 of the byte; negative where it began in a byte before.
-        shift = ((number + i) * BITS - byte * 8).to(tl.int32)
-        bits = tl.where(shift >= 0, value << tl.maximum(shift, 0), value >> tl.maximum(-shift, 0))
-        packed = packed | tl.where(inside & (shift < 8), bits, 0)
-    tl.store(wire + byte, (packed & 255).to(tl.uint8), mask=byte < size)
+@triton.jit(do_not_specialize=["count", "k", "code_bytes", "unary", "low"])
+def encode_offsets_kernel(offsets, wire, count, k, code_bytes, unary, low, TILE: tl.constexpr):
+    """Codes `count` ascending offsets, int16, k a block, into zeros in whole 32-bit words; see `blocks.OffsetCode`."""
+    number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = number < count
+    block = number // k
+    rank = number - block * k
+    offset = tl.load(offsets + number, mask=inside, other=0).to(tl.int32)
+    words = wire.to(tl.pointer_type(tl.int32))
+    start = block * code_bytes * 8
+    at = start + (offset >> low) + rank
+    tl.atomic_or(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
+    at = start + unary + rank * low
+    end = at + low
+    # The low bits may straddle two words.
+    bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
+    tl.atomic_or(words + (at >> 5), bits.to(tl.int32), mask=inside & (at < end), sem="relaxed")
+    tl.atomic_or(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k", "run_blocks", "total_blocks", "wire_bytes"])
+@triton.jit(do_not_specialize=["blocks", "k", "code_bytes", "unary", "low"])
 def decode_offsets_kernel(
     wire,
     mask,
+    blocks,
     k,
-    run_blocks,
-    total_blocks,
-    wire_bytes,
+    code_bytes,
+    unary,
+    low,
     BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
-    """Sets the bits that a replica's offsets name in a mask of zeros. Programs: (tiles of a run, replicas)."""
-    replica = tl.program_id(1)
-    number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    block = replica * run_blocks + number // k
-    # The last run may be short: what lies behind its blocks is no tensor's.
-    inside = (number < run_blocks.to(tl.int64) * k) & (block < total_blocks)
-    at = number * BITS
-    byte = at >> 3
-    first = wire + replica.to(tl.int64) * wire_bytes + byte
-    value = tl.load(first, mask=inside, other=0).to(tl.int32)
-    for i in tl.static_range(1, (BITS + 14) // 8):
-        more = tl.load(first + i, mask=inside & (byte + i < wire_bytes), other=0).to(tl.int32)
-        value = value | (more << (8 * i))
-    offset = (value >> (at & 7).to(tl.int32)) & ((1 << BITS) - 1)
-    position = block * BLOCK + offset
-    word = mask.to(tl.pointer_type(tl.int32)) + (position >> 5)
-    tl.atomic_or(word, 1 << (position & 31).to(tl.int32), mask=inside, sem="relaxed")
+    """Sets the bits that the blocks' codes name in a mask of zeros. Programs: ROWS blocks, with BYTES of unary bits."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    byte = tl.arange(0, BYTES)[None, :]
+    first = wire + block * code_bytes
+    # Where nothing is unary all high parts are zero: k bits that are set.
+    left = tl.where(unary > 0, unary, k) - byte * 8
+    bits = tl.load(first + byte, mask=(block < blocks) & (byte * 8 < unary), other=255).to(tl.int32)
+    bits = tl.where(block < blocks, bits & ((1 << tl.minimum(tl.maximum(left, 0), 8)) - 1), 0)
+    counts = count_bits(bits)
+    rank = tl.cumsum(counts, 1) - counts
+    words = mask.to(tl.pointer_type(tl.int32))
+    left_over = tl.max(counts)
+    while left_over > 0:
+        left_over -= 1
+        some = bits != 0
+        high = byte * 8 + lowest(bits) - rank
+        at = unary + rank * low
+        shift = at & 7
+        value = tl.zeros_like(bits)
+        for i in tl.static_range(3):
+            more = tl.load(first + (at >> 3) + i, mask=some & (shift + low > 8 * i), other=0).to(tl.int32)
+            value = value | (more << (8 * i))
+        position = block * BLOCK + ((high << low) | ((value >> shift) & ((1 << low) - 1)))
+        tl.atomic_or(words + (position >> 5), 1 << (position & 31).to(tl.int32), mask=some, sem="relaxed")
+        bits = bits & (bits - 1)
+        rank += 1
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from kernels.common.launching import Range, Table, Tiles, Writable, aligned, as_
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense.triton_passes import DTYPES, rates_row
 from kernels.scape import triton_kernels, triton_masks
-from kernels.scape.blocks import entries_per_block, offset_bits
+from kernels.scape.blocks import entries_per_block, offset_code
 from kernels.scape.passes import ScapePasses, Updates
 from kernels.scape.step import Part, Plan, Step
 from kernels.scape.updaters import Owner, Replicated
@@ -24,6 +24,7 @@ COMPACT_TILE, COMPACT_WARP = 4096, 1024
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096
+_CODED = 512  # bytes of unary bits that a program decodes
 
 
 class TritonUpdates(Updates, Protocol):
@@ -125,7 +126,7 @@ class TritonPasses(ScapePasses):
     def selected(self) -> Tensor | None:
         if self._chosen is None or self._chosen.dtype != torch.int16:
             return self._chosen
-        return torch.cat([self._encode(run) for run in self._chosen.split(self.layout.run_blocks)])
+        return self._encode(self._chosen)
 
     def pieces(self) -> "list[Tensor] | _Entries":
         return self.gradients if self.step.in_use.dense else _Entries(self)
@@ -148,19 +149,24 @@ class TritonPasses(ScapePasses):
         if offsets:
             assert received is not None
             k = entries_per_block(density, layout.block_size)
+            code = offset_code(k, layout.block_size)
+            # Bytes of the bits that tell the entries from each other, as a power of two.
+            width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()
+            rows = max(1, _CODED // width)
             launching.launch(
                 triton_masks.decode_offsets_kernel,
-                (-(-layout.run_blocks * k // 1024), layout.replicas),
+                (-(-layout.total_blocks // rows),),
                 received,
                 in_use,
-                k,
-                layout.run_blocks,
                 layout.total_blocks,
-                received.numel() // layout.replicas,
+                k,
+                code.nbytes,
+                code.unary,
+                code.low,
                 warps=4,
                 BLOCK=layout.block_size,
-                BITS=offset_bits(layout.block_size),
-                TILE=1024,
+                ROWS=rows,
+                BYTES=width,
             )
 
     # ---------------------------------------------------------------------------- for `triton_updates`
@@ -276,18 +282,22 @@ class TritonPasses(ScapePasses):
         return self._wire
 
     def _encode(self, offsets: Tensor) -> Tensor:
-        """The offsets of one run, int16 (run_blocks, k), packed for the wire."""
-        bits = offset_bits(self.layout.block_size)
-        wire = torch.empty((offsets.numel() * bits + 7) // 8, dtype=torch.uint8, device=self.device)
+        """The offsets of the runs, int16 (blocks, k), coded for the wire."""
+        k = offsets.shape[1]
+        code = offset_code(k, self.layout.block_size)
+        size = len(offsets) * code.nbytes
+        wire = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=self.device)[:size]
         launching.launch(
             triton_masks.encode_offsets_kernel,
-            (-(-wire.numel() // 1024),),
+            (-(-offsets.numel() // 1024),),
             offsets,
             wire,
             offsets.numel(),
-            wire.numel(),
+            k,
+            code.nbytes,
+            code.unary,
+            code.low,
             warps=4,
-            BITS=bits,
             TILE=1024,
         )
         return wire

@@ -56,17 +56,20 @@ def store_bitmap(bitmap, bits, line, left, ROWS: tl.constexpr, BYTES: tl.constex
 
 @triton.jit
 def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the numbers of the set bits in ascending order, int16 (blocks, k); a short row repeats its first."""
+    """Writes the numbers of the set bits in ascending order, int16 (blocks, k).
+
+    A row with fewer than k has all of its entries; it repeats the last.
+    """
     rows, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
     counts = count_bits(bits)
     at = offsets + (line + rows).to(tl.int64) * k
     place = tl.cumsum(counts, 1) - counts
-    least = tl.min(tl.where(bits != 0, byte * 8 + lowest(bits), BLOCK), 1)[:, None]
+    total = tl.sum(counts, 1)[:, None]
     first = 0
     while first < k:
         later = first + byte + tl.zeros_like(bits)
-        unused = (later >= tl.sum(counts, 1)[:, None]) & (later < k) & (rows * BLOCK < left)
-        tl.store(at + later, (least + tl.zeros_like(bits)).to(tl.int16), mask=unused)
+        unused = (later >= total) & (later < k) & (rows * BLOCK < left)
+        tl.store(at + later, (total - 1 + tl.zeros_like(bits)).to(tl.int16), mask=unused)
         first += BYTES
     left_over = tl.max(counts)
     while left_over > 0:

@@ -1,7 +1,5 @@
 """The passes on local tensors, against oracles in plain Python."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 
 from kernels.dense.reference import finite
 from kernels.scape import reference
-from kernels.scape.blocks import offset_bytes
 
 
 @given(st.lists(st.booleans(), min_size=0, max_size=70))
@@ -20,17 +17,6 @@ def test_bits_round_trip(bits: list[bool]) -> None:
     assert reference.unpack_bits(packed, len(bits)).tolist() == bits
     expected = [sum(bit << i for i, bit in enumerate(padded[j : j + 8].tolist())) for j in range(0, len(padded), 8)]
     assert packed.tolist() == expected
-
-
-@given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([8, 16, 24, 1024, 32768]), st.integers(1, 9))
-def test_offsets_round_trip(seed: int, blocks: int, block_size: int, k: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.randint(0, block_size, (blocks, min(k, block_size)), generator=generator)
-    packed = reference.pack_offsets(offsets, block_size)
-    width = max(1, math.ceil(math.log2(block_size)))
-    assert packed.numel() == math.ceil(offsets.numel() * width / 8)
-    assert packed.numel() == offset_bytes(*offsets.shape, block_size)
-    assert torch.equal(reference.unpack_offsets(packed, *offsets.shape, block_size), offsets)
 
 
 # Few distinct values, so that ties are the rule; denormals and signed zeros included.

@@ -128,11 +128,11 @@ def test_powersgd_sends_its_factors() -> None:
     assert sums[0] <= budget < sums[1]
 
 
-def test_topk_sends_values_and_ten_bits_an_entry_and_reduces_what_is_whole() -> None:
-    """METHODS: a gather of 5.25 bytes an entry selected, an all-reduce of the rest."""
-    selected = 10 * (4096 + 512)  # of every block of 1024
+def test_topk_sends_values_and_coded_offsets_and_reduces_what_is_whole() -> None:
+    """METHODS: a gather of 5.1 bytes an entry selected, an all-reduce of the rest."""
     sparse, whole = messages(Method("topk", 0.01), SHAPES, 4)
-    assert (sparse.collective, sparse.nbytes) == ("gather", 5.25 * selected)
+    # Of every block of 1024 ten values and 85 bits of offsets: 6 low ones each, 25 for all of their high parts.
+    assert (sparse.collective, sparse.nbytes) == ("gather", (40 + 11) * (4096 + 512))
     assert (whole.collective, whole.nbytes) == ("reduce", 4 * 1000)
     assert [m.collective for m in messages(Method("topk", 1.0), SHAPES, 4)] == ["reduce"]
 
@@ -140,7 +140,7 @@ def test_topk_sends_values_and_ten_bits_an_entry_and_reduces_what_is_whole() -> 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
 def test_a_residual_comes_on_top_of_the_optimizer(kind: str) -> None:
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
-    own = 5.25 * 10 * 4608 if kind == "topk" else 0  # every replica's message is with all
+    own = (40 + 11) * 4608 if kind == "topk" else 0  # every replica's message is with all
     for optimizer in ("adamw", "adams"):
         method = Method(kind, 0.01, rank=4, optimizer=optimizer)
         alone = simulated_memory_bytes(Method(optimizer), SHAPES, 1)

@@ -80,7 +80,7 @@ def topk_count(entries: int, density: float, block: int) -> int:
 
 
 def topk_offset_bytes(entries: int, density: float, block: int) -> int:
-    """Bytes that say where they are: packed offsets in their blocks, or 32 bits each."""
+    """Bytes that say where they are: coded offsets in their blocks, or 32 bits each."""
     if not block:
         return 4 * topk_count(entries, density, block)
     return offset_bytes(-(-entries // block), entries_per_block(density, block), block)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.scape.blocks import density_at, entries_per_block
-from kernels.scape.reference import pack_offsets, select_blocks, select_largest, unpack_offsets
+from kernels.scape.mask_code import decode_offsets, encode_offsets
+from kernels.scape.reference import select_blocks, select_largest
 from torchtitan_scape.planner.payload import topk_count, topk_message_bytes, topk_offset_bytes
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Pending, Setting, State, Step, keep
@@ -37,7 +38,7 @@ class TopkOptions(MethodOptions):
     """So many steps at first are dense"""
 
     selection: Literal["block", "tensor"] = "block"
-    """The largest of every block, whose offsets take 10 bits in blocks of 1024, or of every tensor (32 bits)"""
+    """The largest of every block, whose offsets take 9 bits at 0.01 of blocks of 1024, or of every tensor (32 bits)"""
 
     block_size: int = 1024
     """Entries of a block, a multiple of 8 up to 32768"""
@@ -66,7 +67,7 @@ class Topk(Method):
     """One step, with x = decay * residual + gradient (all in mean units):
 
     1. the k = max(1, round(density * entries)) largest |x| of each block are chosen, ties to the lower index;
-    2. their values and packed offsets are one message, which goes to all replicas;
+    2. their values and coded offsets are one message, which goes to all replicas;
     3. the synchronised gradient is the mean over replicas of what arrives, added in replica order, zero elsewhere;
     4. the residual is x without what was sent.
 
@@ -166,7 +167,7 @@ class Topk(Method):
             if self._block and (tail := x.numel() % self._block):
                 picked[-1, tail:] = 0.0  # entries that stand there twice
             values.append(picked.view(-1).view(torch.uint8))
-            places.append(pack_offsets(chosen, self._block) if self._block else chosen.int().view(torch.uint8))
+            places.append(encode_offsets(chosen, self._block) if self._block else chosen.int().view(torch.uint8))
         parts = [*values, *places]
         length = sum(part.numel() for part in parts)
         device = self.setting.shards[0].device
@@ -180,7 +181,7 @@ class Topk(Method):
         for x, picked, packed in zip(sparse, parts, parts[len(sparse) :], strict=False):
             if self._block:
                 block, k = self._block, entries_per_block(density, self._block)
-                chosen = unpack_offsets(packed, -(-x.numel() // block), k, block)
+                chosen = decode_offsets(packed, -(-x.numel() // block), k, block)
             else:
                 chosen = packed.clone().view(torch.int32).long()  # a copy begins where 32-bit words may
             x.index_add_(0, self._positions(chosen, x.numel()).view(-1), picked.view(torch.float32))

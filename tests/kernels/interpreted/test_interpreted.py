@@ -26,7 +26,7 @@ from tests.kernels.checks import (
     check_rotate,
     check_skipped,
     check_step,
-    selection_bits,
+    check_wires,
 )
 from tests.replicas import run_replicas
 from tests.sync.scape.test_simulated import check_alike
@@ -113,12 +113,7 @@ def check_selection(case: Case, density: float) -> None:
         gradients = case.draw(torch.float32, 4, case.values)
         passes.bind(case.step(case.draw(torch.float32, 5), gradients, (mask, mask)))
         wires.append(pack_all(passes))
-    if wires[0] is None:
-        assert wires[1] is None
-        return
-    runs = range(case.replicas) if case.replica is None else [case.replica]
-    for run, ours, theirs in zip(runs, *(w.view(len(runs), -1) for w in wires), strict=True):
-        assert torch.equal(selection_bits(case, ours, run), selection_bits(case, theirs, run))
+    check_wires(*wires)
 
 
 @pytest.mark.parametrize("values", [(0.0,), (1.0,), (0.0, -0.0, 1e-45)], ids=["zeros", "equal", "denormals"])
@@ -172,12 +167,24 @@ def test_masks_arrive(case: Case, density: float) -> None:
         check_rotate(case)
 
 
-@pytest.mark.parametrize("block_size", [8, 24, 64, 1024])
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_offsets_arrive(block_size: int, replicas: int) -> None:
-    """Offsets of 3 to 10 bits, which straddle bytes; runs that end in the middle of a byte, and a short last one."""
-    case = Case((10 * block_size + 3, 3), block_size=block_size, replicas=replicas, next=0.05)
+@pytest.mark.parametrize(
+    ("block_size", "k", "replicas"),
+    [
+        (16, 2, 3),
+        (24, 1, 2),
+        (64, 12, 2),
+        (128, 6, 2),
+        (1024, 10, 3),
+        (1024, 250, 2),
+        (32768, 1, 2),
+    ],
+)
+def test_coded_offsets_arrive(block_size: int, k: int, replicas: int) -> None:
+    """Both backends send the same bytes and set the same bits. Low bits within a byte and over three; none that are
+    unary (2 of 16); codes that straddle words; short blocks, and a short last run."""
+    case = Case((10 * block_size + 3, 3), block_size=block_size, replicas=replicas, next=k / block_size)
     assert case.layout.sends_offsets(case.next, "block")
+    check_selection(case, case.next)
     check_rotate(case)
 
 

@@ -72,7 +72,7 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
         assert calls == {"payload": 1, "mask": 1, "flag": 1}
         entries = sum(optimizer.passes.layout.nnz(i, 0.1, "block") for i in range(4)) + 8
         assert handed["payload"] == 4 * entries
-        # 16-entry blocks, k = 2: offsets would take 1 byte a block, the bitmap 2.
+        # Blocks of 16, k = 2: offsets take 1 byte a block, the bitmap 2.
         assert handed["mask"] == optimizer.passes.layout.run_blocks
         assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
 

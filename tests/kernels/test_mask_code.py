@@ -1,0 +1,86 @@
+"""The code of a block's offsets: the bits as Elias and Fano have them, sizes in closed form, and the way back."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.scape import reference
+from kernels.scape.blocks import BlockLayout, offset_bytes, offset_code
+from kernels.scape.mask_code import decode_offsets, encode_offsets
+
+
+def spelled(offsets: list[int], low: int, block_size: int) -> list[int]:
+    """A block's code, bit by bit: unary counts of the high parts, each ended by a zero except the last; low bits."""
+    unary = []
+    for high in range(-(-block_size // 2**low)):
+        unary += [1] * sum(offset >> low == high for offset in offsets) + [0]
+    unary = unary[:-1] if block_size > 2**low else []
+    return unary + [offset >> i & 1 for offset in offsets for i in range(low)]
+
+
+def draw(blocks: int, k: int, block_size: int, seed: int) -> Tensor:
+    """Ascending offsets, some of them repeated."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, block_size, (blocks, k), generator=generator).sort(dim=1).values
+
+
+@pytest.mark.parametrize("block_size", [8, 24, 64, 128, 1024, 32768])
+def test_blocks_come_back(block_size: int) -> None:
+    """k from one to full, in the fewest bytes that any number of low bits gives, and never more than whole offsets."""
+    width = math.ceil(math.log2(block_size))
+    for k in {1, 2, 3, 5, block_size // 8, block_size // 5, block_size // 2, block_size - 1, block_size}:
+        code = offset_code(k, block_size)
+        unary = [k + math.ceil(block_size / 2**low) - 1 for low in range(width)] + [0]
+        sizes = [math.ceil((bits + k * low) / 8) for low, bits in enumerate(unary)]
+        assert code.nbytes == min(sizes) and code.low == sizes.index(min(sizes))
+        assert code.nbytes <= math.ceil(k * width / 8)
+        offsets = draw(3, k, block_size, k)
+        coded = encode_offsets(offsets, block_size)
+        assert coded.numel() == offset_bytes(3, k, block_size) == 3 * code.nbytes
+        assert torch.equal(decode_offsets(coded, 3, k, block_size), offsets)
+
+
+@given(st.sampled_from([8, 24, 64, 128]), st.integers(0, 3), st.integers(1, 128), st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_bits_are_those_of_elias_and_fano(block_size: int, blocks: int, k: int, seed: int) -> None:
+    k = min(k, block_size)
+    code, offsets = offset_code(k, block_size), draw(blocks, k, block_size, seed)
+    coded = encode_offsets(offsets, block_size)
+    for row, own in zip(offsets.tolist(), coded.view(blocks, code.nbytes).tolist(), strict=True):
+        bits = [byte >> j & 1 for byte in own for j in range(8)]
+        expected = spelled(row, code.low, block_size)
+        assert bits == expected + [0] * (len(bits) - len(expected))
+    assert torch.equal(decode_offsets(coded, blocks, k, block_size), offsets)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "k", "nbytes"),
+    [(1024, 10, 11), (1024, 51, 40), (1024, 102, 67), (128, 6, 5), (64, 3, 3), (16, 2, 1), (256, 1, 1)],
+)
+def test_bytes_of_a_block(block_size: int, k: int, nbytes: int) -> None:
+    assert offset_bytes(7, k, block_size) == 7 * nbytes
+
+
+def test_the_bitmap_stays_where_it_is_smaller() -> None:
+    """Blocks of 1024: 255 offsets take 128 bytes, as the bitmap, and 250 less."""
+    layout = BlockLayout((5000,), 1024, 2)
+    for density, sends, nbytes in ((250 / 1024, True, 126), (255 / 1024, False, 128), (0.5, False, 128)):
+        assert layout.sends_offsets(density, "block") == sends
+        assert layout.wire_bytes(density, "block") == 3 * nbytes
+    assert not BlockLayout((5000,), 1024, 1).sends_offsets(0.01, "block")
+
+
+@pytest.mark.parametrize(("n", "k"), [(20, 1), (20, 8), (17, 3), (16, 8)])
+def test_a_short_block_repeats_its_last_entry(n: int, k: int) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    offsets = reference.select_blocks(values, k, 8)
+    coded = encode_offsets(offsets, 8)
+    assert torch.equal(decode_offsets(coded, len(offsets), k, 8), offsets)
+    tail = n - 8 * (len(offsets) - 1)
+    if k > tail:
+        assert offsets[-1].tolist() == [*range(tail), *[tail - 1] * (k - tail)]
+    assert int(reference.unpack_bits(reference.offsets_to_mask(offsets, 8), n).sum()) == n // 8 * k + min(k, n % 8)
