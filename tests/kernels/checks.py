@@ -75,7 +75,7 @@ class Case:
         return self.sparse + self.whole
 
     def passes(self, make: Make) -> ScapePasses:
-        plan = Plan("block", self.density, self.replica, self.chunk_entries, self.granularity, self.carries)
+        plan = Plan("block", self.density, self.replica, self.chunk_entries, self.granularity, carries=self.carries)
         updater = Replicated(self.layout, self.whole, writes=self.writes)
         passes = make(updater, plan, torch.device(self.device), staleness=self.staleness)
         generator = torch.Generator().manual_seed(self.seed + 1)
