@@ -39,6 +39,19 @@ def subplots(titles: Iterable[str], rows: int, height: float, ratios: Sequence[f
     return drawn, axes
 
 
+def log_above(axis: Any, limit: float) -> None:
+    """The vertical axis is linear up to `limit` and logarithmic above, with no bend between."""
+    import numpy
+
+    def place(value: Any) -> Any:
+        return numpy.where(value <= limit, value, limit * (1 + numpy.log(numpy.maximum(value, limit) / limit)))
+
+    def value(place: Any) -> Any:
+        return numpy.where(place <= limit, place, limit * numpy.exp(numpy.maximum(place, limit) / limit - 1))
+
+    axis.set_yscale("function", functions=(place, value))
+
+
 def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
     """With what stands on the axes of `legend` in one legend below, each label once."""
     import matplotlib.pyplot as plt

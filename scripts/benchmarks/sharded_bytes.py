@@ -57,7 +57,7 @@ PLANS = {
 }
 OPTIONS = """
     --training.local_batch_size=1 --validation.steps=1 --validation.local_batch_size=1
-    --sync.scape.density_warmup_steps=0 --metrics.log_freq=100
+    --sync.scape.density=0.1 --sync.scape.wire=float32 --sync.scape.density_warmup_steps=0 --metrics.log_freq=100
 """
 
 

@@ -81,7 +81,10 @@ def family(entry: Entry) -> tuple[str, str]:
     """(what methods share that differ in density alone, its name). The warm-up's steps follow the run's length."""
     apart = (".density", ".density_warmup_steps")
     kept = {k: v for k, v in entry.options.items() if k.startswith("sync.") and not k.endswith(apart)}
-    name = entry.label.replace(f"{entry.density:g}", "", 1).replace("  ", " ").replace(" ,", ",").strip()
+    density = f"{entry.density:g}"
+    name = entry.label.replace(density, "", 1).replace("  ", " ").replace(" ,", ",").strip()
+    if density not in entry.label:  # SCAPE int4, 48 of 1024
+        name = name.partition(",")[0]
     return f"{name} {sorted(kept.items())}", name
 
 

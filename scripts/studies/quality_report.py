@@ -7,8 +7,9 @@ from pathlib import Path
 
 from scripts.common import markdown, number, spread, write
 from scripts.studies.quality_costs import MACHINES, describe, method_of, step_seconds
+from scripts.studies.quality_frontier import FIGURE, PAGE, write_frontier
 from scripts.studies.quality_plots import draw
-from scripts.studies.quality_settings import Cell, Setting, at, reached, read_cells, settings_of
+from scripts.studies.quality_settings import Cell, Setting, at, percent, reached, read_cells, settings_of
 
 MARGIN = 0.01  # above dense AdamS's final loss
 
@@ -20,10 +21,11 @@ def main_table(one: Setting) -> str:
         rows.append(
             {
                 "method": entry.label,
-                "best learning rate": f"{entry.best:g}" + (" (edge)" if entry.at_edge else ""),
+                "best learning rate": entry.rate,
                 "final validation loss": spread(list(entry.losses.values()), ".4f"),
                 "gap to dense AdamS, %": "0" if entry.is_baseline else spread(gaps, "+.2f"),
-                "sent per step against dense, %": f"{100 * entry.sent:.1f}" if one.replicas != 1 else "-",
+                "sent per step against dense, %: steady": percent(entry.shares[0]) if one.replicas != 1 else "-",
+                "whole run": percent(entry.shares[1]) if one.replicas != 1 else "-",
                 "seeds": str(len(entry.runs)),
             }
         )
@@ -111,7 +113,10 @@ def failures(failed: Sequence[Cell]) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes table.md and the plots into `folder`, which holds cells/. Raises ValueError where no cell is finished."""
+    """Writes table.md, frontier.md and the plots into `folder`, which holds cells/.
+
+    Raises ValueError where no cell is finished.
+    """
     finished, failed = read_cells(folder / "cells")
     settings = settings_of(finished, failed)
     if not settings:
@@ -121,11 +126,13 @@ def write_report(folder: Path) -> Path:
         "# Quality at several budgets",
         f"Made by `python -m scripts.studies.quality_study report`. {provenance(finished)} "
         "Losses are in nats a token, on the same "
-        "validation batches for all. Learning rates were tuned with one seed for every method, from one list, and "
-        "the seeds run at the best; a seed changes the start, not the order of the data. Mean ± sample standard "
+        "validation batches for all. Learning rates were tuned with one seed, among those of the tables below, and "
+        "the other seeds run at the best; a seed changes the start, not the order of the data. Mean ± sample standard "
         "deviation over the seeds; gaps are paired by seed.",
         describe(),
     ]
+    if write_frontier(folder, settings):
+        parts.append(f"![Loss against bytes]({FIGURE})\n\n[{PAGE}]({PAGE}) has the figures of it.")
     if "gap.png" in figures:
         parts.append("![Final gap to dense AdamS against density](gap.png)")
     for one in settings:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.studies.quality_cells import best_learning_rate
-from scripts.studies.quality_costs import MACHINES, elapsed, method_of
+from scripts.studies.quality_costs import MACHINES, elapsed, method_of, shares
 
 Cell = dict[str, Any]
 Curve = list[tuple[float, float]]
+BETA2 = 0.95  # of train_configs/study.toml
 NEEDED = ("method", "label", "steps", "batch", "replicas", "learning_rate", "seed", "tuning_seed", "setting", "variant")
 
 
@@ -44,7 +45,9 @@ class Entry:
 
     @property
     def is_baseline(self) -> bool:
-        return self.is_dense and self.options["optimizer.name"] == "AdamS"
+        """Dense AdamS as the study's recipe has it, not with another b2."""
+        recipe = self.options.get("optimizer.beta2", BETA2) == BETA2
+        return self.is_dense and recipe and self.options["optimizer.name"] == "AdamS"
 
     @property
     def density(self) -> float | None:
@@ -55,21 +58,30 @@ class Entry:
     @property
     def order(self) -> tuple[bool, float, int, str]:
         """Dense methods first, then by falling density (or what is sent), then by name."""
-        return not self.is_dense, -(self.sent if self.density is None else self.density), len(self.label), self.label
+        return not self.is_dense, -(self.steady if self.density is None else self.density), len(self.label), self.label
 
     @property
     def losses(self) -> dict[int, float]:
         return {seed: run["validation_loss"] for seed, run in self.runs.items()}
 
+    @cached_property
+    def shares(self) -> tuple[float, float]:
+        """Bytes a step over those of a dense exchange: at the target density, and in the mean over the run."""
+        return shares(self.first)
+
     @property
-    def sent(self) -> float:
-        """Bytes a step against a dense exchange, the mean over the run."""
-        return statistics.mean(run["bytes_per_step"] / (run["dense_bytes_per_step"] or 1) for run in self.runs.values())
+    def steady(self) -> float:
+        return self.shares[0]
 
     @property
     def at_edge(self) -> bool:
         """Whether the best learning rate is the lowest or the highest that was tried."""
         return self.best in (min(self.tuning), max(self.tuning))
+
+    @property
+    def rate(self) -> str:
+        """The best learning rate, and whether it is at the edge."""
+        return f"{self.best:g}" + (" (edge)" if self.at_edge else "")
 
     def curve(self) -> Curve:
         """(step, validation loss), the mean over the seeds."""
@@ -189,3 +201,8 @@ def at(seconds: Sequence[float], step: float) -> float:
     whole = min(int(step), len(seconds) - 1)
     after = seconds[min(whole + 1, len(seconds) - 1)]
     return seconds[whole] + (step - whole) * (after - seconds[whole])
+
+
+def percent(share: float) -> str:
+    """Three digits."""
+    return f"{100 * share:.3g}"
