@@ -43,7 +43,7 @@ def describe() -> str:
         f"Predicted seconds: {TITLE}, {workload.batch:,} sequences of {workload.sequence:,} tokens a step, at the "
         "density of each step. Nothing of it was measured: nominal links (replicas x shards and what a rank sends "
         f"between nodes: {where}), {100 * Assumptions().mfu:g} % of the device's peak in forward and backward, dense "
-        "gradients not overlapped with the backward pass. Variants of SCAPE's rule cost what their density costs."
+        "gradients not overlapped with the backward pass. Of SCAPE's rule density and wire alone cost anything."
     )
 
 

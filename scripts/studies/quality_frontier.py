@@ -27,20 +27,19 @@ APART = (WIRE, *(f"sync.scape.{name}" for name in ("density", "density_warmup_st
 LINEAR = 5.0  # percent; the gap's axis is logarithmic above
 TICKS = (-20, -15, *range(-10, 6), 7, 10, 15, 20, 30, 40, 60, 100)
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-COLUMNS = 2  # panels beside each other
 PURPOSE = """\
-Replicas that train one model on several nodes must agree on every step, and what they send for it is what limits
-them. Dense training sends all gradients in FP32. SCAPE sends a few entries of each block of the moments, chosen
-anew in every step, in a few bits each, and keeps what it did not send for later steps. This page says what that
-costs in loss, for every share of the dense bytes."""
+Replicas that train one model on several nodes must agree on every step, and what they send for it is what limits them.
+Dense training sends all gradients in FP32. SCAPE sends a few entries of each block of the moments, chosen anew in
+every step, in a few bits each, and keeps what it did not send for later steps. This page says what that costs in loss,
+for every share of the dense bytes."""
 READING = """\
 Bytes: what a replica sends in a step at the target density, masks and scales included, over dense FP32 gradients (a
 ring all-reduce); "whole run" includes the dense first step and the density warm-up. Gap: final validation loss above
 that of dense AdamS with the recipe's b2 = 0.95, paired by seed, mean ± sample standard deviation; each method at its
-best learning rate, and (edge) where that is the lowest or the highest that was tried. In the figure every small dot is
-a seed, and a hollow mark is one seed alone, which says little about differences below a percent. The line joins what
-is best for its bytes, by the gap plus its standard error. Dense methods that are tuned further (AdamW, another b2)
-stand at 100 %, below 0: to match dense AdamS is not to match the best that dense training can do."""
+best learning rate, and (edge) where that is the lowest or the highest that was tried. Small dots are seeds, a hollow
+mark is one seed alone, which may be a percent off. The line joins what is best for its bytes, by the gap plus its
+standard error. Dense methods that are tuned further (AdamW, another b2) stand at 100 %, below 0: to match dense AdamS
+is not to match the best that dense training can do."""
 
 
 @dataclass
@@ -163,21 +162,22 @@ def budget_table(one: Frontier) -> str:
 
 
 def counted(frontiers: Sequence[Frontier]) -> str:
-    """How far the closed form is from what coded runs counted."""
+    """How the bytes were told, and how far the closed form is from what coded runs counted."""
     entries = [point.entry for one in frontiers for point in one.sparse if is_coded(point.entry)]
-    pairs = [(entry.steady, counted_shares(entry.first)[0]) for entry in entries]
-    worst = max(abs(steady / own - 1) for steady, own in pairs)
+    worst = max(abs(entry.steady / counted_shares(entry.first)[0] - 1) for entry in entries)
     return (
-        "Bytes of what is selected in blocks are the planner's closed form, since some runs are older than the masks' "
-        f"code; what the {len(entries)} coded settings counted is within {100 * worst:.1f} % of it."
+        "Made by `python -m scripts.studies.quality_study report`. Bytes of what is selected in blocks are the planner's closed form, since some runs are older than the masks' "
+        f"code; what the {len(entries)} coded settings counted is within {100 * worst:.1f} % of it. The model has "
+        f"{entries[0].first['parameters']:,} parameters; one process plays all replicas."
     )
 
 
 def draw(frontiers: Sequence[Frontier], path: Path) -> None:
-    columns = min(COLUMNS, len(frontiers))
+    columns = min(2, len(frontiers))
     rows = -(-len(frontiers) // columns)
     drawn, grid = figure(rows, columns, (7.6 * columns, 1.0 + 5.4 * rows))
-    axes = list(grid.flat)
+    axes, size = list(grid.flat), frontiers[0].points[0].entry.first["parameters"]
+    drawn.suptitle(f"What replicas send, and what it costs in loss: SCAPE and others, {size:,} parameters")
     points = [point for one in frontiers for point in one.points if not point.entry.is_baseline]
     ordered = sorted((p.entry.is_dense, not p.family.startswith("SCAPE"), p.family) for p in points)
     families = list(dict.fromkeys(name for *_, name in ordered))
@@ -243,8 +243,7 @@ def write_frontier(folder: Path, settings: Sequence[Setting]) -> bool:
     if not frontiers:
         return False
     draw(frontiers, folder / FIGURE)
-    parts = ["# Loss for bytes", PURPOSE, f"![Loss against bytes]({FIGURE})", READING]
-    parts.append(f"Made by `python -m scripts.studies.quality_study report`. {counted(frontiers)}")
+    parts = ["# Loss for bytes", PURPOSE, f"![Loss against bytes]({FIGURE})", READING, counted(frontiers)]
     for one in frontiers:
         parts += [f"## {one.setting.title}", budget_table(one), "All settings (* lies on the line):", main_table(one)]
     write(folder / PAGE, "\n\n".join(parts) + "\n")
