@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.codec.codes import BlockCode
+from kernels.codec.formats import BLOCK
 from kernels.common.offload import in_dry_run
 from kernels.scape.passes import ScapePasses
 
@@ -77,3 +79,8 @@ def adams_step(backend: str) -> Any:
     from kernels.dense.torch_passes import TorchAdams
 
     return TorchAdams()
+
+
+def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
+    """A block code by "triton" or "torch"; see `BlockCode`."""
+    return BlockCode(name, block, scale, backend)

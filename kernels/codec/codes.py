@@ -1,10 +1,13 @@
 """A block code as whoever makes an exchange takes it: `topology.codecs.Codec`, in PyTorch or in Triton."""
 
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
-from kernels.codec import reference
 from kernels.codec.formats import BLOCK, FORMATS, message_bytes
+
+_PASSES = {"torch": "reference", "triton": "triton_passes"}
 
 
 class BlockCode:
@@ -28,23 +31,34 @@ class BlockCode:
             raise ValueError(f"blocks of {block} entries; they must have a power of two of them, from 32 to 1024")
         if scale not in (torch.float32, torch.bfloat16):
             raise ValueError(f"scales in {scale}; they travel in torch.float32 or torch.bfloat16")
-        if backend not in ("torch", "triton"):
-            raise ValueError(f"there is no backend {backend!r}; a block code has 'torch' and 'triton'")
+        if backend not in _PASSES:
+            raise ValueError(f"there is no backend {backend!r}; a block code has {', '.join(map(repr, _PASSES))}")
         self.name, self.unit, self.scale = name, block, scale
-        self._passes = reference
+        # Who has no GPU may have no Triton.
+        self._passes = import_module(f"kernels.codec.{_PASSES[backend]}")
 
     def bytes_of(self, m: int) -> int:
-        """Bytes of a message of m entries, a multiple of `unit`."""
+        """Bytes of a message of m entries, a multiple of `unit`; ValueError for another m."""
+        if m % self.unit:
+            raise ValueError(f"{m} entries in blocks of {self.unit}; fill them up with zeros to whole blocks")
         return message_bytes(self.name, m, self.unit, self.scale.itemsize)
 
     def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
         """uint8 (rows, bytes_of(m)) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
+        self.bytes_of(x.shape[1])
         return self._passes.encode(x, self.name, self.unit, self.scale, error)
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """out, FP32 (rows, m), becomes what the messages, uint8 (rows, bytes_of(m)), say."""
+        self._check(messages, out.shape[1])
         self._passes.decode(messages, self.name, self.unit, self.scale, out)
 
     def add_up(self, messages: Tensor, out: Tensor) -> None:
         """out, FP32 (m,), becomes the sum of the messages, added in FP32 in the order of the rows."""
+        self._check(messages, out.numel())
         self._passes.add_up(messages, self.name, self.unit, self.scale, out)
+
+    def _check(self, messages: Tensor, m: int) -> None:
+        """Raises ValueError for messages of another length, which a kernel would read beyond."""
+        if messages.shape[1] != self.bytes_of(m):
+            raise ValueError(f"messages of {messages.shape[1]} bytes; those of {m} entries have {self.bytes_of(m)}")

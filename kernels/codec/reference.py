@@ -5,7 +5,8 @@ all scales, then zeros up to 16 bytes. Scales are FP32, or BF16: then the produc
 FP32. Everything is exact but the division by a scale and the sums of a mean, which are IEEE operations in a stated
 order, so that every device makes the same bits.
 
-A block with a number that is not finite arrives as NaN, all of it: nothing non-finite is rounded away.
+A block with a number that is not finite arrives as NaN, all of it: nothing non-finite is rounded away. Where a level
+times a scale, or the sum of a mean, is beyond the largest FP32 number, what is told arrives as an infinity.
 """
 
 import torch
@@ -22,29 +23,28 @@ SPLIT = 1.5
 
 def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None) -> Tensor:
     """uint8 (rows, message_bytes) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
-    form, rows = FORMATS[name], x.shape[0]
+    form, (rows, m) = FORMATS[name], x.shape
+    codes_end, scales_end = parts(form, m, block, scale)
     blocks = x.reshape(-1, block)
     scales = scales_of(blocks, form, scale)
     levels = codes_of(blocks, scales, form)
     if error is not None:
         torch.sub(x, values_of(levels, scales, form).view_as(x), out=error)
-    message = torch.zeros(
-        rows, message_bytes(name, x.shape[1], block, scale.itemsize), dtype=torch.uint8, device=x.device
-    )
-    packed = pack(levels, form).view(rows, -1)
-    told = scales.to(scale).view(torch.uint8).view(rows, -1)
-    message[:, : packed.shape[1]] = packed
-    message[:, packed.shape[1] : packed.shape[1] + told.shape[1]] = told
-    return message
+    size = message_bytes(name, m, block, scale.itemsize)
+    messages = torch.zeros(rows, size, dtype=torch.uint8, device=x.device)
+    messages[:, :codes_end] = pack(levels, form).view(rows, codes_end)
+    messages[:, codes_end:scales_end] = bits_of(scales, scale).view(torch.uint8).view(rows, scales_end - codes_end)
+    return messages
 
 
 def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
     """out, FP32 (rows, m), becomes what the messages, uint8 (rows, message_bytes), say."""
     form, (rows, m) = FORMATS[name], out.shape
-    codes_end = m * form.bits // 8
-    scales_end = codes_end + m // block * form.scales * scale.itemsize
+    codes_end, scales_end = parts(form, m, block, scale)
     levels = unpack(messages[:, :codes_end].reshape(-1), form).view(-1, block)
-    scales = messages[:, codes_end:scales_end].contiguous().view(scale).float().view(-1, form.scales)
+    # A copy: a view of bytes as scales must begin at a multiple of their size.
+    told = messages[:, codes_end:scales_end].clone(memory_format=torch.contiguous_format)
+    scales = told.view(-1).view(scale).float().view(-1, form.scales)
     out.copy_(values_of(levels, scales, form).view(rows, m))
 
 
@@ -57,21 +57,29 @@ def add_up(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
         out += one.view(-1)
 
 
+def parts(form: Format, m: int, block: int, scale: torch.dtype) -> tuple[int, int]:
+    """Where in a message the codes end, and the scales."""
+    codes_end = m * form.bits // 8
+    return codes_end, codes_end + m // block * form.scales * scale.itemsize
+
+
 def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """FP32 (blocks, form.scales), of numbers that `dtype` has."""
     magnitudes = blocks.abs()
     largest = magnitudes.amax(1, keepdim=True)
     if form.largest is not None:
         # Upwards, so that no code lies beyond the largest.
-        scales = round_up(largest / form.largest, dtype)
+        # A GPU divides by a number of the host by multiplying with its inverse; by one of its own it divides.
+        scales = round_up(largest / largest.new_full((), form.largest), dtype)
     elif form.scales == 1:
         scales = (sum_pairs(magnitudes) / blocks.shape[1]).to(dtype).float()
     else:
         mean = sum_pairs(magnitudes) / blocks.shape[1]
         large = magnitudes > mean * SPLIT
         count = large.sum(1, keepdim=True)
-        above = sum_pairs(torch.where(large, magnitudes, 0.0)) / count.clamp(min=1)
         below = sum_pairs(torch.where(large, 0.0, magnitudes)) / (blocks.shape[1] - count).clamp(min=1)
+        above = sum_pairs(torch.where(large, magnitudes, 0.0)) / count.clamp(min=1)
+        above = torch.where(count > 0, above, below)  # not 0, which might be the nearer one
         scales = torch.cat((below, above), 1).to(dtype).float()
     scales = torch.where(largest >= LEAST, scales, 0.0)
     return torch.where(largest.isfinite(), scales, torch.nan)
@@ -146,3 +154,12 @@ def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     bits = x.view(torch.int32)
     # Not of NaN, whose low bits may carry into the sign.
     return torch.where(x.isnan(), x, ((bits + 0xFFFF) & -0x10000).view(torch.float32))
+
+
+def bits_of(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales, FP32 numbers that `dtype` has, one after the other as int16 or int32: their bits in `dtype`.
+
+    A conversion would give NaN other bits on every device.
+    """
+    bits = scales.reshape(-1).view(torch.int32)
+    return bits if dtype == torch.float32 else (bits >> 16).to(torch.int16)

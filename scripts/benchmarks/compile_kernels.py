@@ -25,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels import TRITON_DTYPES
+from kernels import TRITON_DTYPES, block_code
+from kernels.codec.formats import FORMATS
 from kernels.common import launching
 from kernels.common.rates import Rates
 from kernels.dense.triton_passes import Finite, TritonAdams
@@ -127,6 +128,11 @@ def _steps(quick: bool) -> Iterator[Any]:
         yield lambda o=options: _sharded_step(**o)
     for dtype in TRITON_DTYPES[: 1 if quick else None]:
         yield lambda d=dtype: _dense_step(d)
+    # Levels, and two means.
+    for name in ("int4", "2bit") if quick else FORMATS:
+        yield lambda n=name: _codec_step(n, 128, torch.bfloat16)
+        for block in () if quick else (32, 1024):
+            yield lambda n=name, b=block: _codec_step(n, b, torch.float32)
 
 
 def _scape_step(
@@ -193,6 +199,13 @@ def _dense_step(dtype: torch.dtype) -> None:
     Finite()(gradients)
     rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 2
     TritonAdams().step(parameters, gradients, moments, rates, steps, torch.tensor(True))
+
+
+def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
+    code, x = block_code("triton", name, block, scale), torch.zeros(2, 4 * block)
+    messages = code.encode(x, torch.empty_like(x))
+    code.decode(messages, x)
+    code.add_up(messages, x[0])
 
 
 def compile_one(

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 if os.environ.get("SCAPE_GPU_TESTS") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
 
+from kernels.codec.codes import BlockCode
+from kernels.codec.formats import FORMATS
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
+from tests.kernels.codec.checks import check_follows, rows_of
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
@@ -70,6 +73,17 @@ def test_a_skipped_step_writes_nothing() -> None:
 def test_dense_adams_and_the_finite_check(dtype: torch.dtype, offset: int) -> None:
     check_adams([100_000, 0, 5, 8192], offset, dtype, 0, "cuda")
     check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, "cuda")
+
+
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block", [32, 128, 1024])
+@pytest.mark.parametrize("name", FORMATS)
+def test_block_codes_follow_the_twin(name: str, block: int, scale: torch.dtype) -> None:
+    """To the last bit, the twin on the GPU and on the CPU."""
+    check_follows(name, block, scale, 3, 333, "cuda")
+    x = rows_of(2, 26, block, "cpu")
+    twin, kernel = BlockCode(name, block, scale), BlockCode(name, block, scale, "triton")
+    assert torch.equal(twin.encode(x), kernel.encode(x.cuda()).cpu())
 
 
 def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:

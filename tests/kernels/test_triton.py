@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import choose
+from kernels.codec import triton_kernels as codec_kernels
 from kernels.common import launching
 from kernels.common.rates import Rates
 from kernels.dense import triton_kernels as dense_kernels
@@ -50,7 +51,7 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     NVIDIA registers suffice."""
     run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
-    device_code = [dense_kernels, triton_kernels, triton_masks, triton_owner, triton_select]
+    device_code = [codec_kernels, dense_kernels, triton_kernels, triton_masks, triton_owner, triton_select]
     written = {name for module in device_code for name in vars(module) if name.endswith("_kernel")}
     for target in ("cuda:90", "hip:gfx90a"):
         assert {row["kernel"] for row in rows if row["target"] == target} == written
@@ -60,10 +61,11 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
             assert row["spilled_bytes"] == 0, row
 
 
-def test_the_benchmark_runs() -> None:
+def test_the_benchmarks_run() -> None:
     assert "pack + update / AdamW" in run(
         "scripts/benchmarks/bench_kernels.py", "--smoke", "--density=0.1", TRITON_INTERPRET="1"
     )
+    assert "| e2m1 | add up | 16 |" in run("scripts/benchmarks/bench_codec.py", "--smoke", TRITON_INTERPRET="1")
 
 
 def test_a_backend_can_be_forced_or_is_refused() -> None:

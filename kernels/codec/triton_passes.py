@@ -1,0 +1,83 @@
+"""The functions of `reference.py` on Triton kernels, each one launch. Nothing here waits for the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.codec import triton_kernels
+from kernels.codec.formats import FORMATS, message_bytes
+from kernels.common import launching
+from kernels.common.launching import aligned
+
+_TILE = 2048  # entries of a tile, and no fewer than a block has
+
+
+def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None) -> Tensor:
+    """As `reference.encode`, of contiguous tensors."""
+    assert x.is_contiguous() and (error is None or error.is_contiguous())
+    rows, m = x.shape
+    messages = torch.empty(rows, message_bytes(name, m, block, scale.itemsize), dtype=torch.uint8, device=x.device)
+    _launch(
+        triton_kernels.encode_kernel,
+        rows,
+        (x, *_parts(messages, scale), x if error is None else error),
+        (m // block, messages.shape[1] // 16),
+        name,
+        block,
+        warps=4,
+        LARGEST=FORMATS[name].largest,
+        HAS_ERROR=error is not None,
+    )
+    return messages
+
+
+def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+    """As `reference.decode`, of contiguous tensors."""
+    assert out.is_contiguous()
+    rows, m = out.shape
+    sizes = m // block, messages.shape[1] // 16
+    _launch(triton_kernels.decode_kernel, rows, (*_parts(messages, scale), out), sizes, name, block)
+
+
+def add_up(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+    """As `reference.add_up`, of contiguous tensors; no message is decoded into memory."""
+    assert out.is_contiguous()
+    rows, size = messages.shape
+    sizes = rows, out.numel() // block, size // 16
+    _launch(triton_kernels.add_up_kernel, 1, (*_parts(messages, scale), out), sizes, name, block)
+
+
+def _parts(messages: Tensor, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The messages in words, int32, and in scales, int16 or int32."""
+    flat = messages.reshape(-1)
+    if not aligned(flat) or flat.storage_offset() % 4 > 0:  # what is empty has no address
+        flat = flat.clone()
+    return flat.view(torch.int32), flat.view(torch.int16 if scale == torch.bfloat16 else torch.int32)
+
+
+def _launch(
+    kernel: Any,
+    rows: int,
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    name: str,
+    block: int,
+    warps: int | None = None,
+    **constants: Any,
+) -> None:
+    """A program for every tile of every row; sizes[-2] are the blocks of a row."""
+    form, per_tile = FORMATS[name], _TILE // block
+    launching.launch(
+        kernel,
+        (rows * -(-sizes[-2] // per_tile),),
+        *tensors,
+        *sizes,
+        warps=warps or min(4, _TILE * form.bits // 1024),  # no thread without a word
+        FORM=name,
+        BITS=form.bits,
+        SCALES=form.scales,
+        BLOCK=block,
+        ROWS=per_tile,
+        **constants,
+    )

@@ -1,0 +1,74 @@
+"""Block codes in Triton against the torch twin, bit for bit, on any device; and the blocks that tests are made of."""
+
+import torch
+from torch import Tensor
+
+from kernels.codec.codes import BlockCode
+
+NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
+
+
+def ordinary(block: int, generator: torch.Generator) -> Tensor:
+    """Normal numbers of many sizes."""
+    sizes = torch.randint(-12, 12, (block,), generator=generator).float().exp2()
+    return torch.randn(block, generator=generator) * sizes
+
+
+def blocks_of(block: int, seed: int = 0) -> dict[str, Tensor]:
+    """FP32 (block,) of every kind: what is ordinary, and what is not."""
+    generator = torch.Generator().manual_seed(seed)
+    plain = ordinary(block, generator)
+    halves = torch.randint(-14, 15, (block,), generator=generator) * 0.5
+    halves[0] = 7.0  # int4 has scale 1
+    kinds = dict(
+        ordinary=plain,
+        halves=halves,
+        quarters=torch.cat((halves.new_tensor([-6.0]), halves[1:].clamp(-12, 12) / 2)),  # e2m1 has scale 1
+        zeros=torch.tensor([0.0, -0.0]).repeat(block // 2),
+        equal=torch.full((block,), -0.3),
+        denormal=torch.full((block,), 1e-42).copysign(plain),
+        least=plain / plain.abs().max() * 2.0**-100,
+        tiny=plain / plain.abs().max() * 2.0**-101,
+        huge=plain / plain.abs().max() * 1e30,
+        largest=torch.full((block,), LARGEST).copysign(plain),
+    )
+    for name, value in (("nan", NAN), ("inf", INF), ("-inf", -INF)):
+        kinds[name] = plain.clone()
+        kinds[name][block // 3] = value
+    return kinds
+
+
+def rows_of(rows: int, blocks: int, block: int, device: str) -> Tensor:
+    """FP32 (rows, blocks * block): blocks of all kinds in turn, other ones in every round."""
+    kinds: list[Tensor] = []
+    while len(kinds) < rows * blocks:
+        kinds += blocks_of(block, len(kinds)).values()
+    return torch.cat([*kinds[: rows * blocks], torch.empty(0)]).view(rows, blocks * block).to(device)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit; of NaN there are many, and they count as one."""
+    known = ~one.isnan()
+    return torch.equal(known, ~other.isnan()) and torch.equal(
+        one.view(torch.int32)[known], other.view(torch.int32)[known]
+    )
+
+
+def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: int, device: str = "cpu") -> None:
+    """Encoding with and without errors, decoding and adding up, also of messages that begin anywhere."""
+    twin, kernel = (BlockCode(name, block, scale, backend) for backend in ("torch", "triton"))
+    x = rows_of(rows, blocks, block, device)
+    errors = [torch.full_like(x, NAN), x.clone()]
+    messages = twin.encode(x, errors[0])
+    assert torch.equal(messages, kernel.encode(x))
+    assert torch.equal(messages, kernel.encode(errors[1], errors[1]))
+    assert same(*errors)
+
+    elsewhere = torch.cat((messages.new_zeros(1), messages.flatten()))[1:].view_as(messages)
+    for given in (messages, elsewhere):
+        values = [torch.full_like(x, NAN) for _ in range(2)]
+        sums = [torch.full((blocks * block,), NAN, device=device) for _ in range(2)]
+        for code, value, total in zip((twin, kernel), values, sums, strict=True):
+            code.decode(given, value)
+            code.add_up(given, total)
+        assert same(*values) and same(*sums)

@@ -1,0 +1,31 @@
+"""Block codes in Triton's interpreter, against the twin to the last bit; run as test_interpreted.py is."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
+
+from kernels.codec.formats import FORMATS
+from tests.kernels.codec.checks import check_follows
+
+# Sums of the largest numbers, as NumPy sees them.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+
+@pytest.mark.parametrize(
+    ("block", "scale", "rows", "blocks"),
+    [
+        (32, torch.float32, 2, 66),  # a tile and a bit
+        (32, torch.bfloat16, 3, 5),
+        (128, torch.bfloat16, 2, 17),
+        (1024, torch.bfloat16, 1, 13),
+        (64, torch.float32, 0, 3),
+        (64, torch.bfloat16, 2, 0),
+    ],
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_follow_the_twin(name: str, block: int, scale: torch.dtype, rows: int, blocks: int) -> None:
+    check_follows(name, block, scale, rows, blocks)
