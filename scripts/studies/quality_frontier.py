@@ -166,9 +166,9 @@ def counted(frontiers: Sequence[Frontier]) -> str:
     entries = [point.entry for one in frontiers for point in one.sparse if is_coded(point.entry)]
     worst = max(abs(entry.steady / counted_shares(entry.first)[0] - 1) for entry in entries)
     return (
-        "Made by `python -m scripts.studies.quality_study report`. Bytes of what is selected in blocks are the planner's closed form, since some runs are older than the masks' "
-        f"code; what the {len(entries)} coded settings counted is within {100 * worst:.1f} % of it. The model has "
-        f"{entries[0].first['parameters']:,} parameters; one process plays all replicas."
+        "Made by `python -m scripts.studies.quality_study report`. Bytes of what is selected in blocks are of the "
+        "planner's closed form, as some runs are older than the masks' code; what coded ones counted is within "
+        f"{100 * worst:.1f} % of it. A model of {entries[0].first['parameters']:,} parameters, simulated replicas."
     )
 
 
