@@ -11,7 +11,7 @@ from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, re
 from topology.links import Links
 from torchtitan_scape.planner.cost import predict_step
 from torchtitan_scape.planner.payload import payload_bytes
-from torchtitan_scape.planner.volumes import Method, powersgd_rank
+from torchtitan_scape.planner.volumes import Method, messages, powersgd_rank
 
 RANK = ["-m", "scripts.studies.scaling_rank"]
 
@@ -181,8 +181,10 @@ class Emulated:
         silent, shapes = self.passes(cell.recipe, cell.size)[plan.name], self.shapes(cell.recipe)
         passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
         tiers = [("node", per_node), ("network", cell.size // per_node)]
+        method = Method(plan.dense or "scape", plan.density, plan.wire)
+        payload = sum(int(message.nbytes) for message in messages(method, shapes, cell.size) if not message.hidden)
         found = predict_step(
-            Method(plan.dense or "scape", plan.density, plan.wire),
+            method,
             [tier for tier in tiers if tier[1] > 1],
             self.links(cell.size),
             shapes,
@@ -190,7 +192,7 @@ class Emulated:
             pack_seconds=passes.get("pack", 0.0),
             rest_seconds=optimizer - passes.get("pack", 0.0),
             fixed_seconds=max(0.0, silent["step_seconds"] - silent["phases"]["compute"] - optimizer),
-            chunk_bytes=0 if plan.dense else -(-payload_bytes(shapes, plan.density) // measured["payload_parts"]),
+            chunk_bytes=0 if plan.dense else -(-payload // measured["payload_parts"]),
             flat="--topology.exchange flat" in " ".join(self.args.rest).replace("=", " "),
         )
         parts = {"compute": found.compute, "exposed": found.exchange, "optimizer": found.optimizer}
@@ -218,7 +220,7 @@ def notes(emulated: Emulated) -> list[str]:
         f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
         "Predicted: links from the preflight; passes and what the trainer costs besides from steps of the same method "
         "without compute and exchange; compute as given or, where real, this run's own. So what is put to the test is "
-        "the exchange and how the parts add up, not the passes.",
+        "the exchange and how the parts add up, not the passes. Coding is measured in the exchange, and not predicted.",
     ]
     if not emulated.real:
         seconds, first = emulated.compute(emulated.sweep.sizes[0]), emulated.sweep.sizes[0]

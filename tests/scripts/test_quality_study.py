@@ -22,8 +22,9 @@ from scripts.studies.quality_costs import (
     shares,
     step_seconds,
 )
+from scripts.studies.quality_plots import family
 from scripts.studies.quality_report import write_report
-from scripts.studies.quality_settings import at, percent, reached
+from scripts.studies.quality_settings import at, percent, reached, read_cells, settings_of
 from scripts.studies.quality_study import Queue, cumulative, main, thin
 from tests import server
 from torchtitan_scape.planner.budget import share
@@ -391,6 +392,9 @@ def test_the_frontier_has_what_is_best_for_its_bytes(study: Study, monkeypatch: 
     assert f"| 1.2 | SCAPE int4, 48 of 1024 | 2 | {sent} | +1.00 ± 0.00 | +6.30 ± 0.02 |" in page
     assert "| 0.5 | few | 1 |" in page and "| 0.3 |" not in page, "nothing sends so little"
     assert "| few * |" in page and "| SCAPE int4, 48 of 1024 * |" in page and "| slow |" in page
+    (setting,) = settings_of(*read_cells(study.output / "cells"))
+    names = {family(entry)[1] for entry in setting.entries if entry.label.startswith("SCAPE")}
+    assert names == {"SCAPE", "SCAPE int4"}, "lines of gap.png: what differs in density alone"
     assert "| SCAPE 0.1 |" not in page and "| -4.99 ± 0.02 |" in page and "0.002 (edge)" in page
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import pytest
 from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.studies.compare_methods import METHODS, method
-from scripts.studies.scaling_sweep import Plan
+from scripts.studies.scaling_emulated import Emulated
+from scripts.studies.scaling_sweep import Cell, Plan
 from tests import server
 from tests.runtime.test_launch import SHORT
 from tests.scripts.slurm.test_slurm import allocation, stand_ins
+from topology.links import Link, Links, scalar_stages, stage_seconds
+from torchtitan_scape.planner.volumes import Method, messages
 
 
 def scale(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +95,19 @@ def test_wrong_sweeps_are_refused_in_one_line(arguments: tuple[str, ...], messag
     result = scale(*arguments, f"--output={tmp_path}/out")
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_coded_payload_of_one_part_is_predicted_as_one() -> None:
+    """By hand: its latency once, the masks hidden."""
+    silent = {"by_phase": {"pack": 0.1}, "phases": {"optimizer": 0.2, "compute": 0.0}, "step_seconds": 0.3}
+    links, tiers = Links({"network": Link(1e-3, 1e7)}, "by hand"), [("network", 4)]
+    cell = Cell(Path(EMBEDDED), Plan.parse("scape-0.047-int4"), 4)
+    emulated = SimpleNamespace(args=SimpleNamespace(ranks_per_node=1, rest=[]), real=True, links=lambda _: links)
+    emulated.passes, emulated.shapes = lambda *_: {cell.plan.name: silent}, lambda _: [(100, 1000), (100,)]
+    found = Emulated.predicted(emulated, cell, {"phases": {"compute": 1.0}, "payload_parts": 1})  # type: ignore[arg-type]
+    payload, _ = messages(Method("scape", 0.047, "int4"), [(100, 1000), (100,)], 4)
+    stages = payload.stages(tiers) + scalar_stages(tiers)
+    assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
 
 
 @pytest.mark.slow
