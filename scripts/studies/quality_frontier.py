@@ -166,7 +166,7 @@ def counted(frontiers: Sequence[Frontier]) -> str:
     entries = [point.entry for one in frontiers for point in one.sparse if is_coded(point.entry)]
     worst = max(abs(entry.steady / counted_shares(entry.first)[0] - 1) for entry in entries)
     return (
-        "Made by `python -m scripts.studies.quality_study report`. Bytes of what is selected in blocks are of the "
+        "Made by `python -m scripts.studies.quality_study report`. What is selected in blocks is counted by the "
         "planner's closed form, as some runs are older than the masks' code; what coded ones counted is within "
         f"{100 * worst:.1f} % of it. A model of {entries[0].first['parameters']:,} parameters, simulated replicas."
     )
