@@ -25,6 +25,7 @@ RECIPE = [
     "--validation.steps=2",
     "--lr_scheduler.warmup_steps=2",
     "--sync.scape.density_warmup_steps=3",
+    "--sync.scape.wire=float32",
 ]
 # Of bytes, 0.2 million parameters.
 SMALL = [
@@ -38,7 +39,8 @@ METHODS = {
     "scape": ["--sync.scape.density=0.1"],
     "scape-1": ["--sync.scape.density=1.0"],
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
-    "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000"],
+    "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000", "--sync.scape.wire=int4"],
+    "scape-int4": ["--sync.scape.density=0.1", "--sync.scape.wire=int4", "--sync.scape.chunk_bytes=20000"],
     "scape-bf16": [
         "--sync.scape.density=0.1",
         "--sync.scape.wire=bfloat16",
@@ -46,6 +48,12 @@ METHODS = {
     ],
     "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
     "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.update=sharded"],
+    "scape-gather-int4": [
+        "--sync.scape.density=0.1",
+        "--sync.scape.update=sharded",
+        "--sync.scape.wire=2bit",
+        "--sync.scape.values=int4",
+    ],
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
@@ -145,7 +153,7 @@ def run_of_12(
     "method, layout",
     [(m, where) for m in ("adamw", "scape") for where in LAYOUTS if where != "nodes"]
     + [("topk-adams", "nodes"), ("powersgd", "2x1")]
-    + [("adams", "1x2"), ("scape", "nodes"), ("scape-gather", "nodes"), ("scape-gather-bf16", "2x2")],
+    + [("adams", "1x2"), ("scape", "nodes"), ("scape-gather-int4", "nodes"), ("scape-gather-bf16", "2x2")],
 )
 def test_the_loss_goes_down(method: str, layout: str, run_of_12: Any) -> None:
     folder, results = run_of_12(method, layout)
@@ -225,10 +233,10 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("powersgd", "2x2", None),
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
-        ("scape-gather", "1x2", None),
+        ("scape-gather-int4", "1x2", None),
         ("scape-odd", "1x2", None),
         ("scape-tensor", "1x2", None),
-        ("scape-bf16", "nodes", 4),
+        ("scape-int4", "nodes", 4),
         ("scape-gather-bf16", "1x2", 4),
     ],
 )

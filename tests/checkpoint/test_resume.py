@@ -182,8 +182,9 @@ def first_half(
         ("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
         ("2x2", "1x2", "scape", "scape"),  # shards alone
         ("tensor", "2x1", "scape", "scape-gather"),
-        ("nodes", "1x2", "scape-bf16", "scape-gather"),
+        ("nodes", "1x2", "scape-int4", "scape-gather"),
         ("1x2", "4x1", "scape-gather", "scape-bf16"),
+        ("1x2", "4x1", "scape-int4", "scape-gather-int4"),
         ("1x2", "2x1", "scape-gather-bf16", "scape"),
         ("2x1", "1x2", "scape", "scape-gather-bf16"),
         ("4x1", "1x2", "scape", "adams"),
@@ -255,7 +256,7 @@ def test_options_may_change(
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", "scape-bf16", "scape-gather"])
+@pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather"])
 @pytest.mark.parametrize("residual", ["mean", "drop"])
 def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, pool2: Pool, tmp_path: Path) -> None:
     arguments = [*METHODS[method], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}"]
@@ -268,7 +269,7 @@ def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, poo
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", "scape-bf16", "scape-gather"])
+@pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather-int4"])
 def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
     """It leaves no residual, and replicas stay equal; without it the norm is reported."""
     arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]

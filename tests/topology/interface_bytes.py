@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.toy import make_scape
-from topology import collectives, process_groups
+from topology import collectives, process_groups, stages
 
-STEPS, SHAPE = 10, (1024, 512)
+STEPS, SHAPE = 10, (2048, 512)
 
 
 def bring_loopback_up() -> None:
@@ -36,15 +36,16 @@ def interface_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def replica(rank: int, world: int, store: str, density: float, update: str, queue: Any) -> None:
+def replica(rank: int, world: int, store: str, density: float, update: str, wire: str, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     parameter = nn.Parameter(torch.zeros(SHAPE))
-    more: dict[str, Any] = {"offload": ["state"]} if update == "sharded" else {}
-    optimizer = make_scape([parameter], lr=0.1, density=density, update=update, replicas=dist.group.WORLD, **more)
-    assert len(optimizer.passes.storage.windows) == len(more)
+    more: dict[str, Any] = {"offload": ["state"], "values": wire} if update == "sharded" else {}
+    replicas = dist.group.WORLD
+    optimizer = make_scape([parameter], lr=0.1, density=density, update=update, wire=wire, replicas=replicas, **more)
+    assert len(optimizer.passes.storage.windows) == len(more.get("offload", []))
     generator = torch.Generator().manual_seed(rank)
 
     def step() -> None:
@@ -66,7 +67,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, queu
 
     dist.all_reduce = counting(dist.all_reduce, 0)
     dist.all_to_all_single = counting(dist.all_to_all_single, 1)
-    for module in (collectives, process_groups):
+    for module in (collectives, process_groups, stages):
         module.all_gather_into = counting(module.all_gather_into, 1)
     before, given = (
         optimizer.collectives.traffic.sent_by_level(),
@@ -88,12 +89,14 @@ def replica(rank: int, world: int, store: str, density: float, update: str, queu
 
 
 def main() -> None:
-    world, density, update = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    world, density, update, wire = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
     bring_loopback_up()
     context = multiprocessing.get_context("fork")  # nothing of gloo is here yet
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"
-    processes = [context.Process(target=replica, args=(r, world, store, density, update, queue)) for r in range(world)]
+    processes = [
+        context.Process(target=replica, args=(r, world, store, density, update, wire, queue)) for r in range(world)
+    ]
     for process in processes:
         process.start()
     results = [queue.get(timeout=100) for _ in processes]

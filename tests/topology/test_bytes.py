@@ -17,10 +17,14 @@ def _isolated() -> list[str]:
     pytest.skip("no network namespace can be made here (needs root or user namespaces)")
 
 
-@pytest.mark.parametrize("world, density, update", [(2, 0.1, "replicated"), (3, 0.05, "sharded")])
-def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str) -> None:
+@pytest.mark.parametrize(
+    "world, density, update, wire",
+    [(2, 0.1, "replicated", "float32"), (3, 0.05, "sharded", "float32"), (2, 0.2, "replicated", "int4")],
+)
+def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str, wire: str) -> None:
+    arguments = [str(world), str(density), update, wire]
     result = subprocess.run(
-        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", str(world), str(density), update],
+        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

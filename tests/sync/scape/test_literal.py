@@ -148,9 +148,10 @@ def test_a_coded_wire_follows_the_literal_form(replicas: int, options: dict[str,
     assert ((exact - flat(expected[-1])).norm() > 1e-4 * exact.norm()) == (replicas > 1)
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("selection", ["block", "tensor"])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "wire, selection, max_norm",
+    [*itertools.product(("float32", "bfloat16"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)],
+)
 def test_parts_of_any_size_give_the_same(wire: str, selection: str, max_norm: float | None) -> None:
     """A payload in one part, in some, and tensor by tensor. With rounding, who keeps its last error depends on it."""
     options: dict[str, Any] = {"density": 0.1, "selection": selection, "max_norm": max_norm, "wire": wire}

@@ -111,7 +111,7 @@ def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: py
         assert torch.equal(flat(a[-1]), flat(b[-1]))
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("warmup", [0, 6])
 @pytest.mark.parametrize("bad_step", [0, 1, 3])
 def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wire: str) -> None:
@@ -255,7 +255,7 @@ def test_first_step_broadcasts_replica_0() -> None:
 
 
 @pytest.mark.parametrize("rule", [{}, {"staleness_scaling": False, "selection": "tensor"}])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "2bit"])
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
     """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
@@ -286,17 +286,32 @@ def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) ->
                 resumed.step()
         assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
         assert torch.equal(resumed.passes.storage.flat["state"], optimizer.passes.storage.flat["state"])
+        assert torch.equal(resumed.passes.wire_residual, optimizer.passes.wire_residual)
 
     run_replicas(2, work)
 
 
-def test_rounding_errors_are_loaded_however_the_payload_is_cut() -> None:
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nobody to send to: what a wire would lose is not lost, and no room is kept for it."""
+    monkeypatch.setattr("kernels.codec.codes.BlockCode.encode", None)
+    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 3, "update": update}
+    seen: list[Scape] = []
+    values = {"values": "int4"} if update == "sharded" else {}
+    coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
+    assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
+    assert seen[0].passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
+    assert not sum(seen[0].collectives.traffic.sent.values())
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
+def test_rounding_errors_are_loaded_however_the_payload_is_cut(wire: str) -> None:
     """Parts are padded to the replicas: saved as they lie, errors would come back at other entries."""
 
     def work(collectives: ThreadCollectives) -> None:
         states = []
         for chunk_bytes in (4, 1 << 24):
-            options = {"density": 0.1, "wire": "bfloat16", "chunk_bytes": chunk_bytes}
+            options = {"density": 0.1, "wire": wire, "chunk_bytes": chunk_bytes}
             train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
         small, large = states
         assert small.passes.wire_residual.numel() > large.passes.wire_residual.numel()

@@ -168,7 +168,12 @@ def test_nothing_is_lost(selection: str) -> None:
 
 @pytest.mark.parametrize(
     "options, most",
-    [({}, 1.02), ({"values": "bfloat16"}, 0.77), ({"wire": "bfloat16", "values": "bfloat16"}, 0.52)],
+    [
+        ({}, 1.02),
+        ({"values": "bfloat16"}, 0.77),
+        ({"wire": "bfloat16", "values": "bfloat16"}, 0.52),
+        ({"wire": "int4", "values": "int4"}, 0.165),
+    ],
 )
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], most: float) -> None:

@@ -118,7 +118,9 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
         (3, None, {"density": 0.03, "staleness_scaling": False, "clip_mode": "literal", "reduction": "sum"}),
         (2, 5, {"density": 0.1, "max_norm": None, "chunk_bytes": 200, "dense_names": ["p1"]}),
         (3, 6, {"density": 0.1, "wire": "bfloat16", "chunk_bytes": 200}),
+        (3, 6, {"density": 0.5, "wire": "int4", "chunk_bytes": 600, "density_warmup_steps": 3}),
         (4, None, {"density": 0.1, "wire": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
+        (3, 6, {"density": 0.5, "update": "sharded", "wire": "2bit", "values": "int4", "density_warmup_steps": 3}),
         (3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
         (2, None, {"density": 0.1, "update": "sharded", "values": "bfloat16", "offload": ["state"]}),
         (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
@@ -141,9 +143,7 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
         assert ours[2] == pytest.approx(theirs[2]) and ours[4] == theirs[4]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"wire": "bfloat16", "density_warmup_steps": 3}, {"weights_dtype": "bfloat16"}]
-)
+@pytest.mark.parametrize("options", [{}, {"wire": "int4", "density_warmup_steps": 3}, {"weights_dtype": "bfloat16"}])
 def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
     whole = simulated(3, None, density=0.1, **options)
     begun, run = Simulated(3, density=0.1, **options), Simulated(3, density=0.1, **options)
