@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import scape_passes
-from kernels.codec.codes import BlockCode
+from kernels import block_code, scape_passes
 from kernels.codec.formats import FORMATS
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.ownership import Ownership, Piece
@@ -66,7 +65,7 @@ def compose(
 def wire_of(options: ScapeOptions, backend: str) -> Wire:
     def codecs(wire: str) -> tuple[Codec | None, Codec | None]:
         """Of the target density, and of the density warm-up."""
-        return (BlockCode(wire), BlockCode("int8")) if wire in FORMATS else (None, None)
+        return (block_code(backend, wire), block_code(backend, "int8")) if wire in FORMATS else (None, None)
 
     codec, warmup = (Bfloat16(), None) if options.wire == "bfloat16" else codecs(options.wire)
     return Wire(codec, warmup, *codecs(options.values))
