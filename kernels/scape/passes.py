@@ -116,7 +116,10 @@ class ScapePasses:
         return self._counts_at[1]
 
     def at_target(self, mask: Mask) -> bool:
-        """Whether a payload on this mask has the buffer's shape."""
+        """Whether a payload on this mask goes in the buffer: it has the buffer's shape, and may be coded, as one on a
+        mask of all ones may not."""
+        if self.plan.carries and mask.dense:
+            return False
         return self._buffer is not None and (
             mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
         )
@@ -130,7 +133,7 @@ class ScapePasses:
     def keep_wire_residual(self, part: Part, lost: Tensor) -> None:
         """Takes what rounding lost, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
         own = self.wire_residual[part.start : part.stop]
-        own.copy_(torch.where(self.step.applied, lost, own))
+        torch.where(self.step.applied, lost, own, out=own)
 
     # --------------------------------------------------------------------------------------- the passes
 

@@ -12,6 +12,8 @@ from torchtitan_scape.optimizer.container import ReplicaOptimizers
 RUN_METADATA = "run_metadata"
 # With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
 _LAYOUT = ("replicas", "shard", "context", "tensor")
+# Options that a checkpoint may have by their earlier names.
+_WAS = {"wire_dtype": "wire", "values_dtype": "values"}
 
 
 class RunMetadata(Stateful):
@@ -64,6 +66,7 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
                 "another --job.dump_folder, or with the model of the checkpoint"
             )
+        saved = {_WAS.get(key, key): value for key, value in saved.items()}
         keys = [
             key
             for key in self.values | saved
@@ -73,6 +76,6 @@ class RunMetadata(Stateful):
         other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]
         laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
         # What coding lost is kept for the entries of a payload, which are others at another density.
-        if "density" in different and {saved.get("wire"), self.values.get("wire")} != {"float32"}:
+        if "density" in different and {saved.get("wire"), self.values.get("wire")} - {None, "float32"}:
             laid_out.add("density")
         return not other and not laid_out, different

@@ -188,7 +188,7 @@ def leaner(case: Case, chosen: Candidate) -> list[Candidate]:
 
 
 def advise(case: Case) -> Advice:
-    """The densest SCAPE within 5 % of the fastest, FP32 before BF16, against AdamS; dense below a gain of 3 %."""
+    """The densest SCAPE within 5 % of the fastest, FP32 before a code, against AdamS; dense below a gain of 3 %."""
     options = [best(case, [method]) for method in SPARSE]
     fastest = min(c.prediction.step for c in options)
     sparse = next(c for c in options if c.prediction.step <= CLOSE * fastest)

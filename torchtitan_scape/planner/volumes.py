@@ -75,6 +75,12 @@ class Method:
         return name + (f" offload {'+'.join(self.offload)}" if self.offload else "")
 
     @property
+    def coding(self) -> tuple[str, str]:
+        """How (the payload, new values) travel at the target density: all that is dense goes in FP32."""
+        dense = self.density >= 1.0
+        return "float32" if dense else self.wire, "float32" if dense or not self.sharded else self.values
+
+    @property
     def sharded(self) -> bool:
         return self.update == "sharded"
 
@@ -237,14 +243,15 @@ def powersgd_rank(shapes: Shapes, nbytes: float) -> int:
 
 
 def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    unit = CODED_BLOCK if method.wire in FORMATS else 1
+    wire, coded_values = method.coding
+    unit = CODED_BLOCK if {wire, coded_values} & FORMATS.keys() else 1
     payload = 4.0 * payload_entries(shapes, method.density, method.block, unit)
     masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
     if not method.sharded:
-        return [Message("reduce", payload, method.wire), masks]
-    own, coded = payload / 4 / replicas, coded_by(method.values)
+        return [Message("reduce", payload, wire), masks]
+    own, coded = payload / 4 / replicas, coded_by(coded_values)
     values = 4 * own if coded is None else coded(int(own))
-    return [Message("scatter", payload, method.wire), Message("gather", values), masks]
+    return [Message("scatter", payload, wire), Message("gather", values), masks]
 
 
 def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
@@ -270,16 +277,20 @@ def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, flo
 
 
 def _coding_bytes(method: Method, sent: float, replicas: int) -> dict[str, float]:
-    """Of a wire that is not FP32: what is lost read and added to the gradient in the next step, and kept if this one is
-    applied; the message written, all that arrive read, the mean coded by its owner, its messages read and decoded."""
-    coded = coded_by(method.wire)
-    if coded is None:
-        return {}
-    message, own = coded(int(sent)) / max(1.0, sent), sent / replicas
-    kept = (12 + 12) * sent
-    there = (4 + message + 4) * sent + message * sent + 4 * own
-    back = 0.0 if method.sharded else (4 + message + 4 + 8) * own + (message + 4) * sent
-    return {"coding": kept + there + back}
+    """Of wires that are not FP32: what was lost read, added to the gradient in the next step, and kept if this one is
+    applied; the message written, all that arrive read, the mean coded by its owner, its messages read and decoded.
+    Coded values of a sharded update: the owner reads its copies for the difference, all add what is decoded.
+    """
+    (payload, values), own = map(coded_by, method.coding), sent / replicas
+    total = 0.0
+    if payload is not None:
+        message = payload(int(sent)) / max(1.0, sent)
+        total += (12 + 12 + 4 + message + 4 + message) * sent + (4 + 8) * own
+        total += 0.0 if method.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
+    if values is not None and method.values != "bfloat16":
+        message = values(int(sent)) / max(1.0, sent)
+        total += (4 + 4 + message) * own + (message + 4 + 4) * sent
+    return {"coding": total} if total else {}
 
 
 def _scape_passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
@@ -310,7 +321,7 @@ def _scape_memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, fl
     kinds |= {kind: value for kind, value in state.items() if kind not in offloaded}
     kinds |= {
         "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(method.density, "block"),
-        "payload": payload + (0.0 if method.wire == "float32" else 8.0 * entries),
+        "payload": payload + (0.0 if method.coding[0] == "float32" else 8.0 * entries),
         "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
     }
     if offloaded:

@@ -430,3 +430,25 @@ def test_parameters_on_two_devices_are_refused() -> None:
     parameters = [("a", nn.Parameter(torch.ones(4))), ("b", nn.Parameter(torch.ones(4, device="meta")))]
     with pytest.raises(ValueError, match="parameter 'b' is on meta, 'a' on cpu"):
         make_scape(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize(("shapes", "density"), [([(300,)], 0.1), ([(64, 64)], 0.9999)])
+def test_a_mask_of_all_ones_is_never_coded(shapes: list[tuple[int, ...]], density: float) -> None:
+    """Where the payload of the target has as many entries as a dense one, the first step was coded all the same."""
+
+    def work(collectives: Any) -> tuple[float, float]:
+        generator = torch.Generator().manual_seed(collectives.replica)
+        named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+        scape = Scape(named, lr=1e-3, options=ScapeOptions(density=density, wire="int4"), replicas=collectives)
+        lost = []
+        for step in range(4):
+            for _, parameter in named:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if step == 3:
+                scape.send_all()
+            scape.step()
+            lost.append(scape.passes.wire_residual.abs().max().item() if scape.passes.wire_residual.numel() else 0.0)
+        return lost[0], lost[2]
+
+    for first, coded in run_replicas(2, work):
+        assert first == 0 and coded > 0

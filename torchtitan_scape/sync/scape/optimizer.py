@@ -17,6 +17,7 @@ from kernels.scape.step import Part, Step
 from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.process_groups import collectives_of
+from torchtitan_scape.planner.workloads import local_shapes
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
@@ -103,7 +104,8 @@ class Scape(Optimizer):
             model = None if isinstance(replicas, ReplicaGroups) else model_group_of(self._shards)
             replicas = collectives_of(replicas, model)
         self.collectives = replicas
-        shapes = [tuple(local(shard.parameter).shape) for shard in self._shards]
+        # Of the first rank's shards, so that all ranks choose alike.
+        shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], replicas.model_ranks)
         options = self.options = (options or ScapeOptions()).resolved(shapes, replicas.replicas)
         check_one_device(self._shards)
         check_weights(self._shards, options.weights_dtype)

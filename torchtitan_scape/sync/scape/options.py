@@ -23,7 +23,7 @@ class ScapeOptions(MethodOptions):
     density: float = 0.1
     """Share of the entries that replicas exchange each step, in (0, 1]"""
 
-    bytes: float = 0.0
+    bytes: float = field(default=0.0, metadata=FREE)
     """Share of dense FP32 bytes that a step may send at the target density, masks and scales included, for example
     0.012; chooses density, block_size and wire by the quality study, whatever these say. 0 takes them as they are"""
 
@@ -94,7 +94,8 @@ class ScapeOptions(MethodOptions):
         self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may have "state" and "master"')
         rounded = self.weights_dtype == "float32" or self.values in ("float32", "bfloat16")
         self.require(rounded, "values", 'BF16 weights take their values in "float32" or "bfloat16"; set one of these')
-        has_master = self.weights_dtype == "bfloat16" or self.values != "float32"
+        budgeted = self.bytes > 0 and self.update == "sharded"  # then new values will be coded
+        has_master = self.weights_dtype == "bfloat16" or self.values != "float32" or budgeted
         advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 

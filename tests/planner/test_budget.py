@@ -1,0 +1,78 @@
+"""A budget of bytes: what is chosen keeps it, and a budget that nothing keeps names the least."""
+
+import logging
+import math
+import re
+
+import pytest
+import torch
+
+from tests.replicas import run_replicas
+from torchtitan_scape import Scape
+from torchtitan_scape.planner.budget import share, within
+from torchtitan_scape.planner.payload import Shapes
+from torchtitan_scape.sync.scape.options import ScapeOptions
+
+LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
+SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]
+
+
+@pytest.mark.parametrize(("budget", "replicas"), [(0.005, 4), (0.012, 4), (0.012, 16), (0.025, 64)])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, replicas: int, update: str) -> None:
+    chosen = within(budget, LARGE, replicas, update)
+    assert 0.97 * budget <= share(chosen, LARGE, replicas) <= budget
+    assert chosen.wire == ("2bit" if budget < 0.009 else "int4")
+    assert chosen.values == (chosen.wire if update == "sharded" else "float32")
+
+
+@pytest.mark.parametrize("replicas", [4, 64])
+def test_the_least_that_is_named_is_met_and_nothing_below_it(replicas: int) -> None:
+    with pytest.raises(ValueError, match="the least that a step of this model can send is") as refused:
+        within(1e-6, SMALL, replicas)
+    (told,) = re.findall(r"is ([\d.]+) of", str(refused.value))
+    assert share(within(float(told), SMALL, replicas), SMALL, replicas) <= float(told)
+    with pytest.raises(ValueError):
+        within(float(told) - 2e-5, SMALL, replicas)
+
+
+def test_one_replica_and_a_shard_without_entries_choose_as_well() -> None:
+    assert within(0.012, LARGE, 1) == within(0.012, LARGE, 2)
+    assert share(within(0.012, [(0, 4)], 2), [(0, 4)], 2) == 0.0
+
+
+def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixture) -> None:
+    shapes, steps = [(512, 256), (256,)], 4
+    dense = 2 * 3 / 4 * 4 * sum(map(math.prod, shapes))
+
+    def work(collectives: object) -> tuple[float, ScapeOptions]:
+        torch.manual_seed(0)
+        named = [(f"p{i}", torch.nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
+        scape = Scape(named, lr=1e-3, options=ScapeOptions(bytes=0.02, density=0.5), replicas=collectives)  # type: ignore[arg-type]
+        sent = []
+        for _ in range(steps):
+            for _, parameter in named:
+                parameter.grad = torch.randn_like(parameter)
+            before = sum(scape.collectives.traffic.sent_by_level().values())
+            scape.step()
+            sent.append(sum(scape.collectives.traffic.sent_by_level().values()) - before)
+        return sent[-1], scape.options
+
+    with caplog.at_level(logging.INFO):
+        results = run_replicas(4, work)
+    for sent, options in results:
+        assert options.wire == "int4" and options.density < 0.1 and options.bytes == 0
+        # The flag and the norm's scalars are no part of it.
+        assert 0.9 * 0.02 <= sent / dense <= 0.02 + 64 / dense
+    assert "a step sends" in caplog.text and "bytes = 0.02: density" in caplog.text
+
+
+def test_a_budget_that_cannot_be_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.randn(300, 100))
+    for wrong, why in (
+        ({"bytes": 1.0}, r"bytes = 1\.0; it must lie in \(0, 1\)"),
+        ({"bytes": 0.01, "selection": "tensor"}, "known for selection in blocks"),
+        ({"bytes": 1e-5}, r"bytes = 1e-05: the least .* set no less"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Scape([("p", parameter)], lr=1e-3, options=ScapeOptions(**wrong))  # type: ignore[arg-type]
