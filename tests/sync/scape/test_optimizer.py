@@ -15,6 +15,7 @@ from tests.literal import Literal
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape, positions, train
 from torchtitan_scape import NonFiniteGradientError, Scape
+from torchtitan_scape.sync.scape.options import ScapeOptions
 
 
 @settings(max_examples=15)
