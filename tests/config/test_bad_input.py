@@ -113,8 +113,9 @@ def test_the_papers_rule_differs_from_the_recipe_in_the_rule_alone() -> None:
         tomllib.loads((ROOT / "train_configs" / f"{name}.toml").read_text())
         for name in ("llama_500m", "llama_500m_paper_rule")
     )
-    rule = {key: paper["sync"]["scape"].pop(key) for key in ("staleness_scaling", "selection", "clip_mode")}
-    assert rule == {"staleness_scaling": False, "selection": "tensor", "clip_mode": "literal"}
+    rule = {key: paper["sync"]["scape"].pop(key) for key in ("density", "staleness_scaling", "selection", "clip_mode")}
+    assert rule == {"density": 0.1, "staleness_scaling": False, "selection": "tensor", "clip_mode": "literal"}
+    assert [recipe["sync"]["scape"].pop(key) for key in ("density", "wire")] == [0.05, "int4"]
     assert recipe.pop("job") != paper.pop("job")
     assert recipe == paper
     parse(["--job.config_file=train_configs/llama_500m_paper_rule.toml"])

@@ -20,7 +20,8 @@ from tests.test_training import train
 from torchtitan_scape.runtime import launch
 
 STEPS = 16
-ARGUMENTS = [*TINY, f"--training.steps={STEPS}"]
+# Both of what the recipe sets and what the tests' own does.
+ARGUMENTS = [*TINY, "--sync.scape.wire=int4", f"--training.steps={STEPS}"]
 
 
 @pytest.fixture

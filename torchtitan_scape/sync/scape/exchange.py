@@ -62,8 +62,11 @@ class ReplicatedExchange:
         if not passes.compact:
             source, masked = _source(passes), sum(passes.counts[: passes.sparsified])
             coded = None if passes.step.in_use.dense else self.wire.warmup
-            collectives.all_reduce_chunked(Stretch(source, 0, masked), codec=coded)
-            collectives.all_reduce_chunked(Stretch(source, masked, source.entries))
+            if coded is None:
+                collectives.all_reduce_chunked(source)
+            else:
+                collectives.all_reduce_chunked(Stretch(source, 0, masked), codec=coded)
+                collectives.all_reduce_chunked(Stretch(source, masked, source.entries))
             return Arriving(part, passes, Handle())
         for start, stop in part.padding:
             passes.payload[start:stop].zero_()  # masks have lain there
@@ -94,9 +97,8 @@ class ShardedExchange:
     def start(self, part: Part) -> Arriving:
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
-            masked, whole = self._rows()
-            reduce_scatter_chunked(collectives, masked, None if passes.step.in_use.dense else self.wire.warmup)
-            reduce_scatter_chunked(collectives, whole)
+            for rows, codec in self._rows(self.wire.warmup):
+                reduce_scatter_chunked(collectives, rows, codec)
             return Arriving(part, passes, Handle())
         self.owner.clear_padding(passes.payload, passes.lies.positions, passes.counts)
         codec = self.wire.codec
@@ -110,9 +112,8 @@ class ShardedExchange:
         passes, collectives, values = self.passes, self.collectives, self.wire.values
         payload = passes.payload
         if not passes.compact:
-            masked, whole = self._rows()
-            all_gather_chunked(collectives, masked, None if passes.step.in_use.dense else self.wire.warmup_values)
-            all_gather_chunked(collectives, whole)
+            for rows, codec in self._rows(self.wire.warmup_values):
+                all_gather_chunked(collectives, rows, codec)
         elif values is None:
             collectives.all_gather(self.owner.wire(payload), self.owner.values(payload), kind="values").wait()
         elif collectives.replicas > 1:
@@ -132,12 +133,13 @@ class ShardedExchange:
         own = values.bytes_of(row) if values else (2 if self.owner.rounds_values else 4) * row
         return self.collectives.scattered_bytes(entries, self.wire.codec) + self.collectives.gathered_bytes(own)
 
-    def _rows(self) -> tuple[Rows, Rows]:
-        """The payload that is in place, a row an owner: what has a mask, and what has none."""
-        source, masked = _source(self.passes), self.passes.sparsified
-        parts = (0, masked), (masked, len(self.passes.counts))
-        found = [Rows(source, self.owner.stretches(self.passes.counts, *part)) for part in parts]
-        return found[0], found[1]
+    def _rows(self, coded: Codec | None) -> list[tuple[Rows, Codec | None]]:
+        """The payload that is in place, a row an owner, and how it travels: `coded` is of what has a mask."""
+        source, passes, every = _source(self.passes), self.passes, len(self.passes.counts)
+        if coded is None or passes.step.in_use.dense:
+            return [(Rows(source, self.owner.stretches(passes.counts, 0, every)), None)]
+        masked = Rows(source, self.owner.stretches(passes.counts, 0, passes.sparsified))
+        return [(masked, coded), (Rows(source, self.owner.stretches(passes.counts, passes.sparsified, every)), None)]
 
 
 def _source(passes: ScapePasses) -> Source:
