@@ -148,24 +148,22 @@ def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None)
         return
     own = collectives.replica
 
-    def land(buffer: Tensor, column: int) -> None:
+    def land(buffer: Tensor, messages: Tensor | None, column: int) -> None:
+        if codec is not None and messages is not None:
+            codec.decode(messages, buffer)
         for row, chunk in enumerate(buffer):
             if codec is not None or row != own:
                 rows.land(chunk, row, column)
 
-    def land_coded(buffer: Tensor, messages: Tensor, column: int) -> None:
-        assert codec is not None
-        codec.decode(messages, buffer)
-        land(buffer, column)
-
     def exchanges() -> Iterator[Exchange]:
         for column, buffer in _buffers(collectives, rows, codec.unit if codec else 1):
             rows.fill(buffer[own], own, column)
+            messages = None
             if codec is None:
-                yield collectives.all_gather(buffer.view(-1), buffer[own], kind="values"), partial(land, buffer, column)
+                handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
             else:
                 handle, messages = collectives.all_gather_coded(buffer[own], codec, kind="values")
-                yield handle, partial(land_coded, buffer, messages, column)
+            yield handle, partial(land, buffer, messages, column)
 
     _overlap(exchanges())
 
