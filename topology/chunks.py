@@ -11,9 +11,7 @@ from torch import Tensor
 
 from topology.codecs import Codec
 from topology.lanes import Handle
-
-# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
-CHUNK_ENTRIES = 1 << 22
+from topology.partition import CHUNK_ENTRIES
 
 Exchange = tuple[Handle, Callable[[], None]]  # in flight, and what takes its result
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.chunks import CHUNK_ENTRIES, Pieces, Source, all_reduce_chunked
+from topology.chunks import Pieces, Source, all_reduce_chunked
 from topology.codecs import Codec
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
+from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 from topology.stages import all_gather_into, place_of
 from topology.traffic import REPLICATE, SHARD, Traffic
@@ -134,11 +135,11 @@ class ReplicaCollectives(ABC):
         """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
         return sum(sent for _, _, sent in gather_bytes(own, self.rings))
 
-    def planned_bytes(self, collective: str, size: int) -> float:
+    def planned_bytes(self, collective: str, size: int, codec: Codec | None = None) -> float:
         """Bytes that this rank sends in an "all_reduce" of `size` FP32 entries, or an "all_gather" of own bytes."""
         if self.replicas == 1:
             return 0.0
-        return self.reduced_bytes(size) if collective == "all_reduce" else self.gathered_bytes(size)
+        return self.reduced_bytes(size, codec) if collective == "all_reduce" else self.gathered_bytes(size)
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives every replica the values of replica 0, in place; not counted, it happens once."""

@@ -217,6 +217,26 @@ def test_sums_are_means_times_n(case: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_what_is_started_arrives_as_if_it_had_been_waited_for(case: Case) -> None:
+    """To the last bit, state included, though replicas tell each other something else meanwhile."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
+        at_once, begun = play(collectives, case), make(case, collectives)
+        found = Played()
+        for number in range(1, STEPS + 1):
+            with torch.no_grad():
+                take = begun.start(gradients(number, collectives.replica), Step(number, torch.tensor(True)))
+                collectives.all_true(torch.tensor(True))
+                found.given.append([g.clone() for g in take()])
+            found.kept.append(kept(begun))
+        return at_once, found
+
+    for one, other in run_replicas(3, work):
+        for i in range(STEPS):
+            assert all(torch.equal(a, b) for a, b in zip(one.given[i], other.given[i], strict=True))
+            assert all(torch.equal(values, other.kept[i][key]) for key, values in one.kept[i].items())
+
+
 def test_send_all_leaves_nothing_pending(case: Case) -> None:
     def work(collectives: ReplicaCollectives) -> list[Tensor]:
         method = make(case, collectives)

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
-from topology.chunks import CHUNK_ENTRIES
 from topology.groups import build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
+from topology.partition import CHUNK_ENTRIES
 from topology.process_groups import collectives_of
 from torchtitan_scape import AdamS
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16

@@ -8,13 +8,14 @@ Units: a replica's gradient times `Setting.scale` is in mean units, what replica
 what `synchronize` gives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.sync.shards import Shard
 
@@ -55,10 +56,14 @@ class Step(NamedTuple):
 
 
 class Message(NamedTuple):
-    """An exchange of a step: FP32 entries of an all-reduce, or own bytes of an all-gather."""
+    """An exchange of a step: FP32 entries of an all-reduce, or own bytes of an all-gather.
+
+    codec: of an all-reduce, whose messages cross the outermost level.
+    """
 
     collective: Literal["all_reduce", "all_gather"]
     size: int
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,14 @@ class Method:
             NaNs and the result means nothing, but no state changes.
         """
         raise NotImplementedError
+
+    def start(self, gradients: list[Tensor], step: Step) -> Callable[[], list[Tensor]]:
+        """Begins an exchange; what it returns waits for it, and gives what `synchronize` gives. Both collective calls.
+
+        Meanwhile replicas may tell each other other things, and the gradients are not to be touched. Here nothing
+        happens before the result is asked for.
+        """
+        return lambda: self.synchronize(gradients, step)
 
     def updated(self, step: Step) -> None:
         """After the optimizer's update: for a mask that follows from it, say. A collective call."""

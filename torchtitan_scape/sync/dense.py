@@ -1,12 +1,15 @@
 """The dense baseline: every gradient, in FP32."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from torchtitan_scape.sync.base import Message, Method, Step
+from topology.lanes import Handle
+from topology.partition import Chunk
+from torchtitan_scape.sync.base import Setting, Step
+from torchtitan_scape.sync.by_chunks import ByChunks
 from torchtitan_scape.sync.options import MethodOptions
 
 
@@ -17,16 +20,19 @@ class DenseOptions(MethodOptions):
     section: ClassVar[str] = "sync.dense"
 
 
-class Dense(Method):
-    """All-reduces the gradients over replicas, in chunks. Nothing is left pending."""
+class Dense(ByChunks):
+    """All-reduces the gradients over replicas. Nothing is left pending."""
 
-    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+    def __init__(self, setting: Setting, options: DenseOptions) -> None:
+        super().__init__(setting, options)
         # Gradients that are to be summed are summed: scaled by N and averaged they would be rounded once more.
-        divisor = self.collectives.replicas / self.setting.scale
-        self.collectives.all_reduce_chunked(gradients, mean=False)
-        if divisor != 1.0:
-            torch._foreach_div_(gradients, divisor)
-        return gradients
+        self._divisor = self.collectives.replicas / setting.scale
+        if self.collectives.replicas == 1 and self._divisor == 1.0:
+            self.chunks = []  # there is nothing to do
 
-    def messages(self) -> list[Message]:
-        return [Message("all_reduce", sum(shard.size for shard in self.setting.shards))]
+    def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[Step], None]]:
+        def finish(step: Step) -> None:
+            if self._divisor != 1.0:
+                values.div_(self._divisor)
+
+        return self.collectives.all_reduce(values, mean=False), finish

@@ -12,9 +12,9 @@ from kernels.scape.passes import ScapePasses
 from kernels.scape.step import Plan
 from kernels.scape.updaters import Owner, Replicated
 from kernels.scape.visits import Staleness
-from topology.chunks import CHUNK_ENTRIES
 from topology.codecs import Bfloat16, Codec
 from topology.collectives import ReplicaCollectives
+from topology.partition import CHUNK_ENTRIES
 from torchtitan_scape.sync.scape.exchange import ReplicatedExchange, ShardedExchange, Wire
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.weights import share_scale

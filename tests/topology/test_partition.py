@@ -1,0 +1,29 @@
+"""How tensors are cut into chunks."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topology.partition import chunk_sizes, chunks_of
+
+
+@given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 200), st.sampled_from([1, 32]))
+def test_every_entry_lies_in_one_chunk(sizes: list[int], most: int, unit: int) -> None:
+    """In the order of the tensors from behind, each from a multiple of the unit on; so do chunks."""
+    chunks = chunks_of(sizes, most, unit)
+    assert [chunk.entries for chunk in chunks] == chunk_sizes(sizes, most, unit)
+    assert sum(chunk.entries for chunk in chunks) == sum(-(-size // unit) * unit for size in sizes)
+    assert all(chunk.entries % unit == 0 and 0 < chunk.entries <= max(most, unit) for chunk in chunks)
+    seen = [(s.tensor, entry) for c in chunks for s in c.slices for entry in range(s.first, s.first + s.length)]
+    assert seen == [(tensor, entry) for tensor in reversed(range(len(sizes))) for entry in range(sizes[tensor])]
+    for chunk in chunks:
+        end = 0
+        for s in chunk.slices:
+            assert s.at >= end and (s.at - s.first) % unit == 0
+            end = s.at + s.length
+        assert end <= chunk.entries
+
+
+def test_small_models_have_eight_chunks_and_tiny_ones_fewer() -> None:
+    assert chunk_sizes([10 << 22]) == [1 << 22] * 10
+    assert chunk_sizes([1 << 22]) == [1 << 19] * 8
+    assert chunk_sizes([1 << 17]) == [1 << 16] * 2 and chunk_sizes([7]) == [7] and chunk_sizes([]) == []

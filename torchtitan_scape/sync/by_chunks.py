@@ -1,0 +1,99 @@
+"""Methods whose exchange falls into chunks that know nothing of each other."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from topology.codecs import Codec
+from topology.lanes import Handle
+from topology.partition import Chunk, chunks_of
+from torchtitan_scape.sync.base import Message, Method, Setting, Step
+
+
+class Arriving(NamedTuple):
+    """A chunk on its way. take: waits for it, puts it into the gradients, and writes the method's state, once a step."""
+
+    handle: Handle
+    take: Callable[[Step], None]
+
+
+class ByChunks(Method):
+    """The gradients as one stream, the last parameter's first, cut into chunks that are exchanged each for itself.
+
+    How the stream is cut follows from the shapes alone, and a chunk's exchange from its own gradients and state: chunks
+    give the same bits whenever they are started, so long as all replicas start them in their order.
+    """
+
+    def __init__(self, setting: Setting, options: Any, codec: Codec | None = None) -> None:
+        """codec: of the exchange; every parameter begins at a multiple of its unit, so that none shares a scale."""
+        super().__init__(setting, options)
+        self.codec = codec
+        sizes = [shard.size for shard in setting.shards]
+        self.chunks = chunks_of(sizes, self.collectives.chunk_entries, codec.unit if codec else 1)
+
+    def begin(self) -> None:
+        """Before the first chunk of a step is started; for what all chunks of a step go by."""
+
+    def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[Step], None]]:
+        """Starts the exchange of FP32 (n,), which holds this replica's gradients of the chunk, and zeros.
+
+        Returns its handle, and what finishes it once that has been waited for: afterwards `values` is what
+        `synchronize` gives, and what is kept of the chunk has been written, unless not `step.applied`.
+        """
+        raise NotImplementedError
+
+    def start_chunk(self, number: int, gradients: list[Tensor]) -> Arriving:
+        """Starts a chunk. A collective call. gradients: as `synchronize` takes them; of other chunks' none is read."""
+        chunk = self.chunks[number]
+        parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
+        values = torch.empty(self._padded(chunk), dtype=torch.float32, device=parts[0].device)
+        views, end = [], 0
+        for s in chunk.slices:
+            values[end : s.at].zero_()
+            end = s.at + s.length
+            views.append(values[s.at : end])
+        values[end:].zero_()
+        torch._foreach_copy_(views, parts)
+        handle, finish = self.send(chunk, values)
+
+        def take(step: Step) -> None:
+            handle.wait()
+            finish(step)
+            torch._foreach_copy_(parts, views)
+
+        return Arriving(handle, take)
+
+    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+        """Through the buffers of two chunks: while one is on its way the next is filled."""
+        self.begin()
+        before: Arriving | None = None
+        for number in range(len(self.chunks)):
+            started = self.start_chunk(number, gradients)
+            if before is not None:
+                before.take(step)
+            before = started
+        if before is not None:
+            before.take(step)
+        return gradients
+
+    def start(self, gradients: list[Tensor], step: Step) -> Callable[[], list[Tensor]]:
+        """All chunks at once, each in a buffer of its own."""
+        self.begin()
+        started = [self.start_chunk(number, gradients) for number in range(len(self.chunks))]
+
+        def take() -> list[Tensor]:
+            for one in started:
+                one.take(step)
+            return gradients
+
+        return take
+
+    def messages(self) -> list[Message]:
+        return [Message("all_reduce", self._padded(chunk), self.codec) for chunk in self.chunks]
+
+    def _padded(self, chunk: Chunk) -> int:
+        """Its entries, filled up so that every replica has a part of as many."""
+        step = self.collectives.granularity(self.codec)
+        return -(-chunk.entries // step) * step
