@@ -14,7 +14,7 @@ class BlockCode:
     """FP32 values in blocks, each with scales of its own; see `kernels.codec.reference`.
 
     Args:
-        name: of `kernels.codec.formats.FORMATS`: "int8", "int4", "e2m1", "2bit" or "1bit".
+        name: of `kernels.codec.formats.FORMATS`: "int8", "int4", "e2m1", "e3m0", "2bit" or "1bit".
         block: entries that share scales, a power of two from 32 to 1024.
         scale: dtype of the scales on the wire, FP32 or BF16.
         backend: "torch" or "triton"; both make the same bits.

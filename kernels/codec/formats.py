@@ -26,6 +26,8 @@ FORMATS = {
         Format("int4", 4, largest=7.0),
         # Sign, two bits of exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP Microscaling Formats, FP4).
         Format("e2m1", 4, largest=6.0),
+        # Sign, three bits of exponent: 0, 0.25, 0.5, 1, 2, 4, 8, 16 (streaming DiLoCo, arXiv:2501.18512, sends these).
+        Format("e3m0", 4, largest=16.0),
         # Sign, and which of two means: of the block's smaller, or of its larger magnitudes.
         Format("2bit", 2, scales=2),
         # Sign, times the mean magnitude of the block (Bernstein et al. 2018; Karimireddy et al. 2019).

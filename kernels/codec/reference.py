@@ -100,6 +100,10 @@ def codes_of(blocks: Tensor, scales: Tensor, form: Format) -> Tensor:
         y = ratio.abs()
         code = (y > 0.25).to(torch.uint8) + (y >= 0.75) + (y > 1.25) + (y >= 1.75) + (y > 2.5) + (y >= 3.5) + (y > 5.0)
         return code | (negative.to(torch.uint8) << 3)
+    if form.name == "e3m0":
+        y = ratio.abs()
+        code = (y > 0.125).to(torch.uint8) + (y >= 0.375) + (y > 0.75) + (y >= 1.5) + (y > 3.0) + (y >= 6.0) + (y > 12.0)
+        return code | (negative.to(torch.uint8) << 3)
     assert form.largest is not None
     level = ratio.round().clamp(-form.largest, form.largest)
     return level.to(torch.int8).view(torch.uint8) & (2**form.bits - 1)
@@ -114,6 +118,10 @@ def values_of(codes: Tensor, scales: Tensor, form: Format) -> Tensor:
         magnitude, mantissa = (codes & 7).int(), (codes & 1).float()
         # Code 2 e + f is (2 + f) 2^e / 4 from e = 1 on, and f / 2 below.
         level = torch.where(magnitude < 2, 0.5 * mantissa, (2.0 + mantissa) * (1 << (magnitude >> 1)) * 0.25)
+        level = torch.where(codes > 7, -level, level)
+    elif form.name == "e3m0":
+        magnitude = (codes & 7).int()
+        level = torch.where(magnitude > 0, (1 << magnitude) * 0.125, 0.0)
         level = torch.where(codes > 7, -level, level)
     else:
         spare = 8 - form.bits  # shifted up and back, the sign fills the upper bits

@@ -121,6 +121,11 @@ def codes_of(x, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
             codes = (y > 0.25).to(tl.int32) + (y >= 0.75).to(tl.int32) + (y > 1.25).to(tl.int32)
             codes += (y >= 1.75).to(tl.int32) + (y > 2.5).to(tl.int32) + (y >= 3.5).to(tl.int32)
             codes = (codes + (y > 5.0).to(tl.int32)) | (negative << 3)
+        elif FORM == "e3m0":
+            y = tl.abs(ratio)
+            codes = (y > 0.125).to(tl.int32) + (y >= 0.375).to(tl.int32) + (y > 0.75).to(tl.int32)
+            codes += (y >= 1.5).to(tl.int32) + (y > 3.0).to(tl.int32) + (y >= 6.0).to(tl.int32)
+            codes = (codes + (y > 12.0).to(tl.int32)) | (negative << 3)
         else:
             # The scale is no less than the largest magnitude's share: no level is beyond the largest.
             codes = ((ratio + _ROUNDS).to(tl.int32, bitcast=True) - _ROUNDS_BITS) & ((1 << BITS) - 1)
@@ -140,6 +145,11 @@ def values_of(codes, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
             code = codes & 7
             # In halves.
             level = tl.where(code < 2, code, (2 + (code & 1)) << (tl.maximum(code >> 1, 1) - 1)).to(tl.float32) * 0.5
+            level = tl.where(codes > 7, -level, level)
+        elif FORM == "e3m0":
+            code = codes & 7
+            # In eighths.
+            level = tl.where(code > 0, 1 << code, 0).to(tl.float32) * 0.125
             level = tl.where(codes > 7, -level, level)
         else:
             level = ((codes << (32 - BITS)) >> (32 - BITS)).to(

@@ -43,7 +43,8 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
         (
             "[sync.scape]\nwire = 'int3'",
-            r"wire = 'int3'; it must be 'float32' \| 'bfloat16' \| 'int8' \| 'int4' \| 'e2m1' \| '2bit' \| '1bit'",
+            r"wire = 'int3'; it must be 'float32' \| 'bfloat16' \| 'int8' \| 'int4' \| 'e2m1' \| 'e3m0' \| '2bit' "
+            r"\| '1bit'",
         ),
         ("[sync.scape]\nwire_dtype = 'bfloat16'", r"\[sync.scape\] wire_dtype = 'bfloat16': it is now wire"),
         ("[sync.scape]\nvalues_dtype = 'bfloat16'", r"\[sync.scape\] values_dtype = 'bfloat16': it is now values"),

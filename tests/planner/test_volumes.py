@@ -53,7 +53,8 @@ def test_a_wire_is_priced_by_its_messages() -> None:
         assert coded is not None and coded(1000) == coded(1024) == message_bytes(wire, 1024)
     assert payload_bytes(((8 * 1024, 1024),), 0.125, "int4") == 2**20 // 128 * 66
     assert (width("float32"), width("bfloat16")) == (4, 2)
-    with pytest.raises(ValueError, match="'fp8'; it must be one of float32, bfloat16, int8, int4, e2m1, 2bit, 1bit"):
+    known = "float32, bfloat16, int8, int4, e2m1, e3m0, 2bit, 1bit"
+    with pytest.raises(ValueError, match=f"'fp8'; it must be one of {known}"):
         coded_by("fp8")
     with pytest.raises(ValueError, match=r"'int4'; it must be one of float32, bfloat16$"):
         width("int4")

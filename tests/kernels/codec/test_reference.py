@@ -33,7 +33,10 @@ def test_errors_are_within_the_bound(name: str, scale: torch.dtype) -> None:
         if kind not in ("nan", "inf", "-inf", "largest"):
             most = x.abs().max()
             step = most / largest * (1 + rounding)
-            half = torch.maximum(step / 2, x.abs()) / 2 if name == "e2m1" else step / 2
+            # Floats: half of what lies between two levels, next to zero or in proportion to the entry.
+            third = torch.maximum(step / 8, x.abs() * (1 + 2.0**-20) / 3)
+            floats = {"e2m1": torch.maximum(step / 2, x.abs()) / 2, "e3m0": third}
+            half = floats.get(name, step / 2)
             bound = half if most >= LEAST else torch.full_like(x, LEAST)
             assert bool(((out[0] - x).abs() <= bound).all()), kind
 
@@ -58,6 +61,7 @@ def test_nothing_is_lost(name: str, block: int, scale: torch.dtype) -> None:
         ("int8", 127.0, [0.5, 1.5, 2.5, 125.5, 126.5], [0, 2, 2, 126, 126]),
         ("int4", 7.0, [0.5, 1.5, 2.5, 5.5, 6.5], [0, 2, 2, 6, 6]),
         ("e2m1", 6.0, [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], [0, 1, 1, 2, 2, 4, 4]),
+        ("e3m0", 16.0, [0.125, 0.375, 0.75, 1.5, 3.0, 6.0, 12.0], [0, 0.5, 0.5, 2, 2, 8, 8]),
     ],
 )
 def test_ties_go_to_the_even_code(name: str, most: float, ties: list[float], codes: list[float]) -> None:
@@ -166,7 +170,7 @@ def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(name="int3"), "there is no block code 'int3'; known are int8, int4, e2m1, 2bit, 1bit"),
+        (dict(name="int3"), "there is no block code 'int3'; known are int8, int4, e2m1, e3m0, 2bit, 1bit"),
         (dict(block=48), "blocks of 48 entries; they must have a power of two of them, from 32 to 1024"),
         (dict(scale=torch.float16), r"scales in torch\.float16; they travel in torch\.float32 or torch\.bfloat16"),
         (dict(backend="cuda"), "there is no backend 'cuda'; a block code has 'torch', 'triton'"),

@@ -207,5 +207,5 @@ def test_nothing_is_lost_by_rounding(wire: str) -> None:
         torch.testing.assert_close(total, 3 * mean.double(), rtol=1e-6, atol=1e-6)
         assert wire != "bfloat16" or torch.equal(mean, mean.bfloat16().float())
         # Blocks take few values, which are multiples of a number of BF16, or one of them.
-        most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "2bit": 4, "1bit": 2}[wire]
+        most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "e3m0": 15, "2bit": 4, "1bit": 2}[wire]
         assert all(block.unique().numel() <= most for block in mean.split(128))

@@ -11,7 +11,7 @@ from torchtitan_scape.sync.options import FREE, LAYOUT, MethodOptions
 
 logger = logging.getLogger(__name__)
 
-Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "2bit", "1bit"]
+Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
 
 
 @dataclass
