@@ -102,7 +102,9 @@ def codes_of(blocks: Tensor, scales: Tensor, form: Format) -> Tensor:
         return code | (negative.to(torch.uint8) << 3)
     if form.name == "e3m0":
         y = ratio.abs()
-        code = (y > 0.125).to(torch.uint8) + (y >= 0.375) + (y > 0.75) + (y >= 1.5) + (y > 3.0) + (y >= 6.0) + (y > 12.0)
+        code = (
+            (y > 0.125).to(torch.uint8) + (y >= 0.375) + (y > 0.75) + (y >= 1.5) + (y > 3.0) + (y >= 6.0) + (y > 12.0)
+        )
         return code | (negative.to(torch.uint8) << 3)
     assert form.largest is not None
     level = ratio.round().clamp(-form.largest, form.largest)

@@ -31,7 +31,8 @@ from kernels.scape.torch_updates import torch_passes
 from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import Replicated
 from kernels.scape.visits import Staleness
-from torchtitan_scape.planner.volumes import Method, kernel_bytes
+from torchtitan_scape.planner.scape_volumes import kernel_bytes
+from torchtitan_scape.planner.volumes import Method
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 8

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from scripts.common import RESULTS
 from torchtitan_scape.planner.payload import entries_of
-from torchtitan_scape.planner.volumes import Method, kernel_bytes
+from torchtitan_scape.planner.scape_volumes import kernel_bytes
+from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import get_workload
 
 MODELS = {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from kernels.codec.formats import FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout
 from torchtitan_scape.planner.payload import coded_by, mask_bytes, payload_bytes, payload_entries, width
+from torchtitan_scape.planner.scape_volumes import host_bytes, host_link_bytes, kernel_bytes
 from torchtitan_scape.planner.volumes import (
     Method,
-    host_bytes,
-    host_link_bytes,
-    kernel_bytes,
     memory_bytes,
     messages,
     optimizer_bytes,

@@ -1,7 +1,6 @@
 """What a step sends, moves and holds: messages, passes of the device, memory. Plain arithmetic: no torch.
 
-A method's closed form is an entry of `VOLUMES`. SCAPE's blocks, masks and owners are counted by the kernels' own
-arithmetic.
+A method's closed form is an entry of `VOLUMES`.
 """
 
 import math
@@ -14,16 +13,15 @@ from kernels.codec.formats import FORMATS
 from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
 from torchtitan_scape.planner.payload import (
     Shapes,
-    block_layout,
     coded_by,
     entries_of,
     mask_bytes,
-    owned_entries,
     payload_entries,
     topk_message_bytes,
     whole_sizes,
     width,
 )
+from torchtitan_scape.planner.scape_volumes import scape_memory, scape_passes, scape_simulated
 from torchtitan_scape.planner.workloads import Workload, local_shapes
 
 
@@ -254,121 +252,6 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
     return [Message("scatter", payload, wire), Message("gather", values), masks]
 
 
-def kernel_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    """Bytes that each of SCAPE's passes cannot do without: every input read once, every output written once."""
-    n, k = entries_of(shapes), payload_entries(shapes, method.density, method.block)
-    masks = 2 * block_layout(shapes, replicas, method.block).mask_bytes()
-    if not method.sharded:
-        return {
-            "finite": 4.0 * n,
-            "pack": 12.0 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
-            "squares": 8.0 * k,
-            # Parameter twice, and a master besides: decayed and updated in its place, and then read to be rounded.
-            # Payload and last moment, new moment; the masks once more for what enters each row and column.
-            "update": (14.0 if method.bf16_weights else 8.0) * n + 2 * masks + 12 * k,
-        } | _coding_bytes(method, k, replicas)
-    # The owner reads and writes the common part in pack, and of A's entries payload, common part and parameter for norm
-    # and update; all write the values. The decay of BF16 weights is that of their scale.
-    owned, sent = owned_entries(shapes, replicas, method.block), k / replicas
-    update = 24 * sent + masks + 4 * k + (0 if method.bf16_weights else 8 * n)
-    update += 8 * owned if method.has_master(replicas) else 0.0
-    passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
-    return passes | _coding_bytes(method, k, replicas)
-
-
-def _coding_bytes(method: Method, sent: float, replicas: int) -> dict[str, float]:
-    """Of wires that are not FP32: what was lost read, added to the gradient in the next step, and kept if this one is
-    applied; the message written, all that arrive read, the mean coded by its owner, its messages read and decoded.
-    Coded values of a sharded update: the owner reads its copies for the difference, all add what is decoded.
-    """
-    (payload, values), own = map(coded_by, method.coding), sent / replicas
-    total = 0.0
-    if payload is not None:
-        message = payload(int(sent)) / max(1.0, sent)
-        total += (12 + 12 + 4 + message + 4 + message) * sent + (4 + 8) * own
-        total += 0.0 if method.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
-    if values is not None and method.values != "bfloat16":
-        message = values(int(sent)) / max(1.0, sent)
-        total += (4 + 4 + message) * own + (message + 4 + 4) * sent
-    return {"coding": total} if total else {}
-
-
-def _scape_passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
-    passes = kernel_bytes(method, shapes, replicas)
-    return passes.pop("pack"), sum(passes.values())
-
-
-def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
-    """Bytes that (pack, the other passes) move between device and host, both directions together.
-
-    With a replicated update the state comes and goes twice, as the new moment enters it after the exchange; with a
-    sharded one once.
-    """
-    host = host_bytes(method, shapes, replicas)
-    state = host.get("state", 0.0)
-    rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if method.sharded else state)
-    return 2 * state, 2 * rest
-
-
-def _scape_memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    n, entries = entries_of(shapes), payload_entries(shapes, method.density, method.block)
-    layout = block_layout(shapes, replicas, method.block)
-    # The payload, last step's moment on it, and what coding lost: in the last step, and in this one on top.
-    payload = (4.0 if method.sharded else 8.0) * entries
-    offloaded = host_bytes(method, shapes, replicas)
-    state = _scape_state(method, shapes, replicas)
-    kinds = {"parameters": float(width(method.weights)) * n, "gradients": 4.0 * n}
-    kinds |= {kind: value for kind, value in state.items() if kind not in offloaded}
-    kinds |= {
-        "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(method.density, "block"),
-        "payload": payload + (0.0 if method.coding[0] == "float32" else 8.0 * entries),
-        "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
-    }
-    if offloaded:
-        kinds["offload buffers"] = len(offloaded) * _buffer_bytes(method, shapes, replicas)
-    return kinds
-
-
-def _scape_state(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    """SCAPE's state by kind, bytes, wherever it lies."""
-    n, has_master = 4.0 * entries_of(shapes), method.has_master(replicas)
-    if not method.sharded:
-        return {"state": n} | ({"master": n} if has_master else {})
-    owned = 4.0 * owned_entries(shapes, replicas, method.block)
-    state = {"state": n - 4.0 * sum(whole_sizes(shapes)), "owned moments": owned}
-    return state | ({"owned master": owned} if has_master else {})
-
-
-def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    """What a rank keeps in host memory by kind, bytes: what is offloaded and more than its buffers would hold."""
-    offloaded = {"state": ("state",), "master": ("master", "owned master")}
-    kinds = {kind for name in method.offload for kind in offloaded[name]}
-    state, buffers = _scape_state(method, shapes, replicas), _buffer_bytes(method, shapes, replicas)
-    return {kind: value for kind, value in state.items() if kind in kinds and value > buffers}
-
-
-def _buffer_bytes(method: Method, shapes: Shapes, replicas: int) -> float:
-    """Two buffers of the largest tensor; with "sharded" of the largest piece of one that has one owner."""
-    largest = max(map(math.prod, shapes))
-    return 8.0 * (min(largest, owned_entries(shapes, replicas, method.block)) if method.sharded else largest)
-
-
-def _scape_simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    """Of every replica state, gradient, masks, payload and last step's moment on it."""
-    n, layout = 4.0 * entries_of(shapes), block_layout(shapes, replicas, method.block)
-    masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(method.density, "block"))
-    entries = payload_entries(shapes, method.density, method.block) if method.density < 1.0 else 0
-    # Where it is coded what that lost besides, the last step's and this one's.
-    rows = (2 if method.wire == "float32" else 4) * replicas
-    return {
-        "parameters": n,
-        "gradients": replicas * n,
-        "state": replicas * n,
-        "masks": masks,
-        "payload": 4.0 * rows * entries,
-    }
-
-
 # -------------------------------------------------------------------------------------------------- the table
 
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
@@ -383,9 +266,9 @@ VOLUMES: dict[str, Volumes] = {
     "powersgd": _with_residual(_powersgd_messages, 36.0, "rank", {"rank": "rank"}),
     "scape": Volumes(
         _scape_messages,
-        _scape_passes,
-        _scape_memory,
-        _scape_simulated,
+        scape_passes,
+        scape_memory,
+        scape_simulated,
         option="density",
         recipe={"density": "density", "wire": "wire"},
     ),

@@ -6,7 +6,8 @@ from typing import Any
 from topology.layout import Layout
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
+from torchtitan_scape.planner.scape_volumes import host_bytes, host_link_bytes
+from torchtitan_scape.planner.volumes import Method, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 from torchtitan_scape.report.forecast import method_of, workload_of
 from torchtitan_scape.report.text import kinds_text, size_text

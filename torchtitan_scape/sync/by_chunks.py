@@ -13,7 +13,7 @@ from torchtitan_scape.sync.base import Message, Method, Setting, Step
 
 
 class Arriving(NamedTuple):
-    """A chunk on its way. take: waits for it, puts it into the gradients, and writes the method's state, once a step."""
+    """A chunk on its way. take: waits for it, puts it into the gradients, and writes the method's state."""
 
     handle: Handle
     take: Callable[[Step], None]
