@@ -98,8 +98,20 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
 
 def select_largest(values: Tensor, k: int) -> Tensor:
     """Ascending int64 positions (k,) of the k largest |values|, FP32 (n,); ties go to the lower index."""
-    positions = _order_keys(values.view(1, -1)).topk(k, dim=1, sorted=False).indices
-    return positions.view(-1).sort().values
+    return select_rows(values.view(1, -1), k).view(-1)
+
+
+def select_rows(values: Tensor, k: int, real: Tensor | None = None) -> Tensor:
+    """Ascending int64 places (rows, k) of the k largest |values| of each row; ties go to the lower place.
+
+    Args:
+        values: FP32 (rows, length), finite; k is at most the length.
+        real: bool (rows, length); what is not real is chosen where a row has fewer than k real entries. None for all.
+    """
+    keys = _order_keys(values)
+    if real is not None:
+        keys = torch.where(real, keys, keys - (1 << 62))  # below all that are real, and in the same order
+    return keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
 
 
 # --------------------------------------------------------------------------------------- the step's passes

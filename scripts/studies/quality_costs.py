@@ -69,7 +69,8 @@ def method_of(options: dict[str, Any], step: int) -> Method | None:
         return Method(optimizer)
     if kind not in VOLUMES:
         return None
-    fields = as_stored({f"sync.{kind}.{key}": field for key, field in FIELDS.items()})
+    named = FIELDS | VOLUMES[kind].recipe
+    fields = as_stored({f"sync.{kind}.{key}": field for key, field in named.items()})
     given = {field: options[name] for name, field in fields.items() if name in options} | {"optimizer": optimizer}
     if "density" in given:
         warmup = int(options.get(f"sync.{kind}.density_warmup_steps", 0))

@@ -1,10 +1,11 @@
-"""What is sent of a model where a mask selects it in blocks, by the kernels' own arithmetic. No torch.
+"""What is sent of a model where a mask or top-k selects it, by the kernels' own arithmetic. No torch.
 
-`shapes` are those of a rank's shards; tensors of one dimension are sent whole.
+`shapes` are those of a rank's shards; tensors of one dimension are sent whole, but for top-k by tiles.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kernels.codec.formats import BLOCK, FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout, entries_per_block, offset_bytes
@@ -72,21 +73,87 @@ def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
     return Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes)).share
 
 
-def topk_count(entries: int, density: float, block: int) -> int:
-    """Entries of a tensor in a top-k message: k of each block, a short last one too; of the tensor where block is 0."""
-    if not block:
-        return max(1, round(density * entries))
-    return -(-entries // block) * entries_per_block(density, block)
+# ----------------------------------------------------------------------------------------------- top-k
+
+TILE = 64  # the side of a tile; what is no matrix is cut into runs of as many entries
+MEANS = 4  # FP32 numbers by which the code of two bits tells a tensor's values
 
 
-def topk_offset_bytes(entries: int, density: float, block: int) -> int:
-    """Bytes that say where they are: coded offsets in their blocks, or 32 bits each."""
-    if not block:
-        return 4 * topk_count(entries, density, block)
-    return offset_bytes(-(-entries // block), entries_per_block(density, block), block)
+@dataclass(frozen=True)
+class Cut:
+    """A tensor seen as a matrix and cut into tiles of one size, of which the last of a row or column may be short.
+
+    coded: whether places in a tile go in the code of offsets, else in 32 bits each.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+    coded: bool = True
+
+    @property
+    def down(self) -> int:
+        return -(-self.rows // self.height)
+
+    @property
+    def across(self) -> int:
+        return -(-self.columns // self.width)
+
+    @property
+    def tiles(self) -> int:
+        return self.down * self.across
+
+    @property
+    def size(self) -> int:
+        """Entries of a tile."""
+        return self.height * self.width
+
+    def count(self, density: float) -> int:
+        """Entries in a message: as many of a short tile as of any."""
+        return self.tiles * entries_per_block(density, self.size)
+
+    def offset_bytes(self, density: float) -> int:
+        """Bytes that say where they are."""
+        if not self.coded:
+            return 4 * self.count(density)
+        return offset_bytes(self.tiles, entries_per_block(density, self.size), self.size)
 
 
-def topk_message_bytes(sizes: Sequence[int], density: float, block: int) -> int:
-    """One replica's message about tensors of these sizes: FP32 values, offsets, and zeros up to 16 bytes."""
-    size = sum(4 * topk_count(n, density, block) + topk_offset_bytes(n, density, block) for n in sizes if n)
+def cut_of(shape: Shape, selection: str, block: int) -> Cut:
+    """How top-k cuts a tensor that has entries.
+
+    selection: "block", runs of `block` entries; "tensor", one run; "tile", tiles of at most `TILE` x `TILE` entries
+        where there are two dimensions or more, else runs of at most as many. These are as even as can be: a side that
+        is no multiple of 64 leaves no narrow tile, which would send more of itself than others.
+    """
+    entries = math.prod(shape)
+    if selection == "tensor":
+        return Cut(1, entries, 1, entries, coded=False)
+    if selection == "block":
+        return Cut(1, entries, 1, block)
+    if len(shape) < 2:
+        return Cut(1, entries, 1, _even(entries, TILE * TILE))
+    rows, columns = shape[0], entries // shape[0]
+    return Cut(rows, columns, _even(rows, TILE), _even(columns, TILE))
+
+
+def _even(length: int, most: int) -> int:
+    """The length of a part where there are no more of them than parts of `most` would be."""
+    return -(-length // -(-length // most))
+
+
+def topk_value_bytes(counts: Sequence[int], values: str) -> int:
+    """Bytes of so many values of every tensor. values: "float32", "2bit" (codes and means), or a block code."""
+    if values == "float32":
+        return 4 * sum(counts)
+    if values == "2bit":
+        return sum(4 * MEANS + -(-count // 4) for count in counts)
+    return message_bytes(values, -(-sum(counts) // BLOCK) * BLOCK)
+
+
+def topk_message_bytes(cuts: Sequence[Cut], density: float, values: str = "float32") -> int:
+    """One replica's message about these tensors: values, offsets, and zeros up to 16 bytes."""
+    size = topk_value_bytes([one.count(density) for one in cuts], values)
+    size += sum(one.offset_bytes(density) for one in cuts)
     return -(-size // 16) * 16

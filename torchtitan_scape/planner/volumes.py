@@ -14,6 +14,7 @@ from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, r
 from torchtitan_scape.planner.payload import (
     Shapes,
     coded_by,
+    cut_of,
     entries_of,
     mask_bytes,
     payload_entries,
@@ -34,10 +35,11 @@ class Method:
     optimizer: of "topk" and "powersgd", "adamw" or "adams".
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
-    values: with "sharded", how new values travel, as of `wire`.
+    values: with "sharded", how new values travel, as of `wire`; of "topk", how what is sent does: in FP32 or a code.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory.
-    block: entries of a block, in each of which the largest are selected; 0 for the largest of a tensor (top-k).
+    block: entries of a block, in each of which the largest are selected.
+    selection: of "topk", by "block", "tensor" or "tile": see `payload.cut_of`.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Method:
     weights: str = "float32"
     offload: tuple[str, ...] = ()
     block: int = 1024
+    selection: str = "block"
     optimizer: str = "adams"
 
     def __post_init__(self) -> None:
@@ -69,6 +72,8 @@ class Method:
         name += "" if self.wire == "float32" else f" {_short(self.wire)}"
         if self.sharded:
             name += " sharded" + ("" if self.values == "float32" else f" {_short(self.values)} values")
+        elif self.values != "float32":
+            name += f" {_short(self.values)}"
         name += " bf16 weights" if self.bf16_weights else ""
         return name + (f" offload {'+'.join(self.offload)}" if self.offload else "")
 
@@ -188,7 +193,7 @@ def _with_residual(
         return 0.0, moved * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        residual = 4.0 * (entries_of(shapes) - sum(whole_sizes(shapes)))
+        residual = 4.0 * (entries_of(shapes) - sum(_left_whole(method, shapes)))
         kinds = optimizer_of(method).memory(method, shapes, replicas) | {"residual": residual}
         # What replicas send of their own is with all of them at once.
         gathered = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
@@ -208,9 +213,15 @@ def _with_residual(
 def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
     if method.density >= 1.0:
         return [Message("reduce", 4.0 * entries_of(shapes))]
-    sizes = [math.prod(shape) for shape in shapes if len(shape) > 1]
-    selected = topk_message_bytes(sizes, method.density, method.block)
-    return [Message("gather", selected), Message("reduce", 4.0 * sum(whole_sizes(shapes)))]
+    selected = [shape for shape in shapes if math.prod(shape) and (method.selection == "tile" or len(shape) > 1)]
+    cuts = [cut_of(shape, method.selection, method.block) for shape in selected]
+    whole = 4.0 * sum(_left_whole(method, shapes))
+    return [Message("gather", topk_message_bytes(cuts, method.density, method.values)), Message("reduce", whole)]
+
+
+def _left_whole(method: Method, shapes: Shapes) -> list[int]:
+    """Entries of the tensors that a method with a residual does not compress."""
+    return [] if method.selection == "tile" else whole_sizes(shapes)
 
 
 def _powersgd_messages(method: Method, shapes: Shapes, replicas: int = 0) -> list[Message]:
@@ -262,7 +273,12 @@ VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
-    "topk": _with_residual(_topk_messages, 28.0, "density", {"density": "density"}),
+    "topk": _with_residual(
+        _topk_messages,
+        28.0,
+        "density",
+        {"density": "density", "selection": "selection", "block_size": "block", "values": "values"},
+    ),
     "powersgd": _with_residual(_powersgd_messages, 36.0, "rank", {"rank": "rank"}),
     "scape": Volumes(
         _scape_messages,

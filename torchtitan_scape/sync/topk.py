@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kernels.scape.blocks import density_at, entries_per_block
-from kernels.scape.mask_code import decode_offsets, encode_offsets
-from kernels.scape.reference import select_blocks, select_largest
-from torchtitan_scape.planner.payload import topk_count, topk_message_bytes, topk_offset_bytes
+from kernels.scape.blocks import density_at
+from kernels.scape.reference import select_rows
+from torchtitan_scape.planner.payload import Cut, cut_of, topk_message_bytes
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Pending, Setting, State, Step, keep
 from torchtitan_scape.sync.options import LAYOUT, MethodOptions
 from torchtitan_scape.sync.shards import split
+from torchtitan_scape.sync.topk_messages import TopkMessages, joined, real_of, tiles_of
 
 
 @dataclass
@@ -37,17 +37,25 @@ class TopkOptions(MethodOptions):
     start: int = 0
     """So many steps at first are dense"""
 
-    selection: Literal["block", "tensor"] = "block"
-    """The largest of every block, whose offsets take 9 bits at 0.01 of blocks of 1024, or of every tensor (32 bits)"""
+    selection: Literal["block", "tensor", "tile"] = field(default="block", metadata=LAYOUT)
+    """The largest of every block, whose offsets take 9 bits at 0.01 of blocks of 1024; of every tensor (32 bits); or of
+    every tile of 64 x 64, those of one dimension in runs of 4096 (8 bits at 64 of 4096)"""
 
     block_size: int = 1024
     """Entries of a block, a multiple of 8 up to 32768"""
 
+    values: Literal["float32", "e2m1", "2bit"] = "float32"
+    """How what is sent travels: in FP32, in blocks of 128 of four bits each, or in two bits by four means of each
+    tensor. What the code loses stays in the residual"""
+
     decay: float = 1.0
     """What a step leaves of the residual, in (0, 1]; below 1 what is not sent in time is lost"""
 
+    divisor: Literal["replicas", "senders"] = "replicas"
+    """What sums are divided by: all replicas, or those that sent the entry, up to so many times more"""
+
     dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they have two dimensions or more"""
+    """Parameters exchanged whole although they would be compressed"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,28 +67,40 @@ class TopkOptions(MethodOptions):
         self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
 
     def planned(self, optimizer: str) -> PlannedMethod:
-        block = self.block_size if self.selection == "block" else 0
-        return PlannedMethod("topk", self.density, block=block, optimizer=optimizer.lower())
+        return PlannedMethod(
+            "topk",
+            self.density,
+            values=self.values,
+            selection=self.selection,
+            block=self.block_size,
+            optimizer=optimizer.lower(),
+        )
 
 
 class Topk(Method):
     """One step, with x = decay * residual + gradient (all in mean units):
 
     1. the k = max(1, round(density * entries)) largest |x| of each block are chosen, ties to the lower index;
-    2. their values and coded offsets are one message, which goes to all replicas;
-    3. the synchronised gradient is the mean over replicas of what arrives, added in replica order, zero elsewhere;
-    4. the residual is x without what was sent.
+    2. their values, coded or not, and coded offsets are one message, which goes to all replicas;
+    3. the synchronised gradient is the sum of what arrives, decoded, added in replica order, over the number of
+       replicas, or of those that sent the entry; zero elsewhere;
+    4. the residual is x without what was sent, as it is decoded.
 
-    What is not compressed (one dimension, `dense_names`) is all-reduced. N messages exist at once on each replica.
+    What is not compressed (one dimension unless selected by tiles, `dense_names`) is all-reduced. N messages exist at
+    once on each replica.
     """
 
     def __init__(self, setting: Setting, options: TopkOptions) -> None:
         super().__init__(setting, options)
-        sparse, _ = split(setting.shards, options.dense_names)
-        self._sparse = [i for i, shard in enumerate(setting.shards) if shard in sparse and shard.size]
-        self._whole = [i for i in range(len(setting.shards)) if i not in self._sparse]
+        shards = setting.shards
+        sparse, whole = split(shards, options.dense_names)
+        if options.selection == "tile":
+            sparse = [*sparse, *(shard for shard in whole if shard.name not in options.dense_names)]
+        self._sparse = [i for i, shard in enumerate(shards) if shard in sparse and shard.size]
+        self._whole = [i for i in range(len(shards)) if i not in self._sparse]
+        self._cuts = [cut_of(tuple(shards[i].local_shape), options.selection, options.block_size) for i in self._sparse]
         self._pending = Pending.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
-        self._residuals = [self._pending.tensors[setting.shards[i].name] for i in self._sparse]
+        self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
         self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
@@ -90,23 +110,22 @@ class Topk(Method):
         for x, residual in zip(sparse, self._residuals, strict=True):
             x.add_(residual.view(-1), alpha=self.options.decay)
         density = self._density(step.number)
-        if density >= 1.0:
+        if density >= 1.0 or not sparse:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(step.applied)
             return gradients
-        offsets = [self._select(x, density) for x in sparse]
-        message = self._message(sparse, offsets)
+        messages = TopkMessages(self._cuts, density, self.options.values)
+        selected = [self._select(x, cut, k) for x, cut, k in zip(sparse, self._cuts, messages.chosen, strict=True)]
+        message = messages.encode(*zip(*selected, strict=True))
         arrived = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
         handle = self.collectives.all_gather(arrived, message, kind="payload")
         self.collectives.all_reduce_chunked([gradients[i] for i in self._whole])
-        for x, residual, chosen in zip(sparse, self._residuals, offsets, strict=True):
-            keep(residual, x.index_fill_(0, self._positions(chosen, x.numel()).view(-1), 0.0), step.applied)
-            x.zero_()
+        told = messages.decode_values(message)
+        for i, (picked, offsets, _) in enumerate(selected):
+            tiles = tiles_of(sparse[i], self._cuts[i]).scatter_(1, offsets, picked - told[i])
+            keep(self._residuals[i], joined(tiles, self._cuts[i]), step.applied)
         handle.wait()
-        for part in arrived.view(self.collectives.replicas, -1):
-            self._add(sparse, part, density)
-        if sparse:
-            torch._foreach_div_(sparse, float(self.collectives.replicas))
+        self._add_up(sparse, messages, arrived.view(self.collectives.replicas, -1))
         return gradients
 
     def states(self) -> list[State]:
@@ -117,13 +136,13 @@ class Topk(Method):
 
     def messages(self) -> list[Message]:
         whole = Message("all_reduce", sum(self.setting.shards[i].size for i in self._whole))
-        if self.options.density >= 1.0:
+        if self.options.density >= 1.0 or not self._sparse:
             return [Message("all_reduce", sum(shard.size for shard in self.setting.shards))]
         return [Message("all_gather", self._message_bytes(self.options.density)), whole]
 
     def density(self) -> float:
         entries = sum(shard.size for shard in self.setting.shards)
-        sent = sum(topk_count(self.setting.shards[i].size, self.options.density, self._block) for i in self._sparse)
+        sent = sum(one.count(self.options.density) for one in self._cuts)
         return (sent + sum(self.setting.shards[i].size for i in self._whole)) / max(1, entries)
 
     def _density(self, number: int) -> float:
@@ -137,51 +156,25 @@ class Topk(Method):
         longer = self.collectives.gathered_bytes(self._message_bytes(density)) > self.collectives.reduced_bytes(entries)
         return 1.0 if density > target and longer else density
 
-    # -------------------------------------------------------------------------------------- messages
-
-    @property
-    def _block(self) -> int:
-        """Entries of a block; 0 where selection is by tensor."""
-        return self.options.block_size if self.options.selection == "block" else 0
-
     def _message_bytes(self, density: float) -> int:
-        return topk_message_bytes([residual.numel() for residual in self._residuals], density, self._block)
+        return topk_message_bytes(self._cuts, density, self.options.values)
 
-    def _select(self, x: Tensor, density: float) -> Tensor:
-        """int64: offsets in their blocks (blocks, k), or places in the tensor (k,)."""
-        if self._block:
-            return select_blocks(x, entries_per_block(density, self._block), self._block)
-        return select_largest(x, topk_count(x.numel(), density, 0))
+    def _select(self, x: Tensor, cut: Cut, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(tiles, k) of what is sent: values FP32, offsets int64, and bool, whether x has the entry; None for all."""
+        tiles, real = tiles_of(x, cut), real_of(cut, x.device)
+        offsets = select_rows(tiles, k, real)
+        return tiles.gather(1, offsets), offsets, None if real is None else real.gather(1, offsets)
 
-    def _positions(self, offsets: Tensor, entries: int) -> Tensor:
-        """Places in the tensor, of the shape of `offsets`."""
-        if not self._block:
-            return offsets
-        return offsets + torch.arange(len(offsets), device=offsets.device)[:, None] * self._block
-
-    def _message(self, sparse: list[Tensor], offsets: list[Tensor]) -> Tensor:
-        """uint8: the values of all tensors, then their offsets."""
-        values, places = [], []
-        for x, chosen in zip(sparse, offsets, strict=True):
-            picked = x[self._positions(chosen, x.numel())]
-            if self._block and (tail := x.numel() % self._block):
-                picked[-1, tail:] = 0.0  # entries that stand there twice
-            values.append(picked.view(-1).view(torch.uint8))
-            places.append(encode_offsets(chosen, self._block) if self._block else chosen.int().view(torch.uint8))
-        parts = [*values, *places]
-        length = sum(part.numel() for part in parts)
-        device = self.setting.shards[0].device
-        return torch.cat([*parts, torch.zeros(-length % 16, dtype=torch.uint8, device=device)])
-
-    def _add(self, sparse: list[Tensor], message: Tensor, density: float) -> None:
-        """Adds what a message holds."""
-        values = [4 * topk_count(x.numel(), density, self._block) for x in sparse]
-        places = [topk_offset_bytes(x.numel(), density, self._block) for x in sparse]
-        parts = message[: sum(values) + sum(places)].split([*values, *places])
-        for x, picked, packed in zip(sparse, parts, parts[len(sparse) :], strict=False):
-            if self._block:
-                block, k = self._block, entries_per_block(density, self._block)
-                chosen = decode_offsets(packed, -(-x.numel() // block), k, block)
-            else:
-                chosen = packed.clone().view(torch.int32).long()  # a copy begins where 32-bit words may
-            x.index_add_(0, self._positions(chosen, x.numel()).view(-1), picked.view(torch.float32))
+    def _add_up(self, sparse: list[Tensor], messages: TopkMessages, arrived: Tensor) -> None:
+        """Every x becomes the mean of what messages, uint8 (replicas, bytes), say of it."""
+        values = [messages.decode_values(message) for message in arrived]
+        for i, (x, cut) in enumerate(zip(sparse, self._cuts, strict=True)):
+            total = torch.zeros(cut.tiles, cut.size, dtype=torch.float32, device=x.device)
+            senders = torch.zeros_like(total) if self.options.divisor == "senders" else None
+            for message, told in zip(arrived, values, strict=True):
+                offsets = messages.decode_offsets(message, i)
+                total.scatter_add_(1, offsets, told[i])
+                if senders is not None:
+                    senders.scatter_add_(1, offsets, torch.ones_like(told[i]))
+            total /= float(self.collectives.replicas) if senders is None else senders.clamp_(min=1.0)
+            x.copy_(joined(total, cut))

@@ -1,0 +1,138 @@
+"""What a top-k message says: where the largest entries of every tile are, and their values, coded or not."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.codec.codes import BlockCode
+from kernels.codec.formats import FORMATS
+from kernels.codec.reference import pack, unpack
+from kernels.scape.blocks import entries_per_block
+from kernels.scape.mask_code import decode_offsets, encode_offsets
+from torchtitan_scape.planner.payload import MEANS, Cut, topk_message_bytes, topk_value_bytes
+
+LEVELS = MEANS  # of the code of two bits
+RANGE = 6.0  # standard deviations that they cover
+
+
+# --------------------------------------------------------------------------------------------- tiles
+
+
+def tiles_of(x: Tensor, cut: Cut) -> Tensor:
+    """(tiles, entries of a tile) of flat x; what is missing of a short tile is 0 (False). A view of x where it can."""
+    right, below = cut.across * cut.width - cut.columns, cut.down * cut.height - cut.rows
+    matrix = x.view(cut.rows, cut.columns)
+    if right or below:
+        matrix = pad(matrix, (0, right, 0, below))
+    split = matrix.view(cut.down, cut.height, cut.across, cut.width)
+    return split.transpose(1, 2).reshape(cut.tiles, cut.size)
+
+
+def joined(tiles: Tensor, cut: Cut) -> Tensor:
+    """The inverse of `tiles_of`: flat."""
+    split = tiles.view(cut.down, cut.across, cut.height, cut.width).transpose(1, 2)
+    matrix = split.reshape(cut.down * cut.height, cut.across * cut.width)
+    return matrix[: cut.rows, : cut.columns].reshape(-1)
+
+
+def real_of(cut: Cut, device: torch.device) -> Tensor | None:
+    """bool (tiles, entries of a tile): what is an entry of the tensor; None where all are."""
+    if cut.tiles * cut.size == cut.rows * cut.columns:
+        return None
+    return tiles_of(torch.ones(cut.rows * cut.columns, dtype=torch.bool, device=device), cut)
+
+
+# --------------------------------------------------------------------------------- the code of two bits
+
+
+def encode_two_bits(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(means FP32 (4,), codes uint8 (ceil(m / 4),)) of FP32 (m,), the quantiser of SparseLoCo (2508.15706).
+
+    Values less their mean are cut into four bins of 6/4 standard deviations; a value is decoded as the mean of its bin.
+    real: bool (m,), those that are to be told; None for all.
+    """
+    weights = torch.ones_like(values) if real is None else real.to(values.dtype)
+    count = weights.sum()
+    centred = values - (values * weights).sum() / count.clamp(min=1.0)
+    variance = (centred.square() * weights).sum() / (count - 1.0).clamp(min=1.0)
+    step = variance.sqrt() * (RANGE / LEVELS)
+    bins = torch.where(step > 0, centred / step, 0.0) + LEVELS // 2
+    codes = bins.round_().nan_to_num_().clamp_(0, LEVELS - 1).to(torch.uint8)
+    means = []
+    for level in range(LEVELS):  # no scattered sums, whose order a GPU does not keep
+        inside = weights * (codes == level)
+        means.append((values * inside).sum() / inside.sum().clamp(min=1.0))
+    return torch.stack(means), pack(pad(codes, (0, -codes.numel() % 4)), FORMATS["2bit"])
+
+
+def decode_two_bits(means: Tensor, codes: Tensor, count: int) -> Tensor:
+    """FP32 (count,)."""
+    return means[unpack(codes, FORMATS["2bit"])[:count].long()]
+
+
+# ------------------------------------------------------------------------------------------- messages
+
+
+class TopkMessages:
+    """How the selected entries of some tensors travel, at one density: all values, then all offsets.
+
+    values: "float32"; "2bit", by four means of each tensor; or a block code, over all tensors' values end to end.
+    """
+
+    def __init__(self, cuts: Sequence[Cut], density: float, values: str) -> None:
+        self.cuts, self.values = cuts, values
+        self.chosen = [entries_per_block(density, cut.size) for cut in cuts]
+        self.counts = [cut.count(density) for cut in cuts]
+        self.nbytes = topk_message_bytes(cuts, density, values)
+        self._offset_bytes = [cut.offset_bytes(density) for cut in cuts]
+        self._value_bytes = topk_value_bytes(self.counts, values)
+
+    def encode(self, values: Sequence[Tensor], offsets: Sequence[Tensor], real: Sequence[Tensor | None]) -> Tensor:
+        """uint8 (nbytes,). Of every tensor FP32, int64 and bool (tiles, k), or None for bool where all are real."""
+        parts = self._encode_values([v.reshape(-1) for v in values], [r if r is None else r.view(-1) for r in real])
+        for cut, places in zip(self.cuts, offsets, strict=True):
+            parts.append(encode_offsets(places, cut.size) if cut.coded else places.int().view(-1).view(torch.uint8))
+        length = sum(part.numel() for part in parts)
+        assert -length % 16 + length == self.nbytes
+        return torch.cat([*parts, parts[0].new_zeros(-length % 16)])
+
+    def decode_values(self, message: Tensor) -> list[Tensor]:
+        """FP32 (tiles, k) of every tensor."""
+        told = message[: self._value_bytes].clone()  # a copy begins where words of 32 bits may
+        if self.values == "2bit":
+            head = 4 * LEVELS * len(self.cuts)
+            means = told[:head].view(torch.float32).view(-1, LEVELS)
+            codes = told[head:].split([-(-count // 4) for count in self.counts])
+            flat = [decode_two_bits(*both) for both in zip(means, codes, self.counts, strict=True)]
+        else:
+            flat = list(self._decode_all(told)[: sum(self.counts)].split(self.counts))
+        return [values.view(cut.tiles, -1) for cut, values in zip(self.cuts, flat, strict=True)]
+
+    def decode_offsets(self, message: Tensor, tensor: int) -> Tensor:
+        """int64 (tiles, k) of one tensor."""
+        cut, first = self.cuts[tensor], self._value_bytes + sum(self._offset_bytes[:tensor])
+        packed = message[first : first + self._offset_bytes[tensor]]
+        if cut.coded:
+            return decode_offsets(packed, cut.tiles, self.chosen[tensor], cut.size)
+        return packed.clone().view(torch.int32).long().view(cut.tiles, -1)
+
+    def _encode_values(self, values: list[Tensor], real: list[Tensor | None]) -> list[Tensor]:
+        if self.values == "2bit":
+            coded = [encode_two_bits(*both) for both in zip(values, real, strict=True)]
+            return [*(means.view(torch.uint8) for means, _ in coded), *(codes for _, codes in coded)]
+        if self.values == "float32":
+            return [flat.view(torch.uint8) for flat in values]
+        code = BlockCode(self.values)
+        flat = torch.cat(values)
+        return [code.encode(pad(flat, (0, -flat.numel() % code.unit)).view(1, -1)).view(-1)]
+
+    def _decode_all(self, told: Tensor) -> Tensor:
+        """FP32 (entries and zeros,)."""
+        if self.values == "float32":
+            return told.view(torch.float32)
+        code = BlockCode(self.values)
+        out = torch.empty(1, -(-sum(self.counts) // code.unit) * code.unit, dtype=torch.float32, device=told.device)
+        code.decode(told.view(1, -1), out)
+        return out.view(-1)
