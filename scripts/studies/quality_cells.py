@@ -24,6 +24,8 @@ _STORED_AS = {
     "sync.scape.wire": "sync.scape.wire_dtype",
 }
 _STORED_BESIDES = {"sync.scape.wait_by": "row_column"}  # the only rule that is left
+# Options that came later: with these values a run is what it was without them.
+_SINCE = {"sync.topk.divisor": "replicas"}
 # Where output goes and what is logged does not change a result.
 _WITHOUT_EFFECT = ("job.", "metrics.")
 _STUDY_KEYS = {
@@ -37,6 +39,7 @@ _STUDY_KEYS = {
     "sets",
 }
 _SET_KEYS = {"name", "tokens_per_parameter", "steps", "batch", "replicas", "methods", "learning_rates", "seeds"}
+_ALSO = "also."  # of a method: values of options that it is tuned in besides the learning rate
 Options = dict[str, Any]
 
 
@@ -81,7 +84,10 @@ def defaults(method: str) -> Options:
 
 @dataclass(frozen=True)
 class Set:
-    """A budget and what runs at it. `steps`, `batch` (tokens) and `replicas` are the same for all its cells."""
+    """A budget and what runs at it. `steps`, `batch` (tokens) and `replicas` are the same for all its cells.
+
+    further: so many runs each method may have beyond `learning_rates`, to be tuned; see `Tuning`.
+    """
 
     name: str
     steps: int
@@ -91,6 +97,7 @@ class Set:
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     options: Options = field(default_factory=dict)
+    further: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,8 @@ class Cell:
 
     overrides: what the trainer is told beyond the recipe. options: recipe and overrides together, without what has no
     effect on the result, by the names under which cells are stored; their digest is the cell's identity. setting:
-    digest of what all methods of a set share, variant: of what the method sets.
+    digest of what all methods of a set share, variant: of what the method sets. also: which of the values
+    that the method is tuned in besides the learning rate; empty for its own.
     """
 
     of: Set
@@ -111,6 +119,7 @@ class Cell:
     options: Options
     setting: str
     variant: str
+    also: Options = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -127,7 +136,8 @@ class Cell:
 
     @property
     def title(self) -> str:
-        run = f"lr {self.learning_rate:g}, seed {self.seed}, {self.of.steps} x {self.of.batch} tokens"
+        run = f"lr {self.learning_rate:g}{described(self.also)}, seed {self.seed}, "
+        run += f"{self.of.steps} x {self.of.batch} tokens"
         return f"{self.of.name}: {self.method}, {run}, {self.of.replicas} replicas"
 
     def head(self) -> dict[str, Any]:
@@ -164,7 +174,7 @@ class Grid:
     def _set(self, table: dict[str, Any]) -> Set:
         where = f"set {table.get('name', '?')!r}"
         needed = _SET_KEYS - {"tokens_per_parameter", "steps"}
-        _check_keys(where, table, _SET_KEYS | {"options"}, needed)
+        _check_keys(where, table, _SET_KEYS | {"options", "further"}, needed)
         if ("steps" in table) == ("tokens_per_parameter" in table):
             raise ValueError(f"{where}: give either steps or tokens_per_parameter")
         batch, replicas = int(table["batch"]), int(table["replicas"])
@@ -181,7 +191,8 @@ class Grid:
         steps = int(table.get("steps") or max(1, round(tokens / batch)))
         rates, seeds = tuple(map(float, table["learning_rates"])), tuple(map(int, table["seeds"]))
         options = flatten(table.get("options", {}))
-        return Set(table["name"], steps, batch, replicas, tuple(table["methods"]), rates, seeds, options)
+        further = int(table.get("further", 0))
+        return Set(table["name"], steps, batch, replicas, tuple(table["methods"]), rates, seeds, options, further)
 
     def choose(self, names: Sequence[str]) -> list[Set]:
         """The sets of those names, all without any. Raises ValueError for an unknown one."""
@@ -190,8 +201,15 @@ class Grid:
                 raise ValueError(f"there is no set {name!r}; known are {', '.join(one.name for one in self.sets)}")
         return [one for one in self.sets if not names or one.name in names]
 
-    def cell(self, one: Set, method: str, learning_rate: float, seed: int) -> Cell:
-        own = {k: v for k, v in self.methods[method].items() if k not in ("label", "density_warmup")}
+    def also(self, method: str) -> list[Options]:
+        """What the method is tuned in besides the learning rate, one value of one option at a time."""
+        declared = {k.removeprefix(_ALSO): v for k, v in self.methods[method].items() if k.startswith(_ALSO)}
+        return [{option: value} for option, values in declared.items() for value in values]
+
+    def cell(self, one: Set, method: str, learning_rate: float, seed: int, also: Options | None = None) -> Cell:
+        apart = ("label", "density_warmup")
+        own = {k: v for k, v in self.methods[method].items() if k not in apart and not k.startswith(_ALSO)}
+        own |= also or {}
         sequences = one.batch // self.sequence
         each = sequences // max(1, one.replicas)
         validated = max(1, self.validation_tokens // self.sequence // max(1, one.replicas))
@@ -219,20 +237,30 @@ class Grid:
             return not elsewhere and not key.startswith(_WITHOUT_EFFECT)
 
         known = _STORED_BESIDES | as_stored(spelled_out | self.base | overrides)
-        options = {key: value for key, value in sorted(known.items()) if counts(key)}
+        options = {k: v for k, v in sorted(known.items()) if counts(k) and (k, v) not in _SINCE.items()}
         varied = ("sync.", "optimizer.name", "optimizer.lr", "debug.seed", *_WITHOUT_EFFECT)
         common = {k: v for k, v in (self.base | shared).items() if not k.startswith(varied)}
         label = str(self.methods[method].get("label", method))
-        return Cell(one, method, label, learning_rate, seed, overrides, options, digest(common), digest(as_stored(own)))
+        variant = digest(as_stored(own))
+        return Cell(one, method, label, learning_rate, seed, overrides, options, digest(common), variant, also or {})
 
 
 class Store:
-    """OUTPUT/cells: one JSON a cell, found by its identity whatever the method was called when it ran."""
+    """OUTPUT/cells: one JSON a cell, found by its identity whatever the method was called when it ran.
 
-    def __init__(self, folder: Path) -> None:
+    shared: outputs of other studies, whose cells are read and never written.
+    """
+
+    def __init__(self, folder: Path, shared: Sequence[Path] = ()) -> None:
         self.folder = folder / "cells"
-        self._paths = {path.stem.rpartition("-")[2]: path for path in sorted(self.folder.glob("*.json"))}
-        self._contents = {key: read(path) for key, path in self._paths.items()}
+        self._paths = _paths(self.folder)
+        found = {key: path for other in shared for key, path in _paths(other / "cells").items()} | self._paths
+        self._contents = {key: read(path) for key, path in found.items()}
+
+    @property
+    def failed(self) -> set[str]:
+        """Identities of the cells whose run failed."""
+        return {key for key, found in self._contents.items() if isinstance(found, dict) and "error" in found}
 
     def read(self, cell: Cell) -> dict[str, Any] | None:
         """A finished cell. None where it has not run, failed, or cannot be read."""
@@ -247,6 +275,15 @@ class Store:
         path = self._paths.setdefault(cell.key, self.folder / f"{cell.name}.json")
         self._contents[cell.key] = {**cell.head(), **content}
         write(path, self._contents[cell.key])
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    return {path.stem.rpartition("-")[2]: path for path in sorted(folder.glob("*.json"))}
+
+
+def described(also: Options) -> str:
+    """For titles: {"sync.diloco.outer_lr": 0.4} as ", outer_lr 0.4"; empty for none."""
+    return "".join(f", {option.rpartition('.')[2]} {value:g}" for option, value in also.items())
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:

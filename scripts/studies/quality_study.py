@@ -16,6 +16,7 @@ Every run is one process with one thread, which plays all replicas in turn.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -31,8 +32,9 @@ from statistics import fmean
 from typing import Any
 
 from scripts.common import ALONE, OUTPUTS, RESULTS, ROOT, Curve, guarded, losses, names, parser, versions, without_paths
-from scripts.studies.quality_cells import CURVE_POINTS, GRID, Cell, Grid, Set, Store, as_argument, best_learning_rate
+from scripts.studies.quality_cells import CURVE_POINTS, GRID, Cell, Grid, Set, Store, as_argument
 from scripts.studies.quality_report import write_report
+from scripts.studies.quality_tuning import Tuning
 
 TRAINER = (sys.executable, "-m", "torchtitan_scape.train")
 ENVIRONMENT = ALONE | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -113,39 +115,50 @@ class Queue:
     """Runs the missing cells of `sets`, `jobs` at a time; learning rates first, other seeds where they are tuned."""
 
     def __init__(
-        self, grid: Grid, sets: Sequence[Set], output: Path, jobs: int, work: Path, trainer: Sequence[str] = TRAINER
+        self,
+        grid: Grid,
+        sets: Sequence[Set],
+        output: Path,
+        jobs: int,
+        work: Path,
+        trainer: Sequence[str] = TRAINER,
+        shared: Sequence[Path] = (),
     ) -> None:
         if jobs < 1:
             raise ValueError(f"--jobs {jobs}: give 1 or more")
-        self.grid, self.sets, self.store, self.work = grid, sets, Store(output), work
+        self.grid, self.sets, self.store, self.work = grid, sets, Store(output, shared), work
         self.jobs, self.trainer = jobs, list(trainer)
         self.failed: set[str] = set()
         self.running: list[Running] = []
 
     # What there is to run: cells by identity, since sets share them.
 
-    def tuning(self, one: Set, method: str) -> list[Cell]:
-        return [self.grid.cell(one, method, rate, one.seeds[0]) for rate in one.learning_rates]
+    def tuning(self, one: Set, method: str) -> Tuning:
+        return Tuning(self.grid, one, method, self.store.loss, self.failed)
 
-    def seeds(self, one: Set, method: str, guess: bool) -> list[Cell]:
+    def seeds(self, tuning: Tuning, guess: bool) -> list[Cell]:
         """The other seeds' cells at the best learning rate; failed rates are passed over.
 
         While a rate has not run: none, or with `guess` as many as there will be.
         """
-        cells = self.tuning(one, method)
-        losses = {cell.learning_rate: self.store.loss(cell) for cell in cells}
-        waiting = any(losses[cell.learning_rate] is None and cell.key not in self.failed for cell in cells)
-        best = (one.learning_rates[0] if guess else None) if waiting else best_learning_rate(losses)
-        return [] if best is None else [self.grid.cell(one, method, best, seed) for seed in one.seeds[1:]]
+        best = (tuning.declared[0] if guess else None) if not tuning.done else tuning.best
+        one = tuning.one
+        rest = one.seeds[1:] if best else ()
+        return [self.grid.cell(one, best.method, best.learning_rate, seed, best.also) for seed in rest if best]
 
     def cells(self, guess: bool = False) -> dict[str, Cell]:
-        """Every cell that is known by now, in the order of the queue."""
+        """Every cell that is known by now, in the order of the queue.
+
+        Sets of one budget that follow each other are one after all: the first learning rate of all methods, the others,
+        what is to be tuned further, and the other seeds.
+        """
         found: list[Cell] = []
-        for one in self.sets:
-            for method in one.methods:
-                found += self.tuning(one, method)
-            for method in one.methods:
-                found += self.seeds(one, method, guess)
+        for _, sets in itertools.groupby(self.sets, key=lambda one: (one.steps, one.batch, one.replicas)):
+            tunings = [self.tuning(one, method) for one in sets for method in one.methods]
+            for cells in itertools.zip_longest(*(tuning.declared for tuning in tunings)):
+                found += [cell for cell in cells if cell is not None]
+            found += [cell for tuning in tunings for cell in tuning.cells]
+            found += [cell for tuning in tunings for cell in self.seeds(tuning, guess)]
         return {cell.key: cell for cell in found}
 
     def missing(self) -> list[Cell]:
@@ -243,8 +256,13 @@ def run(args: argparse.Namespace, trainer: Sequence[str]) -> int:
     if args.command == "report":
         print(f"wrote {write_report(args.output)}")
         return 0
-    grid = Grid(args.grid)
-    queue = Queue(grid, grid.choose(names(args.sets)), args.output, args.jobs, args.work.resolve(), trainer)
+    return work_off(args, trainer, "quality_study")
+
+
+def work_off(args: argparse.Namespace, trainer: Sequence[str], study: str, shared: Sequence[Path] = ()) -> int:
+    """The commands run and list of a study. shared: outputs of others, whose cells it takes as they are."""
+    grid, work = Grid(args.grid), args.work.resolve()
+    queue = Queue(grid, grid.choose(names(args.sets)), args.output, args.jobs, work, trainer, shared)
     listed = args.command == "list"
     if listed:
         print("".join(f"{cell.title}\n" for cell in queue.missing()), end="")
@@ -252,10 +270,14 @@ def run(args: argparse.Namespace, trainer: Sequence[str]) -> int:
     if listed:
         return 0
     failed = queue.run()
-    print(
-        f"{queue.done()} cells done, {failed} failed; next: python -m scripts.studies.quality_study report", flush=True
-    )
+    print(f"{queue.done()} cells done, {failed} failed; next: python -m scripts.studies.{study} report", flush=True)
     return 1 if failed else 0
+
+
+def queue_options(command: argparse.ArgumentParser, study: str) -> None:
+    command.add_argument("--sets", default="", help="names, with commas between; all by default")
+    command.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    command.add_argument("--work", type=Path, default=OUTPUTS / study, help="logs of the runs")
 
 
 def main(arguments: Sequence[str] | None = None, trainer: Sequence[str] = TRAINER) -> int:
@@ -266,9 +288,7 @@ def main(arguments: Sequence[str] | None = None, trainer: Sequence[str] = TRAINE
         one.add_argument("--output", type=Path, default=RESULTS / "quality_study")
         if name != "report":
             one.add_argument("--grid", type=Path, default=GRID)
-            one.add_argument("--sets", default="", help="names, with commas between; all by default")
-            one.add_argument("--jobs", type=int, default=2, help="runs at a time")
-            one.add_argument("--work", type=Path, default=OUTPUTS / "quality_study", help="logs of the runs")
+            queue_options(one, "quality_study")
     args = own.parse_args(arguments)
     return guarded(lambda: run(args, trainer))
 

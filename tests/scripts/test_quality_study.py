@@ -223,6 +223,9 @@ def test_a_stored_cell_keeps_its_name_under_other_names_of_options() -> None:
     (rules,) = grid.choose(["rules"])
     paper = grid.cell(rules, "scape-0.01-paper", 2e-3, 0)
     assert paper.name == "scape-0.01-paper-980x4096-r4-lr0.002-s0-d08074d1"
+    (others,) = grid.choose(["others"])
+    topk = grid.cell(others, "topk-0.01-adamw", 4e-3, 0)
+    assert topk.name == "topk-0.01-adamw-980x4096-r4-lr0.004-s0-43288285", "an option that came later, at its default"
 
 
 def test_the_best_learning_rate_has_the_lowest_loss() -> None:
