@@ -12,6 +12,7 @@ from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape import AdamS
 from torchtitan_scape.sync.base import Method, Setting, Step
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import collect_shards
@@ -50,10 +51,11 @@ CASES = [
 
 def make(case: Case, collectives: ReplicaCollectives, scale: float = 1.0, **other: Any) -> Method:
     named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(SHAPES)]
-    shards = collect_shards([{"params": [p for _, p in named], "param_names": [name for name, _ in named]}])
+    optimizer = AdamS(named, lr=1e-2)
     entry = METHODS[case.method]
     assert entry.method is not None
-    return entry.method(Setting(shards, collectives, scale, steps=100), entry.options(**{**case.options, **other}))
+    setting = Setting(collect_shards(optimizer.param_groups), collectives, optimizer, scale, steps=100)
+    return entry.method(setting, entry.options(**{**case.options, **other}))
 
 
 def gradients(step: int, replica: int) -> list[Tensor]:

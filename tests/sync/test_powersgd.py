@@ -94,8 +94,9 @@ def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[lis
         dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1, random_seed=7
     )
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    shards = collect_shards([{"params": [nn.Parameter(torch.zeros(shape))], "param_names": ["w"]}])
-    method = Powersgd(Setting(shards, ProcessGroupCollectives(dist.group.WORLD)), PowersgdOptions(rank=rank, start=2))
+    optimizer = torch.optim.SGD([("w", nn.Parameter(torch.zeros(shape)))])
+    setting = Setting(collect_shards(optimizer.param_groups), ProcessGroupCollectives(dist.group.WORLD), optimizer)
+    method = Powersgd(setting, PowersgdOptions(rank=rank, start=2))
     theirs, ours = [], []
     for number in range(1, steps + 1):
         inputs = torch.randn(6, shape[1], generator=torch.Generator().manual_seed(10 * number + me))

@@ -125,9 +125,10 @@ def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) ->
         return [torch.randn(math.prod(shape), generator=generator) for shape in LARGE]
 
     def work(collectives: ReplicaCollectives) -> list[list[Tensor]]:
-        named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(LARGE)}
-        shards = collect_shards([{"params": list(named.values()), "param_names": list(named)}])
-        method, found = Topk(Setting(shards, collectives), TopkOptions(**options)), []
+        named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(LARGE)]
+        optimizer = torch.optim.SGD(named)
+        setting = Setting(collect_shards(optimizer.param_groups), collectives, optimizer)
+        method, found = Topk(setting, TopkOptions(**options)), []
         for number in (1, 2, 3):
             given = method.synchronize(drawn(number, collectives.replica), Step(number, torch.tensor(True)))
             found.append([g.clone() for g in given])

@@ -193,7 +193,9 @@ class SyncedOptimizers(ReplicaOptimizers):
         self.timer = PhaseTimer(device.type)
         self.collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
         scale = float(self.collectives.replicas)  # the loss is divided by the global token count
-        self.methods = replicas.run(lambda i: make_method(Setting(self._shards, replicas.endpoints[i], scale, steps)))
+        self.methods = replicas.run(
+            lambda i: make_method(Setting(self._shards, replicas.endpoints[i], optimizer, scale, steps))
+        )
         self.guard = FiniteGuard(
             [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],
             finite_check(choose(kernels, device)),

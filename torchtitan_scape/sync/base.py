@@ -71,6 +71,7 @@ class Setting:
     """What a method is made of, beside its own section of the configuration.
 
     shards: the parameters, whose gradients `synchronize` is given in this order.
+    optimizer: what updates the parameters: its rates and moments are there to be read.
     scale: makes a local gradient one in mean units: the number of replicas where the loss was divided by the global
         token count, so that their gradients are to be summed; else 1.
     steps: of the run, for what begins after a share of them.
@@ -78,6 +79,7 @@ class Setting:
 
     shards: Sequence[Shard]
     collectives: ReplicaCollectives
+    optimizer: torch.optim.Optimizer
     scale: float = 1.0
     steps: int = 0
 
