@@ -1,5 +1,6 @@
 """What holds for every method of the replicate axis. A method is one line of `CASES`."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.sync.base import Method, Setting, Step
 from torchtitan_scape.sync.registry import METHODS
-from torchtitan_scape.sync.shards import collect_shards
+from torchtitan_scape.sync.shards import collect_shards, store_gradient
 
 # Matrices, one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero, and
 # what is not compressed.
@@ -26,12 +27,14 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """options: as a run has them. dense: with which the method is dense training. begins: steps until it compresses."""
+    """options: as a run has them. dense: with which the method is dense training. begins: steps until it compresses;
+    from then on what it sends repeats every `period` steps."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     dense: dict[str, Any] | None = None
     begins: int = 0
+    period: int = 1
 
     def __str__(self) -> str:
         return " ".join([self.method, *map(str, self.options.values())])
@@ -46,6 +49,14 @@ CASES = [
     Case("topk", {"density": 0.1, "block_size": 64, "values": "e2m1"}, dense={"density": 1.0}),
     Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
     Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
+    Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),
+    Case(
+        "radius",
+        {"interval": 2, "start": 0, "selection": "block", "clip_refresh": "fresh", "release_scale": 3.0},
+        dense={"interval": 1},
+        begins=2,
+        period=2,
+    ),
 ]
 
 
@@ -81,10 +92,12 @@ def pending(method: Method) -> list[Tensor]:
 
 @dataclass
 class Played:
-    """Of one replica: what `synchronize` gave, what was kept and pending after every step, bytes sent in it."""
+    """Of one replica: what `synchronize` gave, what was kept, trained (`trained_by`) and pending after every step, bytes
+    sent in it."""
 
     given: list[list[Tensor]] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
+    trained: list[tuple[list[Tensor], dict[str, Any]]] = field(default_factory=list)
     pending: list[list[Tensor]] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     planned: float = 0.0
@@ -107,14 +120,33 @@ def play(
         # Without the guard, whose flag this is.
         step = Step(number, torch.tensor(number != nan_at))
         with torch.no_grad():
-            played.given.append([g.clone() for g in method.synchronize(own, step)])
+            given = method.synchronize(own, step)
+            played.given.append([g.clone() for g in given])
+            update(method, given, step)
             method.updated(step)
+        played.trained.append(trained_by(method))
         played.kept.append(kept(method))
         played.pending.append(pending(method))
         sent = sum(collectives.traffic.sent_by_level().values())
         played.sent.append(sent - before)
         before = sent
     return played
+
+
+def update(method: Method, gradients: list[Tensor], step: Step) -> None:
+    """What the container does after `synchronize`, without clipping."""
+    optimizer = method.setting.optimizer
+    assert isinstance(optimizer, AdamS)
+    for shard, gradient in zip(method.setting.shards, gradients, strict=True):
+        store_gradient(shard, gradient)
+    optimizer.found_inf = (~step.applied).float()
+    optimizer.step()
+
+
+def trained_by(method: Method) -> tuple[list[Tensor], dict[str, Any]]:
+    """Copies of the parameters and of the optimizer's state."""
+    parameters = [shard.parameter.detach().clone() for shard in method.setting.shards]
+    return parameters, copy.deepcopy(method.setting.optimizer.state_dict())
 
 
 def on_gloo(case: Case, **other: Any) -> Played:
@@ -181,6 +213,10 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
         for state in method.states():
             for name, values in state.tensors.items():
                 values.copy_(whole.kept[at - 1][f"{state.kind}.{name}"])
+        parameters, optimizer_state = whole.trained[at - 1]
+        for shard, values in zip(method.setting.shards, parameters, strict=True):
+            shard.parameter.data.copy_(values)
+        method.setting.optimizer.load_state_dict(optimizer_state)
         return whole, play(collectives, case, method=method, first=at + 1)
 
     for whole, rest in run_replicas(2, work):
@@ -192,8 +228,9 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
     for rank in run_replicas(replicas, lambda collectives: play(collectives, case)):
-        for sent in rank.sent[case.begins :]:
-            assert sent == pytest.approx(rank.planned)
+        steady = rank.sent[case.begins :]
+        for first in range(len(steady) - case.period + 1):
+            assert sum(steady[first : first + case.period]) == pytest.approx(case.period * rank.planned)
 
 
 def test_its_dense_limit(case: Case) -> None:

@@ -100,6 +100,8 @@ class SavedState(Stateful):
         total = self._frame.replicas * self._frame.simulated
         for state in self._optimizers.states(self._residual):
             for name, values in state.tensors.items():
+                if state.packed:
+                    values = state.by_entry(name, local(parameters[name]).shape)
                 values, key = _apart(values), f"{state.kind}.{name}"
                 if not state.by_parameter:
                     found[self._optimizers.of_this_shard(key)] = values

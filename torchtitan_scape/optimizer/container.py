@@ -9,6 +9,7 @@ and runs them in step. Which method it is, nothing here knows.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -232,10 +233,11 @@ class SyncedOptimizers(ReplicaOptimizers):
             self.replicas.run(lambda i: self.methods[i].updated(step))
 
     def _clip(self, gradients: list[Tensor]) -> None:
-        counted = [g for shard, g in zip(self._shards, gradients, strict=True) if shard.counted]
+        norms = self.methods[0].norms(gradients)
+        counted = [norm for shard, norm in zip(self._shards, norms, strict=True) if shard.counted]
         squares = torch.zeros_like(self.grad_norm)
         if counted:
-            squares += torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum().float()
+            squares += torch.stack(counted).square().sum().float()
         self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
         self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
         torch._foreach_mul_(gradients, self.clip_factor)
@@ -410,7 +412,7 @@ def rows_of(each: Sequence[list[State]]) -> list[State]:
         if first.own:
             rows = {name: [state.tensors[name] for state in states] for name in tensors}
             tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
-        found.append(State(first.kind, tensors, first.own, first.carries, first.by_parameter))
+        found.append(replace(first, tensors=tensors))
     return found
 
 

@@ -7,6 +7,7 @@ copied.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def load_synced(
         found = read(kinds, reader, device)
         if not same_optimizer:
             _put_moments(optimizer, shard, found.moment)
-        _copy_shared(each, shard, kinds)
+        _copy_shared(each, shard, kinds, reader.saved["states"])
         mean = found.mean(reader)
         if mean is not None:
             norm.add(shard, mean)
@@ -93,12 +94,16 @@ def _put_moments(optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor,
         second.copy_(torch.maximum(second, square) if keep_second else square)
 
 
-def _copy_shared(each: list[list[State]], shard: Shard, kinds: dict[str, Tensor]) -> None:
+def _copy_shared(
+    each: list[list[State]], shard: Shard, kinds: dict[str, Tensor], saved: dict[str, dict[str, Any]]
+) -> None:
+    """saved: what each kind was to the run that saved."""
     for states in each:
         for state in states:
             mine = state.tensors.get(shard.name) if state.by_parameter and state.carries == "copy" else None
-            if mine is not None and state.kind in kinds and kinds[state.kind].dtype == mine.dtype:
-                mine.copy_(kinds[state.kind].view(mine.shape))
+            was = saved.get(state.kind, {}).get("carries")
+            if mine is not None and was == "copy" and state.kind in kinds and kinds[state.kind].dtype == mine.dtype:
+                state.take(shard.name, kinds[state.kind])
 
 
 def _keep_pending(

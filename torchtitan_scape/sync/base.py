@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.scape.reference import pack_bits, unpack_bits
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.sync.shards import Shard
@@ -32,6 +33,7 @@ class State:
         "copy": goes on where the next run has a state of that kind.
         "rebuild": is dropped, and the next exchange is whole.
     by_parameter: else the tensors are of this shard, of shapes of their own, for the same layout alone.
+    packed: a bit of each entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. A checkpoint has bytes.
     """
 
     kind: str
@@ -39,10 +41,21 @@ class State:
     own: bool
     carries: Literal["gradient", "copy", "rebuild"]
     by_parameter: bool = True
+    packed: bool = False
 
     def describe(self) -> dict[str, Any]:
         """For a checkpoint's record, as plain values."""
         return {"own": self.own, "carries": self.carries, "by_parameter": self.by_parameter}
+
+    def by_entry(self, name: str, shape: torch.Size) -> Tensor:
+        """What is kept of a parameter, of its local `shape`: the tensor itself unless `packed`."""
+        kept = self.tensors[name]
+        return unpack_bits(kept, shape.numel()).view(shape).byte() if self.packed else kept
+
+    def take(self, name: str, values: Tensor) -> None:
+        """Takes back what `by_entry` gave, of any shape."""
+        kept = self.tensors[name]
+        kept.copy_(packed_bits(values.bool().view(-1)).to(kept.device) if self.packed else values.view(kept.shape))
 
 
 class Step(NamedTuple):
@@ -56,14 +69,17 @@ class Step(NamedTuple):
 
 
 class Message(NamedTuple):
-    """An exchange of a step: FP32 entries of an all-reduce, or own bytes of an all-gather.
+    """An exchange of a step.
 
+    size: FP32 entries of an all-reduce, or own bytes of an all-gather.
     codec: of an all-reduce, whose messages cross the outermost level.
+    share: of the steps that have it.
     """
 
     collective: Literal["all_reduce", "all_gather"]
     size: int
     codec: Codec | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,13 +135,17 @@ class Method:
     def send_all(self) -> None:
         """Makes the next exchange whole: nothing is pending after it."""
 
+    def norms(self, gradients: list[Tensor]) -> list[Tensor]:
+        """FP64 () a shard: of what `synchronize` gave, by whose norm over the model it is clipped."""
+        return list(torch._foreach_norm(gradients, 2, torch.float64))
+
     def messages(self) -> list[Message]:
-        """The exchanges of a step, warm-up over. Arithmetic of shapes and options: nothing is asked of a device."""
+        """The exchanges of a step, warm-up over, and in which share of the steps: arithmetic of shapes and options."""
         raise NotImplementedError
 
     def planned_bytes(self) -> float:
-        """Bytes this rank sends in a step, warm-up over."""
-        return sum(self.collectives.planned_bytes(*message) for message in self.messages())
+        """Bytes this rank sends in a step, warm-up over, in the mean."""
+        return sum(m.share * self.collectives.planned_bytes(m.collective, m.size, m.codec) for m in self.messages())
 
     def density(self) -> float:
         """Share of the entries that a step sends, warm-up over; for the log."""
@@ -152,6 +172,11 @@ class Pending:
 
     def state(self) -> State:
         return State("residual", self.tensors, own=True, carries="gradient")
+
+
+def packed_bits(bits: Tensor) -> Tensor:
+    """bool (n,) as uint8 (ceil(n / 8),), entry i in bit i % 8 of byte i // 8."""
+    return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
 
 
 def keep(kept: Tensor, new: Tensor | float, applied: Tensor) -> None:
