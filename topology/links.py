@@ -92,8 +92,12 @@ class Stage:
     """Part of a collective on one level: messages that follow one another, and the bytes in them, of one rank."""
 
     level: str
-    rounds: int
+    rounds: float
     sent: float
+
+    def of_a_share(self, share: float) -> "Stage":
+        """In the mean over steps of which this share has it."""
+        return Stage(self.level, share * self.rounds, share * self.sent)
 
 
 def stage_seconds(stages: Sequence[Stage], links: Links) -> tuple[float, float]:

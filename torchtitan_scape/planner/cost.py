@@ -117,7 +117,7 @@ def predict_step(
     if any(message.collective != "reduce" for message in exposed):
         chunks = 1
     elif chunk_bytes:
-        chunks = max(1, -(-int(sum(message.nbytes for message in exposed)) // chunk_bytes))
+        chunks = max(1, -(-int(sum(message.share * message.nbytes for message in exposed)) // chunk_bytes))
     else:
         chunks = best_chunks(pack_seconds, transfer, latency)
     exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0

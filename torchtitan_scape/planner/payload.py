@@ -73,6 +73,13 @@ def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
     return Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes)).share
 
 
+def mask_counts(sizes: Sequence[int], density: float, selection: str, block: int) -> list[int]:
+    """Entries that a mask has of each tensor. selection: "block", k of every block, at most what a short one has; or
+    "tensor"."""
+    layout = BlockLayout(tuple(sizes), block, 1)
+    return [layout.nnz(i, density, selection) for i in range(len(sizes))]
+
+
 # ----------------------------------------------------------------------------------------------- top-k
 
 TILE = 64  # the side of a tile; what is no matrix is cut into runs of as many entries

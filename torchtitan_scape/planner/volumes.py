@@ -17,6 +17,7 @@ from torchtitan_scape.planner.payload import (
     cut_of,
     entries_of,
     mask_bytes,
+    mask_counts,
     payload_entries,
     topk_message_bytes,
     whole_sizes,
@@ -30,16 +31,17 @@ from torchtitan_scape.planner.workloads import Workload, local_shapes
 class Method:
     """Who synchronises the replicas, and how.
 
-    kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk" and "scape" (at `density`) or
-        "powersgd" (rank `rank`).
-    optimizer: of "topk" and "powersgd", "adamw" or "adams".
+    kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
+        `density`) or "powersgd" (rank `rank`).
+    optimizer: of "topk", "radius" and "powersgd", "adamw" or "adams".
+    interval: of "radius", steps from one whole exchange to the next.
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
     values: with "sharded", how new values travel, as of `wire`; of "topk", how what is sent does: in FP32 or a code.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory.
     block: entries of a block, in each of which the largest are selected.
-    selection: of "topk", by "block", "tensor" or "tile": see `payload.cut_of`.
+    selection: of "topk", by "block", "tensor" or "tile": see `payload.cut_of`; of "radius", one of the first two.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Method:
     block: int = 1024
     selection: str = "block"
     optimizer: str = "adams"
+    interval: int = 200
 
     def __post_init__(self) -> None:
         if self.kind not in VOLUMES:
@@ -107,14 +110,21 @@ class Message:
     nbytes: what each of them brings to it, FP32 where it is added up.
     wire: how sums cross the outermost level.
     hidden: it goes beside the next forward and backward pass.
+    share: of the steps that have it.
     """
 
     collective: Literal["reduce", "scatter", "gather"]
     nbytes: float
     wire: str = "float32"
     hidden: bool = False
+    share: float = 1.0
 
     def stages(self, tiers: Tiers, flat: bool = False) -> list[Stage]:
+        """Of a step, in the mean."""
+        stages = self._stages(tiers, flat)
+        return stages if self.share == 1.0 else [s.of_a_share(self.share) for s in stages]
+
+    def _stages(self, tiers: Tiers, flat: bool) -> list[Stage]:
         match self.collective:
             case "reduce":
                 return all_reduce_stages(tiers, self.nbytes, coded_by(self.wire), flat)
@@ -185,16 +195,22 @@ def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volu
 
 
 def _with_residual(
-    messages: Callable[[Method, Shapes, int], list[Message]], moved: float, option: str, recipe: dict[str, str]
+    messages: Callable[[Method, Shapes, int], list[Message]],
+    moved: Callable[[Method], float],
+    option: str,
+    recipe: dict[str, str],
+    masks: float = 0.0,
 ) -> Volumes:
-    """Of a method that keeps what it did not send. moved: bytes a parameter besides the optimizer's own."""
+    """Of a method that keeps what it did not send. Bytes a parameter: moved, besides the optimizer's own passes; masks,
+    of what is compressed."""
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
-        return 0.0, moved * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
+        return 0.0, moved(method) * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        residual = 4.0 * (entries_of(shapes) - sum(_left_whole(method, shapes)))
-        kinds = optimizer_of(method).memory(method, shapes, replicas) | {"residual": residual}
+        compressed = entries_of(shapes) - sum(_left_whole(method, shapes))
+        kinds = optimizer_of(method).memory(method, shapes, replicas) | {"residual": 4.0 * compressed}
+        kinds |= {"masks": masks * compressed} if masks else {}
         # What replicas send of their own is with all of them at once.
         gathered = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
         return kinds | ({"messages": replicas * gathered} if gathered else {})
@@ -202,7 +218,8 @@ def _with_residual(
     def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         kinds = memory(method, shapes, replicas)
         # All messages reach every replica, and all are there before one of them is added.
-        return kinds | {kind: replicas * kinds[kind] for kind in ("gradients", "residual", "messages") if kind in kinds}
+        own = ("gradients", "residual", "masks", "messages")
+        return kinds | {kind: replicas * kinds[kind] for kind in own if kind in kinds}
 
     def optimizer_of(method: Method) -> Volumes:
         return VOLUMES[method.optimizer]
@@ -222,6 +239,24 @@ def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messag
 def _left_whole(method: Method, shapes: Shapes) -> list[int]:
     """Entries of the tensors that a method with a residual does not compress."""
     return [] if method.selection == "tile" else whole_sizes(shapes)
+
+
+def _radius_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+    """What the mask has, and every so many steps all."""
+    sizes = tuple(math.prod(shape) for shape in shapes if len(shape) > 1)
+    kept = sum(mask_counts(sizes, method.density, method.selection, method.block)) + sum(whole_sizes(shapes))
+    share = 1.0 / method.interval
+    return [
+        Message("reduce", 4.0 * kept, share=1.0 - share),
+        Message("reduce", 4.0 * entries_of(shapes), share=share),
+    ]
+
+
+def _radius_moved(method: Method) -> float:
+    """Gradient and residual in and out, the mask, the payload in and out; at a whole exchange no payload, but moments
+    and parameters for the next mask."""
+    share = 1.0 / method.interval
+    return 16.125 + 8.0 * method.density * (1.0 - share) + 12.0 * share
 
 
 def _powersgd_messages(method: Method, shapes: Shapes, replicas: int = 0) -> list[Message]:
@@ -275,11 +310,18 @@ VOLUMES: dict[str, Volumes] = {
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
     "topk": _with_residual(
         _topk_messages,
-        28.0,
+        lambda method: 28.0,
         "density",
         {"density": "density", "selection": "selection", "block_size": "block", "values": "values"},
     ),
-    "powersgd": _with_residual(_powersgd_messages, 36.0, "rank", {"rank": "rank"}),
+    "powersgd": _with_residual(_powersgd_messages, lambda method: 36.0, "rank", {"rank": "rank"}),
+    "radius": _with_residual(
+        _radius_messages,
+        _radius_moved,
+        "density",
+        {"density": "density", "interval": "interval", "selection": "selection"},
+        masks=0.125,
+    ),
     "scape": Volumes(
         _scape_messages,
         scape_passes,
