@@ -66,6 +66,20 @@ METHODS = {
     "topk-adams": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.density_warmup_steps=3"],
     "powersgd-32": ["--sync.method=powersgd", "--sync.powersgd.start=2", "--sync.powersgd.rank=32"],
     "powersgd": ["--sync.method=powersgd", "--sync.powersgd.start=2"],
+    "radius": [
+        "--sync.method=radius",
+        "--sync.radius.interval=3",
+        "--sync.radius.start=2",
+        "--sync.radius.clip_refresh=fresh",
+        "--optimizer.name=AdamW",
+    ],
+    "radius-adams": [
+        "--sync.method=radius",
+        "--sync.radius.interval=4",
+        "--sync.radius.start=0",
+        "--sync.radius.selection=block",
+        "--sync.radius.release_scale=2.0",
+    ],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -152,7 +166,7 @@ def run_of_12(
 @pytest.mark.parametrize(
     "method, layout",
     [(m, where) for m in ("adamw", "scape") for where in LAYOUTS if where != "nodes"]
-    + [("topk-adams", "nodes"), ("powersgd", "2x1")]
+    + [("topk-adams", "nodes"), ("powersgd", "2x1"), ("radius-adams", "nodes")]
     + [("adams", "1x2"), ("scape", "nodes"), ("scape-gather-int4", "nodes"), ("scape-gather-bf16", "2x2")],
 )
 def test_the_loss_goes_down(method: str, layout: str, run_of_12: Any) -> None:
@@ -231,6 +245,8 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("topk-adams", "1x2", None),
         ("powersgd", "1x2", 4),
         ("powersgd", "2x2", None),
+        ("radius", "1x2", 4),  # between two refreshes
+        ("radius-adams", "2x2", None),  # right after one
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         ("scape-gather-int4", "1x2", None),

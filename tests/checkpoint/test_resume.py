@@ -199,6 +199,11 @@ def first_half(
         # 3 shards of 200 rows are uneven, and one of them may be too small to be factored.
         ("3 shards", "1x2", "powersgd-32", "powersgd"),
         pytest.param("tensor", "2x1", "powersgd", "topk-adams", marks=pytest.mark.slow),
+        ("4x1", "1x2", "radius-adams", "radius"),
+        ("2x2", "1x2", "radius-adams", "topk-adams"),  # shards alone, and the method
+        pytest.param("1x2", "4x1", "radius-adams", "radius-adams", marks=pytest.mark.slow),
+        pytest.param("1x2", "1x2", "radius-adams", "adamw", marks=pytest.mark.slow),
+        pytest.param("1x2", "1x2", "topk", "radius", marks=pytest.mark.slow),
         ("1x2", "1x2", "topk", "adamw"),
         ("1x2", "2x1", "topk-adams", "scape"),
         ("1x2", "1x2", "scape-gather", "topk-adams"),

@@ -27,7 +27,7 @@ def check(arguments: list[str]) -> None:
     [
         ("[sync.scape]\ndensty = 0.1", "densty"),
         ("[snyc]\nmethod = 'dense'", "snyc"),
-        ("[sync]\nmethod = 'radius'", r"method = 'radius'; it must be 'dense' \| 'scape'"),
+        ("[sync]\nmethod = 'gossip'", r"method = 'gossip'; it must be 'dense' \| 'scape'"),
         ("[sync.scape]\ndensity = 0", r"\[sync.scape\] density = 0; it must lie in \(0, 1\]"),
         ("[sync.scape]\ndensity = 1.01", "density = 1.01"),
         ("[sync.scape]\ndensity = '0.1'", "density = '0.1'; it must be a number"),

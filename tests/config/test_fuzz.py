@@ -178,7 +178,7 @@ def test_a_command_line(recipe: Path, arguments: list[str]) -> None:
     [
         (["--training.stpes=3"], "command line: Unrecognized options: --training.stpes=3"),
         (["--training.steps=many"], "command line: Error parsing --training.steps: invalid literal .* 'many'"),
-        (["--sync.method=radius"], "command line: invalid choice 'radius' for argument '--sync.method'"),
+        (["--sync.method=gossip"], "command line: invalid choice 'gossip' for argument '--sync.method'"),
         (
             ["--metrics.enable_tensorboard=False"],
             "enable_tensorboard takes no value; .* --metrics.no-enable_tensorboard",

@@ -184,3 +184,7 @@ def test_the_methods_of_the_readme() -> None:
     assert f"| {held(topk, 4):.1f} / {held(topk, 16):.1f} |" in rows["topk"]
     assert f"{share(powersgd, 4):.2f} % at rank 4" in rows["powersgd"]
     assert f"| {held(powersgd, 16):.1f} |" in rows["powersgd"]
+    radius = PlannedMethod("radius", 0.4, selection="tensor")
+    assert f"{share(radius, 4):.1f} % at density 0.4" in rows["radius"]
+    assert f"keep for {radius.interval} steps" in rows["radius"]
+    assert f"| {held(radius, 16):.1f} |" in rows["radius"]

@@ -136,6 +136,27 @@ def test_topk_sends_values_and_coded_offsets_and_reduces_what_is_whole() -> None
     assert [m.collective for m in messages(Method("topk", 1.0), SHAPES, 4)] == ["reduce"]
 
 
+def test_radius_sends_its_mask_and_now_and_then_all() -> None:
+    """METHODS: R(4 (d n_c + n_u)) (1 - 1 / T) + R(4 n) / T, and a residual and a bit of each entry."""
+    n, sparse = 4608 * 1024 + 1000, 4608 * 1024
+    method = Method("radius", 0.4, selection="tensor", optimizer="adamw", interval=50)
+    masked, whole = messages(method, SHAPES, 4)
+    on_mask = round(0.4 * 4096 * 1024) + round(0.4 * 1024 * 512)
+    assert (masked.nbytes, masked.share) == (4 * (on_mask + 1000), 0.98)
+    assert (whole.nbytes, whole.share) == (4 * n, 0.02)
+    sent = sum(stage.sent for message in (masked, whole) for stage in message.stages([("network", 4)]))
+    assert sent == pytest.approx(6 * (0.98 * (on_mask + 1000) + 0.02 * n))
+    assert messages(Method("radius", 0.4), SHAPES, 4)[0].nbytes == 4 * (410 * 4608 + 1000)
+    alone = simulated_memory_bytes(Method("adamw"), SHAPES, 1)
+    assert simulated_memory_bytes(method, SHAPES, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}
+    own_of_two = {"gradients": 8 * n, "residual": 8 * sparse, "masks": sparse / 4}
+    assert simulated_memory_bytes(method, SHAPES, 2) == alone | own_of_two
+    # Less is moved where the mask is sparser and refreshes are rarer.
+    settings = (Method("radius", d, interval=t) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
+    moved = [optimizer_bytes(setting, SHAPES, 4)[1] for setting in settings]
+    assert moved[0] > moved[1] > moved[2] > optimizer_bytes(Method("adams"), SHAPES, 4)[1]
+
+
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
 def test_a_residual_comes_on_top_of_the_optimizer(kind: str) -> None:
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024

@@ -92,8 +92,7 @@ def pending(method: Method) -> list[Tensor]:
 
 @dataclass
 class Played:
-    """Of one replica: what `synchronize` gave, what was kept, trained (`trained_by`) and pending after every step, bytes
-    sent in it."""
+    """Of one replica: what `synchronize` gave, what was kept, trained and pending after a step, bytes sent in it."""
 
     given: list[list[Tensor]] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
@@ -266,9 +265,13 @@ def test_what_is_started_arrives_as_if_it_had_been_waited_for(case: Case) -> Non
         found = Played()
         for number in range(1, STEPS + 1):
             with torch.no_grad():
-                take = begun.start(gradients(number, collectives.replica), Step(number, torch.tensor(True)))
+                step = Step(number, torch.tensor(True))
+                take = begun.start(gradients(number, collectives.replica), step)
                 collectives.all_true(torch.tensor(True))
-                found.given.append([g.clone() for g in take()])
+                given = take()
+                found.given.append([g.clone() for g in given])
+                update(begun, given, step)
+                begun.updated(step)
             found.kept.append(kept(begun))
         return at_once, found
 
