@@ -1,10 +1,12 @@
 """Trains the embedded recipe on an emulated cluster while something breaks every minute. Needs root and iproute2.
 
     python -m scripts.faults.soak --minutes 60
+    python -m scripts.faults.soak --minutes 60 --output results/soak/diloco -- --sync.method=diloco
 
-Ranks and launchers are killed and halted, links go down, the job is asked to stop and started again. The launchers
-start the ranks again by themselves; a launcher that is gone is started again here, as a scheduler would. Afterwards a
-run without faults goes to the same step, and the losses of all steps are compared. results/soak/table.md and .json.
+What stands after "--" is the trainer's. Ranks and launchers are killed and halted, links go down, the job is asked to
+stop and started again. The launchers start the ranks again by themselves; a launcher that is gone is started again
+here, as a scheduler would. Afterwards a run without faults goes to the same step, and the losses of all steps are
+compared. Writes table.md and soak.json.
 """
 
 import argparse
@@ -45,13 +47,13 @@ ARGUMENTS = [
 class Soak:
     """A run on a cluster, and what can be done to it."""
 
-    def __init__(self, cluster: Cluster, folder: Path, dice: random.Random) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, dice: random.Random, arguments: list[str]) -> None:
         self.cluster, self.dice = cluster, dice
 
         def start(node: int, command: list[str], environment: dict[str, str], log: Any) -> Any:
             return cluster.start(node, command, environment, log, subprocess.STDOUT)
 
-        self.run = Launch(ARGUMENTS, folder, cluster.nodes, 1, {"MAX_RESTARTS": "5"}, start)
+        self.run = Launch([*ARGUMENTS, *arguments], folder, cluster.nodes, 1, {"MAX_RESTARTS": "5"}, start)
 
     def rank(self) -> int:
         return self.dice.choice(sorted(self.run.ranks().values()))
@@ -167,7 +169,9 @@ FAULTS: dict[str, Callable[[Soak], None]] = {
 }
 
 
-def table(rows: list[dict[str, Any]], steps: int, loss: str, undisturbed: str, different: list[int]) -> str:
+def table(
+    command: str, rows: list[dict[str, Any]], steps: int, loss: str, undisturbed: str, different: list[int]
+) -> str:
     survived = sum(row["survived"] for row in rows)
     lines = []
     for kind in dict.fromkeys(row["fault"] for row in rows):
@@ -181,7 +185,7 @@ def table(rows: list[dict[str, Any]], steps: int, loss: str, undisturbed: str, d
     return f"""# Soak test
 
 {steps} steps of the embedded recipe with {len(rows)} faults, {survived} of them survived \
-(`python -m scripts.faults.soak`). Loss at step {steps}: {loss}; without faults: {undisturbed}; \
+(`{command}`). Loss at step {steps}: {loss}; without faults: {undisturbed}; \
 steps whose losses differ in any digit shown: {len(different)}.
 
 {markdown(lines)}
@@ -196,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     rows, deck = list[dict[str, Any]](), list[str]()
     end = time.monotonic() + 60 * args.minutes
     with Cluster(args.nodes) as cluster:
-        soak = Soak(cluster, scratch / "run", dice)
+        soak = Soak(cluster, scratch / "run", dice, args.arguments)
         soak.run.wait_until(lambda: len(soak.run.steps()) >= 5, WAIT_SECONDS, "the first steps")
         while time.monotonic() < end and all(row["survived"] for row in rows):
             time.sleep(args.every * dice.uniform(0.5, 1.5))
@@ -207,13 +211,14 @@ def run(args: argparse.Namespace) -> int:
         losses = soak.losses()
         steps = max(losses)
         print(f"{steps} steps; now without faults", flush=True)
-        calm = Soak(cluster, scratch / "calm", dice)
+        calm = Soak(cluster, scratch / "calm", dice, args.arguments)
         calm.run.wait_until(lambda: max(calm.run.steps(), default=0) >= steps, 120 * 60 * args.minutes, "the end")
         calm.stop()
         undisturbed = calm.losses()
     different = [step for step, loss in losses.items() if undisturbed[step] != loss]
     facts = {"faults": rows, "steps": steps, "loss": losses[steps], "undisturbed": undisturbed[steps]}
-    text = table(rows, steps, losses[steps], undisturbed[steps], different)
+    command = " ".join(["python -m scripts.faults.soak", *sys.argv[1:]])
+    text = table(command, rows, steps, losses[steps], undisturbed[steps], different)
     write(args.output / "soak.json", {**facts, "different": different})
     write(args.output / "table.md", text)
     shutil.rmtree(scratch)
@@ -229,6 +234,7 @@ def main() -> int:
     own.add_argument("--seed", type=int, default=0)
     own.add_argument("--faults", default=",".join(FAULTS), help="names, separated by commas")
     own.add_argument("--output", type=Path, default=RESULTS / "soak")
+    own.add_argument("arguments", nargs="*", help="of the trainer, after --")
     args = own.parse_args()
     return guarded(lambda: run(args))
 
