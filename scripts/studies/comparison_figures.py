@@ -13,7 +13,7 @@ from scripts.studies.comparison_report import relative
 LINEAR = 5.0  # percent; the gap's axis is logarithmic above
 TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 100)
 BYTES = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks, percent
-SECONDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1)
+SECONDS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
 GAP = f"final validation loss above dense AdamW\n(%; logarithmic above {LINEAR:g})"
 # Where a label may stand, in points from its mark: (right, up), the nearest first.
 PLACES = [
