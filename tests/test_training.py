@@ -80,6 +80,7 @@ METHODS = {
         "--sync.radius.selection=block",
         "--sync.radius.release_scale=2.0",
     ],
+    "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -247,6 +248,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("powersgd", "2x2", None),
         ("radius", "1x2", 4),  # between two refreshes
         ("radius-adams", "2x2", None),  # right after one
+        ("quantized", "nodes", 4),
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         ("scape-gather-int4", "1x2", None),

@@ -188,3 +188,6 @@ def test_the_methods_of_the_readme() -> None:
     assert f"{share(radius, 4):.1f} % at density 0.4" in rows["radius"]
     assert f"keep for {radius.interval} steps" in rows["radius"]
     assert f"| {held(radius, 16):.1f} |" in rows["radius"]
+    four, eight = (PlannedMethod("quantized", wire=code, block=128) for code in ("e2m1", "int8"))
+    assert f"{share(four, 4):.1f} % (in eight: {share(eight, 16):.1f} %)" in rows["quantized"]
+    assert f"| {held(four, 16):.1f} |" in rows["quantized"]

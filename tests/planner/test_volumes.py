@@ -1,6 +1,7 @@
 """What a step moves and holds, against the kernels' block arithmetic and the models that TorchTitan builds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,6 +174,22 @@ def test_a_residual_comes_on_top_of_the_optimizer(kind: str) -> None:
         assert optimizer_bytes(method, SHAPES, 8)[1] > optimizer_bytes(Method(optimizer), SHAPES, 8)[1]
 
 
+def test_quantized_gradients_go_in_chunks_and_leave_a_residual_of_all() -> None:
+    """Tensors begin at blocks of their own. By hand."""
+    method = Method("quantized", wire="e2m1", block=128)
+    (message,) = messages(method, SHAPES, 4)
+    # An eighth of 4608 * 1024 + 1024, filled up to whole blocks for each of four replicas.
+    assert message.chunks == ((590336, 8),) and message.nbytes == 4 * 8 * 590336
+    (outside,) = message.stages([("network", 4)])
+    # A part has 1153 blocks of 64 bytes of codes and 2 of a scale, up to 16 bytes; three go out and come back.
+    assert (outside.sent, outside.rounds) == (8 * 6 * 76112, 6)
+    n, alone = 4608 * 1024 + 1000, simulated_memory_bytes(Method("adams"), SHAPES, 1)
+    assert simulated_memory_bytes(method, SHAPES, 1) == alone | {"residual": 4 * n}
+    assert simulated_memory_bytes(replace(method, feedback=False), SHAPES, 1) == alone
+    held = [memory_bytes(replace(method, overlap=overlap), get_workload("llama_500m"), 1, 4, 1) for overlap in (0, 1)]
+    assert held[1] == held[0] | {"chunks in flight": 2 * held[0]["residual"]}
+
+
 @pytest.mark.parametrize(("wire", "values", "width"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
 def test_owners_get_the_payload_and_send_their_part_of_the_values(wire: str, values: str, width: int) -> None:
     entries = payload_entries(SHAPES, 0.01)
@@ -189,6 +206,7 @@ def test_owners_get_the_payload_and_send_their_part_of_the_values(wire: str, val
         ({"kind": "scape", "density": 0.0}, "density is 0.0"),
         ({"kind": "scape", "density": 0.1, "wire": "fp8"}, "'fp8'"),
         ({"kind": "powersgd"}, "rank of powersgd is 0"),
+        ({"kind": "scape", "overlap": True}, "scape does not go out in chunks"),
         ({"kind": "scape", "update": "shared"}, "update is 'shared'"),
     ],
 )

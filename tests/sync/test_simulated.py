@@ -31,6 +31,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("topk", []),
         ("powersgd", []),
         ("radius-adams", []),
+        ("quantized", []),
     ],
 )
 def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, pool2: Pool, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class SyncedOptimizers(ReplicaOptimizers):
         self.collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
         scale = float(self.collectives.replicas)  # the loss is divided by the global token count
         self.methods = replicas.run(
-            lambda i: make_method(Setting(self._shards, replicas.endpoints[i], optimizer, scale, steps))
+            lambda i: make_method(Setting(self._shards, replicas.endpoints[i], optimizer, scale, steps, kernels))
         )
         self.guard = FiniteGuard(
             [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],

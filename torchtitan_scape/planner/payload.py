@@ -4,12 +4,14 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kernels.codec.formats import BLOCK, FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout, entries_per_block, offset_bytes
 from kernels.scape.ownership import Ownership
+from topology.partition import chunk_sizes
 from topology.ring_bytes import MessageBytes
 from torchtitan_scape.planner.workloads import Shape
 
@@ -25,13 +27,13 @@ def width(dtype: str) -> int:
     return WIRE_BYTES[dtype]
 
 
-def coded_by(wire: str) -> MessageBytes | None:
+def coded_by(wire: str, block: int = BLOCK) -> MessageBytes | None:
     """Bytes of a message of so many entries on this wire; None for FP32, which no codec touches.
 
-    Raises ValueError for a wire that there is none of.
+    block: entries that share scales, where it is a block code. Raises ValueError for a wire that there is none of.
     """
     if wire in FORMATS:
-        return lambda entries: message_bytes(wire, -(-entries // BLOCK) * BLOCK)
+        return lambda entries: message_bytes(wire, -(-entries // block) * block, block)
     if wire not in WIRE_BYTES:
         raise ValueError(f"the wire is {wire!r}; it must be one of {', '.join((*WIRE_BYTES, *FORMATS))}")
     return None if wire == "float32" else lambda entries: WIRE_BYTES[wire] * entries
@@ -55,6 +57,12 @@ def payload_entries(shapes: Shapes, density: float, block: int = 1024, unit: int
     layout = block_layout(shapes, 1, block)
     masked = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes)))
     return -(-masked // unit) * unit + sum(whole_sizes(shapes))
+
+
+def chunks_by_size(shapes: Shapes, replicas: int, unit: int) -> dict[int, int]:
+    """How often chunks of so many entries are exchanged, every replica's part of them being whole units."""
+    step = replicas * unit
+    return dict(Counter(-(-n // step) * step for n in chunk_sizes([math.prod(shape) for shape in shapes], unit=unit)))
 
 
 def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:

@@ -5,7 +5,7 @@ A method's closed form is an entry of `VOLUMES`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kernels.codec.formats import BLOCK as CODED_BLOCK
@@ -13,6 +13,7 @@ from kernels.codec.formats import FORMATS
 from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
 from torchtitan_scape.planner.payload import (
     Shapes,
+    chunks_by_size,
     coded_by,
     cut_of,
     entries_of,
@@ -32,16 +33,18 @@ class Method:
     """Who synchronises the replicas, and how.
 
     kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
-        `density`) or "powersgd" (rank `rank`).
-    optimizer: of "topk", "radius" and "powersgd", "adamw" or "adams".
+        `density`), "powersgd" (rank `rank`) or "quantized" (in the code `wire`).
+    optimizer: of those in front of an optimizer, "adamw" or "adams".
     interval: of "radius", steps from one whole exchange to the next.
-    wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code.
+    wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients likewise.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
     values: with "sharded", how new values travel, as of `wire`; of "topk", how what is sent does: in FP32 or a code.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory.
-    block: entries of a block, in each of which the largest are selected.
+    block: entries of a block, in each of which the largest are selected; of "quantized" those that share a scale.
     selection: of "topk", by "block", "tensor" or "tile": see `payload.cut_of`; of "radius", one of the first two.
+    feedback: of "quantized", whether what the code loses is kept.
+    overlap: chunks of gradients go out as the last backward pass leaves them.
     """
 
     kind: str
@@ -56,6 +59,8 @@ class Method:
     selection: str = "block"
     optimizer: str = "adams"
     interval: int = 200
+    feedback: bool = True
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in VOLUMES:
@@ -66,6 +71,8 @@ class Method:
             raise ValueError(f"the rank of {self.kind} is {self.rank}; it must be 1 or more")
         if self.update not in ("replicated", "sharded"):
             raise ValueError(f"update is {self.update!r}; it must be 'replicated' or 'sharded'")
+        if self.overlap and not VOLUMES[self.kind].overlaps:
+            raise ValueError(f"{self.kind} does not go out in chunks; overlap must be False")
         coded_by(self.wire), coded_by(self.values), width(self.weights)
 
     @property
@@ -78,6 +85,7 @@ class Method:
         elif self.values != "float32":
             name += f" {_short(self.values)}"
         name += " bf16 weights" if self.bf16_weights else ""
+        name += " overlap" if self.overlap else ""
         return name + (f" offload {'+'.join(self.offload)}" if self.offload else "")
 
     @property
@@ -108,9 +116,11 @@ class Message:
     """A collective of all replicas.
 
     nbytes: what each of them brings to it, FP32 where it is added up.
-    wire: how sums cross the outermost level.
+    wire: how sums cross the outermost level. block: entries that share scales there.
     hidden: it goes beside the next forward and backward pass.
     share: of the steps that have it.
+    chunks: FP32 entries of the exchanges that it goes in, with how many there are of each; empty for a single one. One
+        is on its way while another waits for an answer, so that they take the latency of one.
     """
 
     collective: Literal["reduce", "scatter", "gather"]
@@ -118,16 +128,25 @@ class Message:
     wire: str = "float32"
     hidden: bool = False
     share: float = 1.0
+    block: int = CODED_BLOCK
+    chunks: tuple[tuple[int, int], ...] = ()
 
     def stages(self, tiers: Tiers, flat: bool = False) -> list[Stage]:
         """Of a step, in the mean."""
+        if self.chunks:
+            each = [replace(self, nbytes=4.0 * n, chunks=()).stages(tiers, flat) for n, _ in self.chunks]
+            times = [count for _, count in self.chunks]
+            return [
+                replace(same[0], sent=sum(count * stage.sent for count, stage in zip(times, same, strict=True)))
+                for same in zip(*each, strict=True)
+            ]
         stages = self._stages(tiers, flat)
         return stages if self.share == 1.0 else [s.of_a_share(self.share) for s in stages]
 
     def _stages(self, tiers: Tiers, flat: bool) -> list[Stage]:
         match self.collective:
             case "reduce":
-                return all_reduce_stages(tiers, self.nbytes, coded_by(self.wire), flat)
+                return all_reduce_stages(tiers, self.nbytes, coded_by(self.wire, self.block), flat)
             case "scatter":
                 return reduce_scatter_stages(tiers, self.nbytes, coded_by(self.wire), flat)
             case "gather":
@@ -145,6 +164,7 @@ class Volumes:
     simulated: the same where a process holds all replicas; None where it is no more, as gradients are added up.
     option: the field of `Method` that says how much is sent.
     recipe: keys of its section of a recipe, each with the field of `Method` that has its value; empty for dense.
+    overlaps: it goes out in chunks that may overlap with the backward pass.
     """
 
     messages: Callable[[Method, Shapes, int], list[Message]]
@@ -153,6 +173,7 @@ class Volumes:
     simulated: Callable[[Method, Shapes, int], dict[str, float]] | None = None
     option: str = ""
     recipe: dict[str, str] = field(default_factory=dict)
+    overlaps: bool = False
 
 
 def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
@@ -166,7 +187,10 @@ def optimizer_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[floa
 
 def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
     """Estimated memory of a rank's device by kind, bytes: `Volumes.memory`, and what the model needs besides."""
-    kinds = VOLUMES[method.kind].memory(method, local_shapes(workload.shapes(), shard), replicas)
+    shapes = local_shapes(workload.shapes(), shard)
+    kinds = VOLUMES[method.kind].memory(method, shapes, replicas)
+    if method.overlap and replicas > 1:  # all at once: the gradients in chunks, and what a code loses of them
+        kinds["chunks in flight"] = (8.0 if "residual" in kinds else 4.0) * entries_of(shapes)
     return kinds | {"working copy": workload.working_bytes(), "activations": workload.activation_bytes(micro_batch)}
 
 
@@ -191,6 +215,7 @@ def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volu
         messages=lambda method, shapes, replicas: [Message("reduce", sent * entries_of(shapes))],
         passes=lambda method, shapes, replicas: (0.0, moved * entries_of(shapes)),
         memory=memory,
+        overlaps=True,
     )
 
 
@@ -199,17 +224,21 @@ def _with_residual(
     moved: Callable[[Method], float],
     option: str,
     recipe: dict[str, str],
+    kept: Callable[[Method, Shapes], int] | None = None,
     masks: float = 0.0,
+    overlaps: bool = False,
 ) -> Volumes:
-    """Of a method that keeps what it did not send. Bytes a parameter: moved, besides the optimizer's own passes; masks,
-    of what is compressed."""
+    """Of a method that keeps what it did not send, of `kept` entries, by default of all that it compresses. Bytes a
+    parameter: moved, besides the optimizer's own passes; masks, of what is compressed."""
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
         return 0.0, moved(method) * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         compressed = entries_of(shapes) - sum(_left_whole(method, shapes))
-        kinds = optimizer_of(method).memory(method, shapes, replicas) | {"residual": 4.0 * compressed}
+        residual = 4.0 * (kept(method, shapes) if kept else compressed)
+        kinds = optimizer_of(method).memory(method, shapes, replicas)
+        kinds |= {"residual": residual} if residual else {}
         kinds |= {"masks": masks * compressed} if masks else {}
         # What replicas send of their own is with all of them at once.
         gathered = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
@@ -224,7 +253,12 @@ def _with_residual(
     def optimizer_of(method: Method) -> Volumes:
         return VOLUMES[method.optimizer]
 
-    return Volumes(messages, passes, memory, simulated, option, recipe)
+    return Volumes(messages, passes, memory, simulated, option, recipe, overlaps)
+
+
+def _quantized_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+    chunks = tuple(chunks_by_size(shapes, replicas, method.block).items())
+    return [Message("reduce", 4.0 * sum(n * k for n, k in chunks), method.wire, block=method.block, chunks=chunks)]
 
 
 def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
@@ -303,7 +337,8 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
 # casts there and back, 12 more. Top-k: 12 for the residual added, 4 to select, 8 for what is kept and 4 for the mean.
 # PowerSGD: 36 for the error added, two products, the approximation and the error kept; its products are thin enough for
-# memory to be the limit.
+# memory to be the limit. Quantized: 16 for chunks filled and emptied, 8 to scale them, 8 to code and decode; with error
+# feedback 12 for the residual added and 16 for what the code loses. What an owner does is of n/N entries and left out.
 VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
@@ -321,6 +356,14 @@ VOLUMES: dict[str, Volumes] = {
         "density",
         {"density": "density", "interval": "interval", "selection": "selection"},
         masks=0.125,
+    ),
+    "quantized": _with_residual(
+        _quantized_messages,
+        lambda method: 60.0 if method.feedback else 32.0,
+        option="",
+        recipe={"code": "wire"},
+        kept=lambda method, shapes: entries_of(shapes) if method.feedback else 0,
+        overlaps=True,
     ),
     "scape": Volumes(
         _scape_messages,

@@ -91,6 +91,7 @@ class Setting:
     scale: makes a local gradient one in mean units: the number of replicas where the loss was divided by the global
         token count, so that their gradients are to be summed; else 1.
     steps: of the run, for what begins after a share of them.
+    kernels: what runs passes over tensors: "auto", "triton" or "torch".
     """
 
     shards: Sequence[Shard]
@@ -98,6 +99,7 @@ class Setting:
     optimizer: torch.optim.Optimizer
     scale: float = 1.0
     steps: int = 0
+    kernels: str = "auto"
 
 
 class Method:

@@ -9,6 +9,7 @@ from torchtitan_scape.sync.dense import Dense, DenseOptions
 from torchtitan_scape.sync.options import MethodOptions
 from torchtitan_scape.sync.pending import Incoming, incoming_of
 from torchtitan_scape.sync.powersgd import Powersgd, PowersgdOptions
+from torchtitan_scape.sync.quantized import Quantized, QuantizedOptions
 from torchtitan_scape.sync.radius import Radius, RadiusOptions
 from torchtitan_scape.sync.scape.build import make_scape
 from torchtitan_scape.sync.scape.loading import incoming_from_scape
@@ -42,4 +43,5 @@ METHODS = {
     "topk": Entry(TopkOptions, ("AdamW", "AdamS"), Topk),
     "powersgd": Entry(PowersgdOptions, ("AdamW", "AdamS"), Powersgd),
     "radius": Entry(RadiusOptions, ("AdamW", "AdamS"), Radius),
+    "quantized": Entry(QuantizedOptions, ("AdamW", "AdamS"), Quantized),
 }
