@@ -81,6 +81,14 @@ METHODS = {
         "--sync.radius.release_scale=2.0",
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
+    "diloco": ["--sync.method=diloco", "--sync.diloco.inner_steps=3", "--optimizer.name=AdamW"],
+    # Of the small model's two layers and the rest; an exchange is in flight after step 4.
+    "streaming": [
+        "--sync.method=streaming_diloco",
+        "--sync.streaming_diloco.inner_steps=6",
+        "--sync.streaming_diloco.fragments=3",
+        "--sync.streaming_diloco.delay=2",
+    ],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -249,6 +257,8 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("radius", "1x2", 4),  # between two refreshes
         ("radius-adams", "2x2", None),  # right after one
         ("quantized", "nodes", 4),
+        ("diloco", "1x2", 3),  # inside a round, its exchange skipped
+        ("streaming", "2x2", None),
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         ("scape-gather-int4", "1x2", None),

@@ -104,6 +104,8 @@ class ScapeTrainer(Trainer):
         self.optimizers.timer.enabled = True
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
+        if job_config.validation.enable:
+            self.validator.model_shown = self.optimizers.model_shown
         self.interfaces = InterfaceCount(self.layout, self.optimizers)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
@@ -264,7 +266,8 @@ class ScapeTrainer(Trainer):
 
     def _flush(self) -> None:
         """A step without gradients that sends all residuals, where there are any."""
-        if not any(what["carries"] == "gradient" for what in self.optimizers.described_states("exact").values()):
+        kinds = {what["carries"] for what in self.optimizers.described_states("exact").values()}
+        if not kinds & {"gradient", "displacement"}:
             return
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.zero_grad()

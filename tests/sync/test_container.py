@@ -24,7 +24,7 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
     options = {"start": 0} if name == "powersgd" else {}
     optimizers = SyncedOptimizers(
         [model],
-        AdamS(model.named_parameters(), lr=1e-3),
+        partial(AdamS, lr=1e-3),
         partial(entry.method, options=entry.options(**options)),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
         max_norm=1.0,

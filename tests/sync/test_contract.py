@@ -28,7 +28,8 @@ STEPS = 8
 @dataclass(frozen=True)
 class Case:
     """options: as a run has them. dense: with which the method is dense training, up to `tolerance`. begins: steps
-    until it compresses; from then on what it sends repeats every `period` steps."""
+    until it compresses; from then on what it sends repeats every `period` steps. conserves: whether all that is given
+    is delivered some day."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Case:
     begins: int = 0
     period: int = 1
     tolerance: float = 1e-5
+    conserves: bool = True
 
     def __str__(self) -> str:
         return " ".join([self.method, *map(str, self.options.values())])
@@ -59,7 +61,20 @@ CASES = [
         period=2,
     ),
     Case("quantized", {"block": 32}, dense={"code": "int8"}, tolerance=2e-2),
+    Case("diloco", {"inner_steps": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=3),
+    Case(
+        "streaming_diloco",
+        {"inner_steps": 4, "delay": 2, "outer_momentum": 0.5},
+        {"inner_steps": 1, "delay": 0, "mix": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0, "code": "float32"},
+        period=4,
+        conserves=False,
+    ),
 ]
+
+
+def is_local(case: Case) -> bool:
+    method = METHODS[case.method].method
+    return method is not None and method.local
 
 
 def make(case: Case, collectives: ReplicaCollectives, scale: float = 1.0, **other: Any) -> Method:
@@ -87,14 +102,16 @@ def pending(method: Method) -> list[Tensor]:
     """Of every parameter, flat FP64."""
     found = [torch.zeros(torch.Size(shape).numel(), dtype=torch.float64) for shape in SHAPES]
     for state in method.states():
-        for name, values in state.tensors.items() if state.carries == "gradient" else ():
+        for name, values in state.tensors.items() if state.carries in ("gradient", "displacement") else ():
             found[int(name[1:])] += values.double().view(-1)
+    for i, anchor in enumerate(shared_model(method) if method.local else ()):
+        found[i] += (anchor.double() - method.setting.shards[i].parameter.detach().double()).view(-1)
     return found
 
 
 @dataclass
 class Played:
-    """Of one replica: what `synchronize` gave, what was kept, trained and pending after a step, bytes sent in it."""
+    """Of one replica: what was delivered, what was kept, trained and pending after a step, bytes sent in it."""
 
     given: list[list[Tensor]] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
@@ -121,10 +138,7 @@ def play(
         # Without the guard, whose flag this is.
         step = Step(number, torch.tensor(number != nan_at))
         with torch.no_grad():
-            given = method.synchronize(own, step)
-            played.given.append([g.clone() for g in given])
-            update(method, given, step)
-            method.updated(step)
+            played.given.append(exchanged(method, own, step))
         played.trained.append(trained_by(method))
         played.kept.append(kept(method))
         played.pending.append(pending(method))
@@ -150,6 +164,30 @@ def trained_by(method: Method) -> tuple[list[Tensor], dict[str, Any]]:
     return parameters, copy.deepcopy(method.setting.optimizer.state_dict())
 
 
+def exchanged(method: Method, gradients: list[Tensor], step: Step) -> list[Tensor]:
+    """What a step delivers: what `synchronize` gives, or, where replicas differ, what the model they share moves by.
+
+    There a replica steps by its gradient.
+    """
+    if not method.local:
+        given = method.synchronize(gradients, step)
+        delivered = [g.clone() for g in given]
+        update(method, given, step)
+        method.updated(step)
+        return delivered
+    before = [anchor.clone() for anchor in shared_model(method)]
+    for shard, gradient in zip(method.setting.shards, gradients, strict=True):
+        if step.applied:
+            shard.parameter.sub_(gradient.view(shard.parameter.shape))
+    method.updated(step)
+    return [(old - new).view(-1) for old, new in zip(before, shared_model(method), strict=True)]
+
+
+def shared_model(method: Method) -> list[Tensor]:
+    (tensors,) = (state.tensors for state in method.states() if state.carries == "model")
+    return [tensors[shard.name] for shard in method.setting.shards]
+
+
 def on_gloo(case: Case, **other: Any) -> Played:
     collectives = ProcessGroupCollectives(dist.group.WORLD)
     collectives.chunk_entries = 64  # as `run_replicas` has it: chunks are padded
@@ -170,6 +208,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
+@pytest.fixture(params=[case for case in CASES if not is_local(case)], ids=str)
+def synchronising(request: pytest.FixtureRequest) -> Case:
+    """A method that replicas take gradients from."""
+    return request.param
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> None:
     """In the mean over replicas, of every parameter, at every step; and all replicas take the same bits."""
@@ -178,6 +222,8 @@ def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> N
     for i in range(STEPS):
         for n, (all_given, got) in enumerate(zip(mean(i + 1, replicas), ranks[0].given[i], strict=True)):
             assert all(torch.equal(got, rank.given[i][n]) for rank in ranks), (i, n)
+            if not case.conserves:
+                continue
             total[n] += all_given
             delivered[n] += got.double()
             left = torch.stack([rank.pending[i][n] for rank in ranks]).mean(0)
@@ -213,6 +259,8 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
     def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
         whole = play(collectives, case)
         method = make(case, collectives)
+        for key in whole.kept[at - 1]:
+            method.make_room(*key.split(".", 1))
         for state in method.states():
             for name, values in state.tensors.items():
                 values.copy_(whole.kept[at - 1][f"{state.kind}.{name}"])
@@ -243,13 +291,13 @@ def test_its_dense_limit(case: Case) -> None:
             assert all(close(a, b, case.tolerance) for a, b in zip(rank.given[i], mean(i + 1, 3), strict=True)), i
 
 
-def test_sums_are_means_times_n(case: Case) -> None:
+def test_sums_are_means_times_n(synchronising: Case) -> None:
     """Where a loss was divided by the global token count its gradients come N times smaller."""
 
     def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
         found = []
         for scale in (1.0, 2.0):
-            method = make(case, collectives, scale)
+            method = make(synchronising, collectives, scale)
             for number in range(1, STEPS + 1):
                 own = [g / scale for g in gradients(number, collectives.replica)]
                 with torch.no_grad():
@@ -261,11 +309,11 @@ def test_sums_are_means_times_n(case: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_what_is_started_arrives_as_if_it_had_been_waited_for(case: Case) -> None:
+def test_what_is_started_arrives_as_if_it_had_been_waited_for(synchronising: Case) -> None:
     """To the last bit, state included, though replicas tell each other something else meanwhile."""
 
     def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
-        at_once, begun = play(collectives, case), make(case, collectives)
+        at_once, begun = play(collectives, synchronising), make(synchronising, collectives)
         found = Played()
         for number in range(1, STEPS + 1):
             with torch.no_grad():
@@ -291,7 +339,7 @@ def test_send_all_leaves_nothing_pending(case: Case) -> None:
         play(collectives, case, method=method)
         method.send_all()
         with torch.no_grad():
-            method.synchronize(gradients(STEPS + 1, collectives.replica), Step(STEPS + 1, torch.tensor(True)))
+            exchanged(method, gradients(STEPS + 1, collectives.replica), Step(STEPS + 1, torch.tensor(True)))
         return pending(method)
 
     for left in run_replicas(2, work):

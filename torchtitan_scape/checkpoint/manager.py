@@ -31,7 +31,7 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, is_export, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.parts import RESIDUALS, RandomState, sizes_line
-from torchtitan_scape.checkpoint.state import Frame, SavedState, StateReader, load_into
+from torchtitan_scape.checkpoint.state import Frame, SavedModel, SavedState, StateReader, load_into
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 
@@ -64,6 +64,7 @@ class ReplicaCheckpointer(CheckpointManager):
         # On GPUs the default group's timeout is for steps: a rank may write for longer than that.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         self.states[OPTIMIZER] = SavedState(self._optimizers, frame, record.values["residual"])
+        self.states[MODEL] = SavedModel(self.states[MODEL], self._optimizers, frame)
         if len({sum(self._optimizers.checkpoint_sizes(choice).values()) for choice in RESIDUALS}) > 1:
             logger.info(sizes_line(self._optimizers, record.values["residual"]))
 
@@ -276,7 +277,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _load_model(self, path: str) -> None:
         logger.info(f"Loading the model alone from {path}")
-        model = self.states[MODEL].state_dict()
+        model = self.states[MODEL].own.state_dict()
         load_into(path, model)
         self.states[MODEL].load_state_dict(model)
 
@@ -306,6 +307,8 @@ class ReplicaCheckpointer(CheckpointManager):
         random = {f"{RANDOM}.{key}" for key in self.states[RANDOM].state_dict()}
         if RANDOM not in excluded and not different.keys() & set(_AXES) and random <= names:
             states[RANDOM] = self.states[RANDOM]
+        if MODEL not in excluded:
+            states |= self.states[MODEL].own.state_dict()
         load_into(path, states)
         if MODEL not in excluded:
             self.states[MODEL].load_state_dict(states)

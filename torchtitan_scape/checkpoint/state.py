@@ -124,6 +124,26 @@ def _apart(values: Tensor) -> Tensor:
     return torch.from_dlpack(values.detach())
 
 
+class SavedModel(Stateful):
+    """The model for a checkpoint or an export: what replicas share, where that is not their parameters.
+
+    own: the model as TorchTitan saves it; what is loaded goes into it.
+    """
+
+    def __init__(self, own: Any, optimizers: ReplicaOptimizers, frame: Frame) -> None:
+        self.own, self._optimizers, self._frame = own, optimizers, frame
+
+    def state_dict(self) -> dict[str, Any]:
+        shared = self._optimizers.model_saved()
+        parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
+        found: dict[str, Any] = dict(self.own.state_dict())
+        return found | {name: self._frame.whole(parameters[name], _apart(shared[name])) for name in shared}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.own.load_state_dict(state_dict)
+        self._optimizers.model_loaded()
+
+
 class StateReader:
     """Reads a checkpoint's optimizer state parameter by parameter, some at a time. All calls are collective.
 
@@ -142,7 +162,7 @@ class StateReader:
     def __iter__(self) -> Iterator[tuple[int, LocalShard, dict[str, Tensor]]]:
         """Every parameter with its number, and what was saved of it by kind, on this rank's shard and the CPU: flat
         (n,), of own states (rows, n) of the replicas whose rows this rank reads. "exp_avg" is a dense optimizer's first
-        moment.
+        moment, "exp_avg_sq" its second where this run asks for it.
         """
         number = 0
         for shards in self._batches():
@@ -222,9 +242,10 @@ class StateReader:
                 room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
                 put = self.frame.rows(shard.parameter, room[kind], self.replicas) if rows else None
                 keys[key] = self.frame.whole(shard.parameter, room[kind]) if put is None else put
-            if self.has(moment := f"state.{shard.name}.exp_avg"):
-                room["exp_avg"] = torch.empty(shard.local_shape)
-                keys[moment] = self.frame.whole(shard.parameter, room["exp_avg"])
+            for kind in ("exp_avg", "exp_avg_sq") if self._optimizers.reads_second else ("exp_avg",):
+                if self.has(moment := f"state.{shard.name}.{kind}"):
+                    room[kind] = torch.empty(shard.local_shape)
+                    keys[moment] = self.frame.whole(shard.parameter, room[kind])
             if not room:
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)

@@ -1,7 +1,8 @@
 """Validation on the same batches every time."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
@@ -82,6 +83,7 @@ class FixedValidator(Validator):
         last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first.
             With pipeline parallelism it is true on the last stage only.
         last_step: training step of the last validation, 0 before the first.
+        model_shown: inside it the model has the parameters that are to be validated.
 
     Raises:
         ValueError: as `build_dataloader`, for the section `validation`; or
@@ -89,6 +91,7 @@ class FixedValidator(Validator):
     """
 
     validation_dataloader: BaseDataLoader
+    model_shown: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -144,7 +147,8 @@ class FixedValidator(Validator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Validates, logs, and keeps the loss in `last_loss`; the trainer's throughput does not count it."""
         self._metrics.start()
-        super().validate(model_parts, step)
+        with self.model_shown():
+            super().validate(model_parts, step)
 
 
 def build_validator(**kwargs: Any) -> FixedValidator:

@@ -15,7 +15,8 @@ from topology.layout import simulated_layout
 from topology.process_groups import collectives_of
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.optimizer.adams import AdamS
-from torchtitan_scape.optimizer.container import OwnStepOptimizers, ReplicaOptimizers, Replicas, SyncedOptimizers
+from torchtitan_scape.optimizer.container import Named, OwnStepOptimizers, ReplicaOptimizers, Replicas, SyncedOptimizers
+from torchtitan_scape.optimizer.local import LocalOptimizers
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.sync.registry import METHODS
 
@@ -31,7 +32,6 @@ def build_optimizers(
     assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
     assert len(model_parts) == 1, "pipeline parallelism is refused at start"
     sync, entry, groups = job_config.sync, METHODS[job_config.sync.method], parallel_dims.groups
-    named = [(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad]
     rates: dict[str, Any] = dict(
         lr=optimizer_config.lr,
         betas=(optimizer_config.beta1, optimizer_config.beta2),
@@ -46,15 +46,16 @@ def build_optimizers(
     optimizers: ReplicaOptimizers
     if entry.optimizer is not None:
         assert groups.layout is not None
+        named = [(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad]
         layout = simulated_layout(groups.layout, job_config.topology.simulate_replicas)
         make = entry.optimizer(model_parts[0], named, options, layout, **rates, **common, reduction="sum")
         optimizers = OwnStepOptimizers(model_parts, make, replicas)
     else:
         assert entry.method is not None
-        optimizer = _make_optimizer(optimizer_config, named, rates, sync.kernels)
-        method = partial(entry.method, options=options)
-        steps = job_config.training.steps
-        optimizers = SyncedOptimizers(model_parts, optimizer, method, replicas, **common, steps=steps)
+        make_optimizer = partial(_make_optimizer, optimizer_config, rates, sync.kernels)
+        kind = LocalOptimizers if entry.method.local else SyncedOptimizers
+        method, steps = partial(entry.method, options=options), job_config.training.steps
+        optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps)
     optimizers.repairs = sync.on_inconsistency == "repair"
     return optimizers
 
@@ -70,7 +71,7 @@ def _replicas(groups: ReplicaGroups, simulated: int, adds_up: bool) -> Replicas:
 
 
 def _make_optimizer(
-    config: OptimizerConfig, named: list[tuple[str, nn.Parameter]], rates: dict[str, Any], kernels: str
+    config: OptimizerConfig, rates: dict[str, Any], kernels: str, named: Named
 ) -> torch.optim.Optimizer:
     if config.name == "AdamS":
         return AdamS(named, **rates, kernels=kernels)

@@ -8,8 +8,8 @@ and runs them in step. Which method it is, nothing here knows.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.optimizer.adams import AdamS
+from torchtitan_scape.optimizer.clip import clip, norm_over_model, update
 from torchtitan_scape.optimizer.loading import load_synced
+from torchtitan_scape.optimizer.rows import mean_of_rows, rows_of
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
@@ -32,6 +34,7 @@ from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, l
 from torchtitan_scape.sync.timing import PhaseTimer
 
 Replicas = OneReplica | SimulatedReplicas
+Named = list[tuple[str, nn.Parameter]]
 
 
 class ReplicaOptimizers(OptimizersContainer):
@@ -41,6 +44,7 @@ class ReplicaOptimizers(OptimizersContainer):
         replicas: those that this process plays.
         grad_norm: FP32 (), of the synchronised gradient over the model, before clipping.
         repairs: whether replicas that differ from the others are repaired.
+        reads_second: whether `load` wants a dense optimizer's second moments parameter by parameter.
     """
 
     replicas: Replicas
@@ -48,6 +52,7 @@ class ReplicaOptimizers(OptimizersContainer):
     guard: FiniteGuard
     grad_norm: Tensor
     repairs = False
+    reads_second = False
     _shards: list[Shard]
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -98,6 +103,19 @@ class ReplicaOptimizers(OptimizersContainer):
     @abstractmethod
     def send_all(self) -> None:
         """Makes the next exchange whole, so that it leaves nothing pending."""
+
+    # ------------------------------------------------------------- where replicas' parameters differ
+
+    def model_shown(self) -> AbstractContextManager[None]:
+        """Inside, the model has what replicas share, to be validated: its parameters, where nothing else is said."""
+        return nullcontext()
+
+    def model_saved(self) -> dict[str, Tensor]:
+        """Local tensors that are saved and exported in the place of the parameters of these names."""
+        return {}
+
+    def model_loaded(self) -> None:
+        """Takes the model's parameters, which have been loaded, for those of all."""
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -178,7 +196,7 @@ class SyncedOptimizers(ReplicaOptimizers):
     def __init__(
         self,
         model_parts: list[nn.Module],
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: Callable[[Named], torch.optim.Optimizer],
         make_method: Callable[[Setting], Method],
         replicas: Replicas,
         *,
@@ -187,16 +205,16 @@ class SyncedOptimizers(ReplicaOptimizers):
         kernels: str,
         steps: int,
     ) -> None:
-        self.replicas, self.max_norm = replicas, max_norm
+        self.replicas, self.max_norm, self._make_optimizer = replicas, max_norm, make_optimizer
+        optimizer = make_optimizer([(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad])
         self._own(model_parts, optimizer)
         self._shards = collect_shards(optimizer.param_groups)
         device = self._shards[0].device
         self.timer = PhaseTimer(device.type)
         self.collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
         scale = float(self.collectives.replicas)  # the loss is divided by the global token count
-        self.methods = replicas.run(
-            lambda i: make_method(Setting(self._shards, replicas.endpoints[i], optimizer, scale, steps, kernels))
-        )
+        settings = self._settings(scale, steps, kernels)
+        self.methods = replicas.run(lambda i: make_method(settings[i]))
         self.guard = FiniteGuard(
             [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],
             finite_check(choose(kernels, device)),
@@ -211,45 +229,39 @@ class SyncedOptimizers(ReplicaOptimizers):
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
 
+    def _settings(self, scale: float, steps: int, kernels: str) -> list[Setting]:
+        """Of every replica of this process: they share parameters and optimizer."""
+        return [
+            Setting(self._shards, endpoint, self.optimizers[0], scale, steps, kernels)  # type: ignore[arg-type]
+            for endpoint in self.replicas.endpoints
+        ]
+
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
         phase = self.timer.phase
-        with phase("check"):
+        rows, step = self._checked()
+        with phase("exchange"):
+            gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
+        with phase("clip"):
+            norms = self.methods[0].norms(gradients)
+            self.grad_norm.copy_(norm_over_model(self._shards, norms, self.collectives, self.grad_norm.device))
+            self.clip_factor.copy_(clip(gradients, self.grad_norm, self.max_norm))
+            for shard, gradient in zip(self._shards, gradients, strict=True):
+                store_gradient(shard, gradient)
+        with phase("update"):
+            update(self.optimizers[0], step.applied)
+        with phase("exchange"):
+            self.replicas.run(lambda i: self.methods[i].updated(step))
+
+    def _checked(self) -> tuple[list[list[Tensor]], Step]:
+        """The gradients of every replica of this process, FP32 (n,) a shard, and the step that begins with them."""
+        with self.timer.phase("check"):
             self.settle()
             rows = [[gradient.float() for gradient in row] for row in self._gradients()]
             applied = self.guard.check([gradient for row in rows for gradient in row])
         self.attempted_steps += 1
         self._whole_in_flight, self._whole_next = self._whole_next, False
-        step = Step(self.attempted_steps, applied)
-        with phase("exchange"):
-            gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
-        with phase("clip"):
-            self._clip(gradients)
-            for shard, gradient in zip(self._shards, gradients, strict=True):
-                store_gradient(shard, gradient)
-        with phase("update"):
-            self._update(applied)
-        with phase("exchange"):
-            self.replicas.run(lambda i: self.methods[i].updated(step))
-
-    def _clip(self, gradients: list[Tensor]) -> None:
-        norms = self.methods[0].norms(gradients)
-        counted = [norm for shard, norm in zip(self._shards, norms, strict=True) if shard.counted]
-        squares = torch.zeros_like(self.grad_norm)
-        if counted:
-            squares += torch.stack(counted).square().sum().float()
-        self.grad_norm.copy_(self.collectives.sum_over_model(squares).sqrt())
-        self.clip_factor.copy_((self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
-        torch._foreach_mul_(gradients, self.clip_factor)
-
-    def _update(self, applied: Tensor) -> None:
-        optimizer = self.optimizers[0]
-        if isinstance(optimizer, AdamS) or optimizer.defaults["fused"]:
-            # The way a gradient scaler skips a step, on the device.
-            optimizer.found_inf = (~applied).float()
-            optimizer.step()
-        elif applied.item():
-            optimizer.step()
+        return rows, Step(self.attempted_steps, applied)
 
     def settle(self) -> None:
         if self.guard.settle() is False and self._whole_in_flight:
@@ -401,23 +413,3 @@ class OwnStepOptimizers(ReplicaOptimizers):
 
     def statistics(self) -> dict[str, float]:
         return self.replicas.run(lambda i: self.each[i].statistics())[0]
-
-
-def rows_of(each: Sequence[list[State]]) -> list[State]:
-    """The states of the replicas of a process as one: own tensors get a row in front for each."""
-    found = []
-    for states in zip(*each, strict=True):
-        first = states[0]
-        tensors = first.tensors
-        if first.own:
-            rows = {name: [state.tensors[name] for state in states] for name in tensors}
-            tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
-        found.append(replace(first, tensors=tensors))
-    return found
-
-
-def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
-    """The mean over all replicas, of which this process has the rows (first dimension). A collective call."""
-    mean = rows.mean(0)
-    collectives.sum_over_replicas(mean)
-    return mean.div_(collectives.replicas)

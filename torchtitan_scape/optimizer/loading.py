@@ -6,7 +6,7 @@ method that keeps nothing pending it enters the first moment, which the next ste
 copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, for_moment
 from torchtitan_scape.sync.registry import METHODS
-from torchtitan_scape.sync.shards import Shard, local
+from torchtitan_scape.sync.shards import Shard, local, stored
 
 
 @torch.no_grad()
@@ -46,8 +46,11 @@ def load_synced(
         beta1 = optimizer.param_groups[shard.group]["betas"][0]
         found = read(kinds, reader, device)
         if not same_optimizer:
-            _put_moments(optimizer, shard, found.moment)
-        _copy_shared(each, shard, kinds, reader.saved["states"])
+            _put_moments(optimizer, shard, found.moment, found.second)
+        if found.parameter is not None:
+            own = stored(shard.parameter)
+            own.copy_(found.parameter.view(own.shape))
+        copy_shared(each, shard, kinds, reader.saved["states"])
         mean = found.mean(reader)
         if mean is not None:
             norm.add(shard, mean)
@@ -55,12 +58,12 @@ def load_synced(
             _keep_pending(each, keeps, shard, kinds, found, mean, reader)
         elif mean is not None:
             flushed, lost = True, lost or beta1 == 0.0
-            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), keep_second=same_optimizer)
+            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), found.second, same_optimizer)
     if not same_optimizer:
         steps = reader.applied_steps()
         for state in optimizer.state.values():
             state["step"].fill_(steps)
-    rebuilt = _fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
+    rebuilt = fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
     told = _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm)
     return told + ("; with beta1 = 0 no moment keeps it: it is lost" if lost else ""), rebuilt
 
@@ -83,7 +86,9 @@ def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebu
     return "; ".join(told) or "state as it was"
 
 
-def _put_moments(optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, keep_second: bool = False) -> None:
+def _put_moments(
+    optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, saved: Tensor | None, keep_second: bool = False
+) -> None:
     state = optimizer.state[shard.parameter]
     own = local(state["exp_avg"])
     own.copy_(moment.view(own.shape))
@@ -91,13 +96,17 @@ def _put_moments(optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor,
         # With the first one's square AdamW's next step is that of AdamS, whose normaliser is its moment. A second one
         # that has seen single gradients alone would make a step of any length of what many have left.
         second, square = local(state["exp_avg_sq"]), own.square()
-        second.copy_(torch.maximum(second, square) if keep_second else square)
+        if saved is not None and not keep_second:
+            second.copy_(saved.view(own.shape))
+        else:
+            second.copy_(torch.maximum(second, square) if keep_second else square)
 
 
-def _copy_shared(
-    each: list[list[State]], shard: Shard, kinds: dict[str, Tensor], saved: dict[str, dict[str, Any]]
+def copy_shared(
+    each: Sequence[list[State]], shard: Shard, kinds: dict[str, Tensor], saved: dict[str, dict[str, Any]]
 ) -> None:
-    """saved: what each kind was to the run that saved."""
+    """What goes on as it is, into the states of every replica of this process. saved: what each kind was to the run
+    that saved."""
     for states in each:
         for state in states:
             mine = state.tensors.get(shard.name) if state.by_parameter and state.carries == "copy" else None
@@ -135,7 +144,7 @@ def _keep_pending(
             first = False
 
 
-def _fill_of_this_shard(each: list[list[State]], reader: Reader) -> bool:
+def fill_of_this_shard(each: Sequence[list[State]], reader: Reader) -> bool:
     """Reads what only the same layout can use; whether something was missing."""
     missing = not reader.fill_of_this_shard(each[0])
     for states in each[1:]:

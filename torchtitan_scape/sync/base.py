@@ -10,7 +10,7 @@ what `synchronize` gives.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class State:
     own: every replica has its own numbers; else all hold the same bits, which the consistency check compares.
     carries: what becomes of it under another layout, replica count or method.
         "gradient": what was not delivered yet, FP32 in mean units. The mean over replicas counts and is never lost.
+        "displacement": the same of parameters, anchor minus parameter, of a method whose replicas differ.
+        "model": what such replicas share, FP32: validated, exported and saved as the model in the place of a parameter.
         "copy": goes on where the next run has a state of that kind.
         "rebuild": is dropped, and the next exchange is whole.
     by_parameter: else the tensors are of this shard, of shapes of their own, for the same layout alone.
@@ -39,7 +41,7 @@ class State:
     kind: str
     tensors: dict[str, Tensor]
     own: bool
-    carries: Literal["gradient", "copy", "rebuild"]
+    carries: Literal["gradient", "displacement", "model", "copy", "rebuild"]
     by_parameter: bool = True
     packed: bool = False
 
@@ -106,7 +108,13 @@ class Method:
     """What replicas tell each other. Mathematics in functions on local tensors.
 
     Made of a Setting and its own `Options`; all state is made in `__init__`.
+
+    local: whether replicas differ between exchanges. Then a replica clips and updates by its own gradient,
+        `synchronize` is not called, and `updated` exchanges what parameters have moved. One of its states carries the
+        "model".
     """
+
+    local: ClassVar[bool] = False
 
     def __init__(self, setting: Setting, options: Any) -> None:
         self.setting, self.options, self.collectives = setting, options, setting.collectives
@@ -133,6 +141,9 @@ class Method:
     def states(self) -> list[State]:
         """All that steps to come depend on, the tensors themselves; waits for what is in flight."""
         return []
+
+    def make_room(self, kind: str, name: str) -> None:
+        """Before a checkpoint is taken that has such a state of a parameter: of what exists at times only."""
 
     def send_all(self) -> None:
         """Makes the next exchange whole: nothing is pending after it."""

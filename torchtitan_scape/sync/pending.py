@@ -11,6 +11,9 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard
 
+# Kind of state: the parameters of replicas that differ, each its own.
+OWN_PARAMETERS = "own_parameters"
+
 
 class Reader(Protocol):
     """A checkpoint's optimizer state, parameter by parameter: `checkpoint.state.StateReader`. All calls are collective.
@@ -40,13 +43,18 @@ class Reader(Protocol):
 class Incoming:
     """What was saved of a parameter, told apart, on the device; FP32.
 
-    moment: (n,), the first moment. common: (n,) in mean units, pending and the same on all replicas; None for zeros.
+    moment: (n,), the first moment; second: (n,), the second one where it was read.
+    common: (n,) in mean units, pending and the same on all replicas; None for zeros.
     own: (rows, n) likewise, of the replicas whose rows this rank reads.
+    parameter: (n,), where it is to start, if that is not the model: the mean of replicas that differed, with what they
+        had not sent.
     """
 
     moment: Tensor
     own: Tensor | None = None
     common: Tensor | None = None
+    second: Tensor | None = None
+    parameter: Tensor | None = None
 
     def mean(self, reader: Reader) -> Tensor | None:
         """(n,): what is pending in the mean over replicas; None for nothing. A collective call."""
@@ -57,8 +65,18 @@ class Incoming:
 
 
 def incoming_of(kinds: dict[str, Tensor], reader: Reader, device: torch.device) -> Incoming:
-    """What a method saved that synchronises gradients for a dense optimizer."""
-    found = Incoming(kinds["exp_avg"].to(device))
+    """What a method saved that goes with a dense optimizer. A collective call."""
+
+    def common(kind: str) -> Tensor | None:
+        """(n,), the mean over replicas of what each has of its own."""
+        if kind not in kinds:
+            return None
+        what, values = reader.saved["states"].get(kind), kinds[kind].to(device)
+        return reader.mean(values) if what is not None and what["own"] else values
+
+    moment = common("exp_avg")
+    assert moment is not None
+    found = Incoming(moment, second=common("exp_avg_sq"), parameter=common(OWN_PARAMETERS))
     for kind, what in reader.saved["states"].items():
         if what["carries"] != "gradient" or kind not in kinds:
             continue
@@ -67,6 +85,10 @@ def incoming_of(kinds: dict[str, Tensor], reader: Reader, device: torch.device) 
             found.own = values if found.own is None else found.own + values
         else:
             found.common = values if found.common is None else found.common + values
+    if found.parameter is not None:
+        for kind, what in reader.saved["states"].items():
+            if what["carries"] == "displacement" and kind != OWN_PARAMETERS and (left := common(kind)) is not None:
+                found.parameter = found.parameter - left  # it moves against a displacement
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_scape.sync.base import Method
 from torchtitan_scape.sync.dense import Dense, DenseOptions
+from torchtitan_scape.sync.diloco import Diloco, DilocoOptions
 from torchtitan_scape.sync.options import MethodOptions
 from torchtitan_scape.sync.pending import Incoming, incoming_of
 from torchtitan_scape.sync.powersgd import Powersgd, PowersgdOptions
@@ -14,6 +15,7 @@ from torchtitan_scape.sync.radius import Radius, RadiusOptions
 from torchtitan_scape.sync.scape.build import make_scape
 from torchtitan_scape.sync.scape.loading import incoming_from_scape
 from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.streaming_diloco import StreamingDiloco, StreamingDilocoOptions
 from torchtitan_scape.sync.topk import Topk, TopkOptions
 
 
@@ -44,4 +46,6 @@ METHODS = {
     "powersgd": Entry(PowersgdOptions, ("AdamW", "AdamS"), Powersgd),
     "radius": Entry(RadiusOptions, ("AdamW", "AdamS"), Radius),
     "quantized": Entry(QuantizedOptions, ("AdamW", "AdamS"), Quantized),
+    "diloco": Entry(DilocoOptions, ("AdamW", "AdamS"), Diloco),
+    "streaming_diloco": Entry(StreamingDilocoOptions, ("AdamW", "AdamS"), StreamingDiloco),
 }

@@ -97,7 +97,8 @@ def _from_another_method(states: Sequence[StateByParameter], reader: Reader, ste
             moment = first.with_residual(i, moment, mean * (1.0 - beta1), None)
         for state in states:
             state.put(i, moment, None, None)
-            _put_weights(state, i, shard, {}, reader, as_it_lies=False)
+            master = {} if found.parameter is None else {"master": found.parameter}
+            _put_weights(state, i, shard, master, reader, as_it_lies=False)
     if pending:
         return f"the first moment copied, the mean of the residuals (norm {norm.text()}) in it, the next step is dense"
     return "the first moment copied, no residual yet, the next step is dense"

@@ -1,0 +1,133 @@
+"""How a checkpoint's state is taken by a run whose replicas differ between exchanges.
+
+The model in a checkpoint is what replicas share. From a run of the same kind each replica goes on from its own
+parameters, moments and residual where there are as many, else from the means of all. From any other run all start at
+the model with its moments, what was pending in the first one.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_scape.optimizer.loading import copy_shared, fill_of_this_shard
+from torchtitan_scape.sync.base import Method, State
+from torchtitan_scape.sync.pending import OWN_PARAMETERS, Reader, for_moment
+from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.sync.shards import Shard, stored
+
+
+class Replica(Protocol):
+    """`optimizer.local.OneLocal`."""
+
+    @property
+    def shards(self) -> list[Shard]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def moments(self) -> dict[str, dict[str, Tensor]]: ...
+    def steps(self) -> list[Tensor]: ...
+
+
+@torch.no_grad()
+def load_local(
+    each: Sequence[Replica], methods: Sequence[Method], device: torch.device, reader: Reader, as_it_lies: bool
+) -> tuple[str, bool]:
+    """Takes a checkpoint's state. A collective call, after the model, which all replicas have taken.
+
+    each, methods: of this process's replicas. Returns what was done, in words, and whether the next exchange has to be
+    whole.
+    """
+    entry = METHODS[reader.saved["method"]]
+    from_local = entry.method is not None and entry.method.local
+    lost = False
+    for number, shard, kinds in reader:
+        name = shard.name
+        for method in methods:
+            for kind in kinds:
+                method.make_room(kind, name)
+        states = [method.states() for method in methods]
+        if from_local:
+            values = {kind: _for_each(kind, kinds, len(each), reader, device) for kind in kinds}
+            _put_own(each, number, name, values)
+            _put_pending(each, number, name, states, values, reader)
+        else:
+            found = entry.incoming(kinds, reader, device)
+            mean, beta1 = found.mean(reader), float(each[0].optimizer.param_groups[shard.group]["betas"][0])
+            moment = found.moment if mean is None else found.moment + for_moment(mean, beta1)
+            lost = lost or (mean is not None and beta1 == 0.0)
+            second = found.second
+            if mean is not None and second is not None:
+                second = torch.maximum(second, moment.square())  # as in `loading`
+            _put_moments(each, name, [moment] * len(each), None if second is None else [second] * len(each))
+        copy_shared(states, shard, kinds, reader.saved["states"])
+    applied = reader.applied_steps()
+    for steps in (steps for one in each for steps in one.steps()):
+        steps.fill_(applied)
+    states = [method.states() for method in methods]
+    rebuilt = fill_of_this_shard(states, reader) if as_it_lies else any(s.carries == "rebuild" for s in states[0])
+    told = _told(reader, from_local) + (", the next exchange is whole" if rebuilt else "")
+    return told + ("; with beta1 = 0 no moment keeps what was pending: it is lost" if lost else ""), rebuilt
+
+
+def _told(reader: Reader, from_local: bool) -> str:
+    if not from_local:
+        return "all replicas start at the model, with its moments"
+    if reader.saved["residual"] == "drop":
+        return "all replicas start at the model, with the mean of their moments; the rest was not saved"
+    if reader.saved["residual"] == "mean":
+        return "all replicas start from the means of parameters, moments and residuals, as they were saved"
+    if not reader.same_count:
+        return f"all replicas start from the means of {reader.replicas} replicas' parameters, moments and residuals"
+    return "state as it was, of every replica its own"
+
+
+def _for_each(kind: str, kinds: dict[str, Tensor], replicas: int, reader: Reader, device: torch.device) -> list[Tensor]:
+    """(n,) for every replica of this process: its own where there are as many, else the mean of all."""
+    values = kinds[kind].to(device)
+    if not reader.saved["states"][kind]["own"]:
+        return [values] * replicas
+    return list(values) if reader.same_count else [reader.mean(values)] * replicas
+
+
+def _put_own(each: Sequence[Replica], number: int, name: str, values: dict[str, list[Tensor]]) -> None:
+    """Parameters, where they were saved, and moments."""
+    for one, parameter in zip(each, values.get(OWN_PARAMETERS, ()), strict=False):
+        own = stored(one.shards[number].parameter)
+        own.copy_(parameter.view(own.shape))
+    _put_moments(each, name, values["exp_avg"], values.get("exp_avg_sq"))
+
+
+def _put_moments(each: Sequence[Replica], name: str, first: list[Tensor], second: list[Tensor] | None) -> None:
+    for i, one in enumerate(each):
+        own = one.moments["exp_avg"][name]
+        own.copy_(first[i].view(own.shape))
+        if "exp_avg_sq" in one.moments:
+            # Without one it is the first one's square, which makes AdamS's step: see `loading`.
+            square = one.moments["exp_avg_sq"][name]
+            square.copy_(own.square() if second is None else second[i].view(own.shape))
+
+
+def _put_pending(
+    each: Sequence[Replica],
+    number: int,
+    name: str,
+    states: Sequence[list[State]],
+    values: dict[str, list[Tensor]],
+    reader: Reader,
+) -> None:
+    """What replicas have not sent of their displacements: a parameter that is moved as much further says it, too."""
+    left = [
+        kind
+        for kind, what in reader.saved["states"].items()
+        if what["carries"] == "displacement" and kind != OWN_PARAMETERS and kind in values
+    ]
+    for i, one in enumerate(each):
+        mine = {s.kind: s.tensors[name] for s in states[i] if s.carries == "displacement" and name in s.tensors}
+        for kind in left:
+            if kind in mine:
+                mine[kind].copy_(values[kind][i].view(mine[kind].shape))
+            else:
+                own = stored(one.shards[number].parameter)
+                own.sub_(values[kind][i].view(own.shape))
