@@ -14,18 +14,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from kernels.codec.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUTPUTS = ROOT / "results", ROOT / "outputs"
 EMBEDDED = "train_configs/embedded.toml"
 # What torchrun would set for a single process: its own imports cost as much as a short run.
 ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-CODES = ("bf16", *FORMATS)  # how payloads travel, as methods are named by it
 Curve = list[tuple[int, float]]
 
 
@@ -142,32 +138,6 @@ def megabytes(value: float | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------ the trainer
-
-
-@dataclass(frozen=True)
-class Scape:
-    """SCAPE as studies name it: scape-0.1 (FP32 on the wire), scape-0.047-int4."""
-
-    density: str
-    code: str = ""
-
-    @classmethod
-    def parse(cls, name: str) -> "Scape | None":
-        """None for another name."""
-        match = re.fullmatch(rf"scape-(0?\.\d+|1)(?:-({'|'.join(CODES)}))?", name)
-        return cls(match[1], match[2] or "") if match and 0 < float(match[1]) <= 1 else None
-
-    @property
-    def wire(self) -> str:
-        return {"": "float32", "bf16": "bfloat16"}.get(self.code, self.code)
-
-    @property
-    def label(self) -> str:
-        return f"SCAPE {self.density} {self.code}".strip()
-
-    def arguments(self) -> list[str]:
-        """For the trainer; the wire always, as recipes set another."""
-        return ["--sync.method=scape", f"--sync.scape.density={self.density}", f"--sync.scape.wire={self.wire}"]
 
 
 def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str) -> None:

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts import methods
 from scripts.common import (
     EMBEDDED,
     OUTPUTS,
     RESULTS,
-    Scape,
     command_of,
     guarded,
     losses,
@@ -31,25 +31,22 @@ from scripts.common import (
 )
 from scripts.plots import figure, save
 
-DENSE = {
-    "adamw": ("AdamW, dense", ["--sync.method=dense", "--optimizer.name=AdamW"]),
-    "adams": ("AdamS, dense", ["--sync.method=dense", "--optimizer.name=AdamS"]),
-}
 METHODS = ("adamw", "adams", "scape-0.1", "scape-0.1-plain", "scape-0.047-int4", "scape-0.01", "scape-0.01-plain")
 
 
 def method(name: str) -> tuple[str, list[str]]:
     """(label, options of the trainer). Raises ValueError for a name that is none."""
-    if name in DENSE:
-        return DENSE[name]
-    scape, plain = Scape.parse(name.removesuffix("-plain")), name.endswith("-plain")
-    if scape is None:
-        raise ValueError(f"there is no method {name!r}; known are {KNOWN}")
+    plain, scape = name.endswith("-plain"), name.startswith("scape-")
+    try:
+        found = methods.parse(name.removesuffix("-plain") if scape else name)
+    except ValueError:
+        raise ValueError(f"there is no method {name!r}; known are {KNOWN}") from None
     scaling = "--sync.scape.no-staleness-scaling" if plain else "--sync.scape.staleness_scaling"
-    return scape.label + (", no staleness scaling" if plain else ""), [*scape.arguments(), scaling]
+    label = found.label + (", dense" if name in methods.OPTIMIZERS else ", no staleness scaling" if plain else "")
+    return label, [*found.options, *([scaling] if scape else [])]
 
 
-KNOWN = "adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...), and these with -plain"
+KNOWN = f"{methods.KNOWN}, and SCAPE with -plain"
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 
 
@@ -100,12 +97,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> None:
-    methods = args.methods or list(METHODS)
-    for name in methods:
+    chosen = args.methods or list(METHODS)
+    for name in chosen:
         method(name)  # before the first one runs
     results = {}
-    for i, name in enumerate(methods):
-        print(f"[{i + 1}/{len(methods)}] {method(name)[0]} ...", flush=True)
+    for i, name in enumerate(chosen):
+        print(f"[{i + 1}/{len(chosen)}] {method(name)[0]} ...", flush=True)
         results[name] = train(name, args.work.resolve() / name, args, rest)
         print(f"    validation loss {results[name]['validation_loss']:.4f}", flush=True)
     command = command_of("scripts.studies.compare_methods")

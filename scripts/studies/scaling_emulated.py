@@ -7,11 +7,12 @@ from typing import Any
 
 from scripts.common import RunError, read, write
 from scripts.emulated_cluster import Cluster
-from scripts.studies.scaling_sweep import NEVER, Cell, Plan, Sweep, from_raw, recipe_value
+from scripts.methods import OPTIMIZERS
+from scripts.studies.scaling_sweep import NEVER, PEERS_NOTE, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
 from torchtitan_scape.planner.cost import predict_step
 from torchtitan_scape.planner.payload import payload_bytes
-from torchtitan_scape.planner.volumes import Method, messages, powersgd_rank
+from torchtitan_scape.planner.volumes import messages, powersgd_rank
 
 RANK = ["-m", "scripts.studies.scaling_rank"]
 
@@ -31,7 +32,7 @@ class Emulated:
         if not self.real and not _is_positive(self.args.compute):
             raise ValueError(f"--compute is {self.args.compute!r}; give seconds, or real")
         if any(plan.peer for plan in sweep.plans) and not self.real:
-            raise ValueError("DDP synchronises during a real backward pass: its methods need --compute real")
+            raise ValueError("DDP and HSDP synchronise during a real backward pass: these need --compute real")
         for cell in sweep.cells() if self.real else ():
             if (batch := self.batch(cell.recipe)) % cell.size:
                 raise ValueError(f"a global batch of {batch} is no multiple of {cell.size} ranks; set --batch")
@@ -46,13 +47,12 @@ class Emulated:
         with Cluster(size // per_node, rate) as cluster:
             cluster.torchrun(arguments, per_node, log, self.args.timeout, env)
 
-    def trainer(self, recipe: Path, size: int, log: Path, steps: int) -> list[str]:
-        """The command line of a run, but for its method."""
+    def trainer(self, recipe: Path, size: int, log: Path) -> list[str]:
+        """The command line of a run, but for its method and steps."""
         each = self.batch(recipe) // size if self.real else 1
         return [
             f"--job.config_file={recipe}",
             f"--job.dump_folder={log}",
-            f"--training.steps={steps}",
             f"--training.local_batch_size={each}",
             f"--training.global_batch_size={each * size}",
             f"--metrics.log_freq={NEVER}",
@@ -72,16 +72,25 @@ class Emulated:
         log = self.logs / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        wanted: dict[str, Any] = {"output": str(raw), "warm_up": self.args.warm_up, "plain": self.args.plain}
+        wanted: dict[str, Any] = {"output": str(raw), "plain": self.args.plain, **self.timing(cell.plan)}
         if not self.real:
             wanted["compute"] = self.compute(cell.size)
         if cell.plan.peer:
             wanted |= {"peer": cell.plan.peer, "rank": self.rank_of(cell)}
-        arguments = [*RANK, *self.trainer(cell.recipe, cell.size, log, steps), *cell.plan.options]
+        arguments = [*RANK, *self.trainer(cell.recipe, cell.size, log), f"--training.steps={steps}", *cell.plan.options]
         self.start(cell.size, arguments, log, rate, SCALING=json.dumps(wanted))
         if not raw.exists():
             raise RunError(f"nothing was measured (log in {log})")
         return raw
+
+    def timing(self, plan: Plan) -> dict[str, int]:
+        """Steps that are left out, and over how many of those that follow means are taken."""
+        return {"warm_up": max(self.args.warm_up, plan.settles), "period": plan.period}
+
+    def steps(self, plan: Plan) -> int:
+        """Of a measurement: those that are left out, and whole periods."""
+        periods = -(-self.args.steps // plan.period)
+        return self.timing(plan)["warm_up"] + periods * plan.period
 
     def compute(self, size: int) -> float:
         return float(self.args.compute) * self.sweep.sizes[0] / size
@@ -89,13 +98,14 @@ class Emulated:
     def cell(self, cell: Cell) -> dict[str, Any]:
         """Measures a cell. What is missing for its prediction or its loss does not undo the measurement."""
         args = self.args
-        content = from_raw(self.measure(cell, args.warm_up + args.steps, self.rate, cell.name), self.batch(cell.recipe))
+        content = from_raw(self.measure(cell, self.steps(cell.plan), self.rate, cell.name), self.batch(cell.recipe))
         content |= {"nodes": cell.size // args.ranks_per_node, "ranks_per_node": args.ranks_per_node}
         content |= {"compute": "real" if self.real else "wait", "rate_mbit": self.rate}
         if not self.real or args.loss_steps:
             content["validation_loss"] = None  # of a few steps, or of gradients that are always the same
-        if cell.plan.peer == "powersgd":
-            content["label"] = f"PowerSGD, rank {self.rank_of(cell)}"
+        content |= {"period": cell.plan.period}
+        if cell.plan.planned is None:
+            content["label"] = f"DDP, PowerSGD rank {self.rank_of(cell)}"
         print(f"    {1e3 * content['step_seconds']:.0f} ms a step", flush=True)
         try:
             content["predicted"] = self.predicted(cell, content)
@@ -124,12 +134,15 @@ class Emulated:
     def passes(self, recipe: Path, size: int) -> dict[str, Any]:
         """What a step of every method costs with this number of ranks on the host's cores, no compute, no exchange."""
         path = self.folder / f"passes-{recipe.stem}-{size}.json"
-        wanted = {plan.name: list(plan.options) for plan in self.sweep.plans if not plan.peer}
+        wanted = {
+            plan.name: {"options": [f"--training.steps={self.steps(plan)}", *plan.options], **self.timing(plan)}
+            for plan in self.sweep.plans
+            if not plan.peer
+        }
         if set(wanted) - set(read(path) or {}):
             log = self.logs / path.stem
-            scaling = {"output": str(path.resolve()), "calibrate": wanted, "warm_up": self.args.warm_up, "compute": 0}
-            scaling["plain"] = self.args.plain
-            arguments = [*RANK, *self.trainer(recipe, size, log, self.args.warm_up + self.args.steps)]
+            scaling = {"output": str(path.resolve()), "calibrate": wanted, "compute": 0, "plain": self.args.plain}
+            arguments = [*RANK, *self.trainer(recipe, size, log)]
             self.start(size, arguments, log, None, SCALING=json.dumps(scaling))
         return read(path)
 
@@ -176,15 +189,15 @@ class Emulated:
     def predicted(self, cell: Cell, measured: dict[str, Any]) -> dict[str, float] | None:
         """The step by the cost model, from measured links, passes and the given (or this run's own) compute."""
         plan, per_node = cell.plan, self.args.ranks_per_node
-        if plan.peer or any(option.startswith("--parallelism") for option in self.args.rest):
+        if plan.peer or plan.planned is None or any(option.startswith("--parallelism") for option in self.args.rest):
             return None  # DDP overlaps in its own way; the model below is of replicas without shards
         silent, shapes = self.passes(cell.recipe, cell.size)[plan.name], self.shapes(cell.recipe)
         passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
         tiers = [("node", per_node), ("network", cell.size // per_node)]
-        method = Method(plan.dense or "scape", plan.density, plan.wire)
-        payload = sum(int(message.nbytes) for message in messages(method, shapes, cell.size) if not message.hidden)
+        exposed = [message for message in messages(plan.planned, shapes, cell.size) if not message.hidden]
+        payload = sum(int(message.nbytes) for message in exposed)
         found = predict_step(
-            method,
+            plan.planned,
             [tier for tier in tiers if tier[1] > 1],
             self.links(cell.size),
             shapes,
@@ -192,7 +205,7 @@ class Emulated:
             pack_seconds=passes.get("pack", 0.0),
             rest_seconds=optimizer - passes.get("pack", 0.0),
             fixed_seconds=max(0.0, silent["step_seconds"] - silent["phases"]["compute"] - optimizer),
-            chunk_bytes=0 if plan.dense else -(-payload // measured["payload_parts"]),
+            chunk_bytes=0 if plan.name in OPTIMIZERS else -(-payload // measured["payload_parts"]),
             flat="--topology.exchange flat" in " ".join(self.args.rest).replace("=", " "),
         )
         parts = {"compute": found.compute, "exposed": found.exchange, "optimizer": found.optimizer}
@@ -217,7 +230,8 @@ def notes(emulated: Emulated) -> list[str]:
         f"All ranks share the host's {os.cpu_count()} cores; optimizer and exchange are real, and slower the more "
         "ranks there are.",
         f"NICs limited to {rate:.4g} Mbit/s each way." if rate else "NICs not limited.",
-        f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
+        f"Medians over {args.steps} steps after {args.warm_up}, of what exchanges once in several steps means over a "
+        "whole period; a step is that of its slowest rank.",
         "Predicted: links from the preflight; passes and what the trainer costs besides from steps of the same method "
         "without compute and exchange; compute as given or, where real, this run's own. So what is put to the test is "
         "the exchange and how the parts add up, not the passes. Coding is measured in the exchange, and not predicted.",
@@ -227,11 +241,11 @@ def notes(emulated: Emulated) -> list[str]:
         wait = f"Forward and backward are a wait of {seconds:g} s on {first} ranks and in proportion less on more"
         return [f"{wait}; nothing is learnt.", *told]
     told = ["Forward and backward are real.", *told]
-    told.append("DDP's exchange overlaps its backward pass and is counted as compute; ours starts after it.")
+    told.append(PEERS_NOTE)
     told.append(
         "No method has FSDP around its model."
         if args.plain
-        else "DDP's model has no FSDP around it and ours have, whose forward and backward are slower for it here."
+        else "A model of one shard in FP32, as the embedded recipe has, has FSDP2 around it with HSDP alone."
     )
     if args.slowdown and (found := read(emulated.folder / "rate.json")):
         last = found["tried"][-1]

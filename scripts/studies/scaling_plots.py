@@ -10,11 +10,11 @@ Cell = dict[str, Any]
 FIGURES = ("figure_10.png", "figure_11.png", "figure_12.png")
 PHASES = {"compute": "compute", "exposed": "exposed communication", "optimizer": "optimizer", "other": "other"}
 PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
-COMPRESSED = ("scape", "powersgd")  # how the methods begin that are not dense
+DENSE = ("adamw", "adams", "ddp", "ddp-bf16", "hsdp", "hsdp-waits")
 
 
 def is_dense(method: str) -> bool:
-    return not method.startswith(COMPRESSED)
+    return method in DENSE
 
 
 def in_ranks(size: int) -> str:

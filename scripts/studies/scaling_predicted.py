@@ -7,7 +7,6 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import WORKLOADS, get_workload
 
 
@@ -36,9 +35,11 @@ def predicted(cell: Cell, links: Links, assumptions: Assumptions, sweep: Sweep) 
     batch = sweep.args.batch or workload.batch
     each = max(1, batch // cell.size)
     micro_batch = next(n for n in (4, 3, 2, 1) if each % n == 0)
-    kind = plan.dense or {"ddp": "adams", "ddp-bf16": "bf16"}.get(plan.peer, plan.peer) or "scape"
-    method = Method(kind, plan.density, plan.wire, plan.rank)
-    found = predict(method, workload, layout, links, batch=batch, micro_batch=micro_batch, assumptions=assumptions)
+    if plan.planned is None:
+        raise ValueError(f"the cost model needs a rank, such as {plan.name}-4")
+    found = predict(
+        plan.planned, workload, layout, links, batch=batch, micro_batch=micro_batch, assumptions=assumptions
+    )
     phases = {"compute": found.compute, "exposed": found.exchange + found.shard}
     return {
         "nodes": layout.nodes,

@@ -6,12 +6,12 @@ The environment variable SCALING holds what to measure, as JSON:
     warm_up     steps that are left out (the first, dense one among them)
     compute     seconds; forward and backward become a wait of that length, and every step gets the gradients of the
                 first one, which is real. Absent: all of them are real
-    peer        "ddp", "ddp-bf16" or "powersgd": PyTorch's DistributedDataParallel synchronises, overlapped with the
-                backward pass, plainly or with its own hooks; AdamS and clipping stay ours
-    rank        of powersgd
+    peer        of scaling_peers.py, which exchanges gradients in the place of our method
+    rank        of ddp-powersgd
+    period      steps over which means are taken; medians where it is 1
     plain       true: no FSDP around the model, as with a peer, whose forward and backward are faster without
-    calibrate   {name: options}; every method takes steps whose compute and exchange take no time: what is left is what
-                passes and trainer cost with so many ranks on these cores
+    calibrate   {name: options, warm_up, period}; every method takes steps whose compute and exchange take no time: what
+                is left is what passes and trainer cost with so many ranks on these cores
 
 Everything else is the trainer's command line.
 """
@@ -22,7 +22,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scripts.common import write
+from scripts.studies.scaling_peers import PEERS, unwrapped
 from topology.dry_run import DryRunCollectives
 from topology.groups import Ring
 from topology.lanes import Handle
 from topology.stages import all_gather_into
 from torchtitan_scape import train
 from torchtitan_scape.report.metrics import LEVELS
-from torchtitan_scape.sync.base import Message, Method, Step
 from torchtitan_scape.sync.shards import local
 
 PASSES = ("check", "pack", "clip", "update")
+
+ALONE = 3  # passes that tell a peer's compute from its exchange
 
 
 class ScalingTrainer(train.ScapeTrainer):
@@ -50,12 +52,14 @@ class ScalingTrainer(train.ScapeTrainer):
 
     def __init__(self, job_config: Any) -> None:
         self.wanted: dict[str, Any] = json.loads(os.environ["SCALING"])
-        unwrapped = patch("torchtitan_scape.specs.parallelize", _unwrapped)
-        with unwrapped if self.wanted.get("peer") or self.wanted.get("plain") else nullcontext():
+        self.peer = PEERS[self.wanted["peer"]](self.wanted.get("rank", 0)) if self.wanted.get("peer") else None
+        parallelize = self.peer.parallelize if self.peer else unwrapped if self.wanted.get("plain") else None
+        with patch("torchtitan_scape.specs.parallelize", parallelize) if parallelize else nullcontext():
             super().__init__(job_config)
-        if self.wanted.get("peer"):
-            _use_ddp(self, self.wanted)
-        self._micro_batches = 0
+        if self.peer:
+            self.peer.install(self)
+        self._passes = 0
+        self._alone: list[float] = []
         self._kept: list[tuple[Any, Tensor]] = []
         self._loss: Tensor | None = None
         self._steps: list[dict[str, float]] = []
@@ -63,10 +67,11 @@ class ScalingTrainer(train.ScapeTrainer):
         self._sent_before: dict[str, float] = {}
 
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
-        self._micro_batches += 1
-        ddp = self.model_parts[0]
-        if isinstance(ddp, _Ddp) and self._micro_batches % self.gradient_accumulation_steps:
-            with ddp.no_sync():  # once a step, after the last one
+        self._passes += 1
+        if self.peer is not None:
+            if self.steps_taken == self.wanted["warm_up"] - 1 and not self._alone:
+                self._alone = [self._pass_alone(**kwargs) for _ in range(ALONE)]
+            with self.peer.exchanging(last=self._passes % self.gradient_accumulation_steps == 0):
                 return super().forward_backward_step(**kwargs)
         seconds = self.wanted.get("compute")
         if seconds is None or self._loss is None:
@@ -84,6 +89,22 @@ class ScalingTrainer(train.ScapeTrainer):
             time.sleep(max(0.0, end - time.perf_counter()))
         return self._loss
 
+    def _pass_alone(self, **kwargs: Any) -> float:
+        """Seconds of a step's forward and backward passes that exchange nothing; leaves no gradients."""
+        assert self.peer is not None
+        kept = [p.grad for p in self.model_parts[0].parameters()]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with self.peer.silent():
+            super().forward_backward_step(**kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        for parameter, gradient in zip(self.model_parts[0].parameters(), kept, strict=True):
+            parameter.grad = gradient
+        return seconds * self.gradient_accumulation_steps
+
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self.steps_taken == self.wanted["warm_up"]:
             self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
@@ -98,6 +119,10 @@ class ScalingTrainer(train.ScapeTrainer):
         super().train_step(data_iterator)
         self._steps.append({"step": time.perf_counter() - begin, **self.optimizers.timer.take()})
 
+    def _middle(self, values: Sequence[float]) -> float:
+        """The median; where what a step does repeats after several, the mean."""
+        return (statistics.fmean if self.wanted.get("period", 1) > 1 else statistics.median)(values)
+
     def summarise(self) -> None:
         taken = self.optimizers.timer.take()  # the summary takes what is left
         super().summarise()
@@ -110,7 +135,7 @@ class ScalingTrainer(train.ScapeTrainer):
         else:
             times = [step["step"] for step in self._steps[warm_up:]]
             names = {name for step in self._steps[warm_up:] for name in step} - {"step"}
-            phases = {n: statistics.median(s.get(n, 0.0) for s in self._steps[warm_up:]) for n in names}
+            phases = {n: self._middle([s.get(n, 0.0) for s in self._steps[warm_up:]]) for n in names}
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
         sent = self.optimizers.collectives.traffic.sent_by_level()
         count = self.steps_taken - warm_up
@@ -119,17 +144,18 @@ class ScalingTrainer(train.ScapeTrainer):
             "times": times,
             "phases": phases,
             "peak": float(peak),
-            "sent": {} if self.wanted.get("peer") else grown,  # DDP counts nothing; the interfaces do
+            "sent": {} if self.peer else grown,  # peers count nothing; the interfaces do
+            "alone": statistics.median(self._alone) if self._alone else None,
         }
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
-        self.measured = {**_joined(ranks), "memory_kind": kind}
+        self.measured = {**_joined(ranks, self._middle), "memory_kind": kind}
         if dist.get_rank() == 0 and "calibrate" not in self.wanted:
             summary = json.loads((Path(self.job_config.job.dump_folder) / "summary.json").read_text())
             write(Path(self.wanted["output"]), {**self.measured, "summary": summary})
 
 
-def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], float]) -> dict[str, Any]:
     """One measurement of all ranks': steps by the slowest, phases by the mean, memory by the largest."""
 
     def mean(kind: str, name: str) -> float:
@@ -137,82 +163,26 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     times = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
     phases = {name: mean("phases", name) for name in sorted({n for rank in ranks for n in rank["phases"]})}
-    median = statistics.median(times)
+    seconds = middle(times)
     passes, compute = sum(phases.get(n, 0.0) for n in PASSES), phases.get("forward_backward", 0.0)
     exposed = phases.get("exchange", 0.0)
+    if ranks[0]["alone"] is not None:  # of an exchange beside the backward pass what that is slower for it
+        alone = min(compute, statistics.fmean(rank["alone"] for rank in ranks))
+        compute, exposed = alone, exposed + compute - alone
     return {
         "steps": times,
-        "step_seconds": median,
-        "quartiles": [statistics.quantiles(times, n=4)[i] for i in (0, 2)] if len(times) > 1 else [median, median],
+        "step_seconds": seconds,
+        "quartiles": [statistics.quantiles(times, n=4)[i] for i in (0, 2)] if len(times) > 1 else [seconds, seconds],
         "by_phase": phases,
         "phases": {
             "compute": compute,
             "exposed": exposed,
             "optimizer": passes,
-            "other": max(0.0, median - compute - exposed - passes),
+            "other": max(0.0, seconds - compute - exposed - passes),
         },
         "peak_memory_bytes": max(rank["peak"] for rank in ranks),
         "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
     }
-
-
-# ------------------------------------------------------------------------------- PyTorch's own, as baselines
-
-
-def _unwrapped(model: Any, parallel_dims: Any, job_config: Any) -> Any:
-    """No FSDP: plain parameters, which DDP takes."""
-    if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
-        raise ValueError("a model without FSDP needs shard and tensor degrees of 1; set parallelism accordingly")
-    return model
-
-
-class _Ddp(torch.nn.parallel.DistributedDataParallel):
-    """With the attributes of its model, which the trainer asks for."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-class _Sums(Method):
-    """DDP has averaged already, and the trainer's loss wants sums."""
-
-    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
-        torch._foreach_mul_(gradients, self.setting.scale)
-        return gradients
-
-    def messages(self) -> list[Message]:
-        return []
-
-
-def _use_ddp(trainer: ScalingTrainer, wanted: dict[str, Any]) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    group = trainer.optimizers.collectives.groups.replicate
-    buckets = {}
-    if wanted["peer"] == "powersgd":
-        # One bucket: the hook chains all-reduces in callbacks, which gloo runs in another order on every rank when
-        # two buckets are on their way.
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40  # as DDP's documentation has it
-        buckets = {"bucket_cap_mb": 1 << 20}
-    ddp = _Ddp(trainer.model_parts[0], process_group=group, **buckets)
-    match wanted["peer"]:
-        case "ddp":
-            pass
-        case "ddp-bf16":
-            # Under another name: DDP refuses this hook by its name where there is no NCCL, though gloo can do it.
-            ddp.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-        case "powersgd":
-            # Compressing from the third step on, the earliest that error feedback and warm start allow.
-            state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=wanted["rank"], start_powerSGD_iter=2)
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        case other:
-            raise ValueError(f"there is no peer {other!r}; known are ddp, ddp-bf16 and powersgd")
-    trainer.model_parts[0] = ddp
-    dense = trainer.optimizers.methods[0]
-    trainer.optimizers.methods = [_Sums(dense.setting, dense.options)]
 
 
 # ----------------------------------------------------------------------------------- passes without an exchange
@@ -233,11 +203,12 @@ class _Silent(DryRunCollectives):
         return Handle(all_gather_into(output, own, async_op=True).wait)
 
 
-def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) -> None:
+def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
     """Stores what a step of each method costs beside compute and exchange, all ranks at once."""
     found = {}
-    for name, options in names.items():
-        config = train.parse([*arguments, *options])
+    for name, one in wanted["calibrate"].items():
+        os.environ["SCALING"] = json.dumps({**wanted, **one})
+        config = train.parse([*arguments, *one["options"]])
         replicas = train.layout_of(config).replicate
         with patch("torchtitan_scape.optimizer.build.collectives_of", lambda _, n=replicas: _Silent(n)):
             trainer = ScalingTrainer(config)
@@ -245,7 +216,7 @@ def calibrate(arguments: list[str], names: dict[str, list[str]], output: str) ->
         trainer.close()
         found[name] = trainer.measured
     if dist.get_rank() == 0:
-        write(Path(output), found)
+        write(Path(wanted["output"]), found)
 
 
 def main() -> None:
@@ -253,7 +224,7 @@ def main() -> None:
     if "output" not in wanted:
         raise SystemExit("error: SCALING is not set; start a sweep with python -m scripts.studies.strong_scaling")
     if "calibrate" in wanted:
-        calibrate(sys.argv[1:], wanted["calibrate"], wanted["output"])
+        calibrate(sys.argv[1:], wanted)
         dist.barrier()
         dist.destroy_process_group()
         os._exit(0)  # as the trainer does

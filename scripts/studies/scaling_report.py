@@ -103,7 +103,7 @@ def main_table(panel: Sequence[Cell]) -> str:
     smallest, rows = min(cell["size"] for cell in panel), []
     for cell in panel:
         row = {
-            "method": cell["label"],
+            "method": cell["label"] + (f" (mean of {cell['period']} steps)" if cell.get("period", 1) > 1 else ""),
             "ranks (nodes x each)": ranks(cell),
             "step, ms (median)": ms(cell["step_seconds"]),
         }
@@ -115,9 +115,17 @@ def main_table(panel: Sequence[Cell]) -> str:
         row[f"speed-up against {dense}"] = number(cell["speedup"], ".2f")
         row["peak memory per rank, MB"] = number(cell.get("peak_memory_bytes"), ",.0f", 1e-6)
         for level in levels_of(other["sent"] for other in panel):
-            row[f"sent per step and rank, MB: {level}"] = megabytes(cell["sent"].get(level))
+            row[f"sent per step and rank, MB: {level}"] = _sent(cell, level)
         rows.append(row)
     return markdown(rows)
+
+
+def _sent(cell: Cell, level: str) -> str:
+    """As counted by the ranks; of peers, who count nothing, as the interfaces did."""
+    counted, nic = cell["sent"].get(level), (cell.get("nic") or {}).get(level)
+    if counted is not None or nic is None or cell["sent"]:
+        return megabytes(counted)
+    return f"{megabytes(nic / cell['ranks_per_node'])} (interface)"
 
 
 def prediction_table(results: Sequence[Cell]) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from scripts.common import ROOT, read, write
-from scripts.studies.scaling_sweep import NEVER, Cell, Sweep, from_raw, recipe_value
+from scripts.studies.scaling_sweep import NEVER, PEERS_NOTE, Cell, Sweep, from_raw, recipe_value
 
 RANKS_PER_NODE = {"vista": 1, "frontier": 8}
 
@@ -39,7 +39,7 @@ class Jobs:
         lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", 'export TRAIN_SCRIPT="-m scripts.studies.scaling_rank"']
         for cell in cells:
             raw = self.raw(cell)
-            wanted = {"output": str(raw), "warm_up": self.args.warm_up}
+            wanted = {"output": str(raw), "warm_up": self.warm_up(cell), "period": cell.plan.period}
             if cell.plan.peer:
                 wanted |= {"peer": cell.plan.peer, "rank": cell.plan.rank}
             values = {"CONFIG_FILE": str(cell.recipe.resolve()), "SCALING": json.dumps(wanted)}
@@ -60,10 +60,10 @@ class Jobs:
             raise ValueError(
                 f"the global batch {batch} of {cell.recipe} is no multiple of {cell.size} ranks; set --batch"
             )
-        each = batch // cell.size
+        each, period = batch // cell.size, cell.plan.period
         return [
             f"--job.dump_folder={self.sweep.folder.resolve() / 'runs' / cell.name}",
-            f"--training.steps={self.args.warm_up + self.args.steps}",
+            f"--training.steps={self.warm_up(cell) + -(-self.args.steps // period) * period}",
             f"--training.local_batch_size={next(n for n in range(min(micro, each), 0, -1) if each % n == 0)}",
             f"--training.global_batch_size={batch}",
             f"--metrics.log_freq={NEVER}",
@@ -72,6 +72,9 @@ class Jobs:
             *cell.plan.options,
             *self.args.rest,
         ]
+
+    def warm_up(self, cell: Cell) -> int:
+        return max(self.args.warm_up, cell.plan.settles)
 
     def batch(self, cell: Cell) -> int:
         return self.args.batch or recipe_value(cell.recipe, "training", "global_batch_size")
@@ -129,7 +132,7 @@ def run(sweep: Sweep) -> int:
     sweep.notes = [
         f"Medians over {args.steps} steps after {args.warm_up}; a step is that of its slowest rank.",
         "All methods of a size ran on the same nodes, one after the other; sizes are jobs of their own.",
-        "DDP's exchange overlaps its backward pass and is counted as compute; ours starts after it.",
+        PEERS_NOTE,
     ]
     for cell in sweep.cells():
         jobs.options(cell)  # refuses here, not in a job that has waited for hours

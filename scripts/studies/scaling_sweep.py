@@ -11,46 +11,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common import CODES, OUTPUTS, RunError, Scape, command_of, read, write
+from scripts import methods
+from scripts.common import OUTPUTS, RunError, command_of, read, write
 from scripts.studies.scaling_report import write_report
+from torchtitan_scape.planner.volumes import Method
 
 NEVER = 1_000_000  # steps between two logs or validations
-PEERS = {"ddp": "DDP, FP32 gradients", "ddp-bf16": "DDP, BF16 gradients"}
+# By name: what they are called, and as what the cost model knows them, which has no overlap.
+PEERS = {
+    "ddp": ("DDP, FP32 gradients", "adams"),
+    "ddp-bf16": ("DDP, BF16 gradients", "bf16"),
+    "hsdp": ("TorchTitan's HSDP", "adams"),
+    "hsdp-waits": ("TorchTitan's HSDP, gloo waiting", "adams"),
+}
+PEERS_NOTE = (
+    "DDP and HSDP exchange while the backward pass runs: as exposed communication counts by how much their forward and "
+    "backward take longer than the same passes without an exchange. Peers count no bytes; the interfaces do."
+)
+KNOWN = f"{methods.KNOWN}; of others {', '.join(PEERS)}, ddp-powersgd, ddp-powersgd-4 (any rank)"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A method as this sweep runs it: options of the trainer, and what scaling_rank.py is told."""
+    """A method as this sweep runs it: options of the trainer, and what scaling_rank.py is told.
+
+    planned: as the cost model knows it; None where its rank is chosen by the bytes of the model. peer: of
+    scaling_peers.py. settles, period: as of `methods.Named`.
+    """
 
     name: str
     label: str
     options: tuple[str, ...]
+    planned: Method | None
     peer: str = ""
     rank: int = 0
-    density: float = 1.0
-    wire: str = "float32"
-    dense: str = ""  # "adamw" or "adams" for the dense ones of this repository
+    settles: int = 0
+    period: int = 1
 
     @classmethod
     def parse(cls, name: str) -> "Plan":
         """Raises ValueError with what is known."""
-        if name in ("adamw", "adams"):
-            optimizer = {"adamw": "AdamW", "adams": "AdamS"}[name]
-            return cls(name, optimizer, ("--sync.method=dense", f"--optimizer.name={optimizer}"), dense=name)
+        options = ("--sync.method=dense", "--optimizer.name=AdamS")
         if name in PEERS:
-            return cls(name, PEERS[name], ("--sync.method=dense", "--optimizer.name=AdamS"), peer=name)
-        if match := re.fullmatch(r"powersgd(?:-(\d+))?", name):
+            label, kind = PEERS[name]
+            return cls(name, label, options, Method(kind), peer=name)
+        if match := re.fullmatch(r"ddp-powersgd(?:-([1-9]\d*))?", name):
             rank = int(match[1] or 0)
-            label = f"PowerSGD, rank {rank}" if rank else "PowerSGD, equal bytes"
-            options = ("--sync.method=dense", "--optimizer.name=AdamS")
-            return cls(name, label, options, peer="powersgd", rank=rank)
-        if (scape := Scape.parse(name)) is None:
-            raise ValueError(
-                f"there is no method {name!r}; known are adamw, adams, scape-0.1, scape-0.047-int4 (any density; "
-                f"{', '.join(CODES)}), ddp, ddp-bf16, powersgd, powersgd-4 (any rank)"
-            )
-        rest = ("--optimizer.name=AdamS", "--sync.scape.density_warmup_steps=0")
-        return cls(name, scape.label, (*scape.arguments(), *rest), density=float(scape.density), wire=scape.wire)
+            label = f"DDP, PowerSGD rank {rank}" if rank else "DDP, PowerSGD of equal bytes"
+            planned = Method("powersgd", rank=rank) if rank else None
+            return cls(name, label, options, planned, peer="ddp-powersgd", rank=rank)
+        try:
+            found = methods.parse(name)
+        except ValueError:
+            raise ValueError(f"there is no method {name!r}; known are {KNOWN}") from None
+        return cls(
+            name,
+            found.label,
+            (*found.options, *found.at_once),
+            found.planned,
+            settles=found.settles,
+            period=found.period,
+        )
 
 
 class Cell(NamedTuple):

@@ -15,11 +15,12 @@ slurm       writes one job a size into OUTPUT/jobs, submits it, waits, and colle
 predicted   the cost model alone.
 report      the report anew, from what a sweep has stored.
 
-Methods: adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...). For comparison PyTorch's
-DistributedDataParallel, overlapped with the backward pass: ddp, ddp-bf16, powersgd-RANK, and powersgd (of the rank with
-as many bytes as SCAPE 0.01). What stands after -- goes to the trainer of every run. A sweep that was stopped goes on
-where it was: what is in OUTPUT/cells is kept. Failed runs are reported, do not stop the others, and are tried again
-next time.
+Methods: those of scripts/methods.py, such as adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4). For
+comparison what a user would pick instead, overlapped with the backward pass: ddp, ddp-bf16, ddp-powersgd-RANK and
+ddp-powersgd (of the rank with as many bytes as SCAPE 0.01), PyTorch's DistributedDataParallel with its hooks; hsdp,
+TorchTitan's own (hsdp-waits: as gloo does it, which has no streams). What stands after -- goes to the trainer of every
+run. A sweep that was stopped goes on where it was: what is in OUTPUT/cells is kept. Failed runs are reported, do not
+stop the others, and are tried again next time.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rate", type=float, default=80.0, help="of a NIC, each way, Mbit/s; 0: not limited")
     add("--slowdown", type=float, default=0.0, help="chooses the rate: dense AdamS step over its compute-only step")
     add("--ranks-per-node", type=int, default=1)
-    add("--plain", action="store_true", help="no FSDP around any model, as DDP's has none: the exchange alone differs")
+    add("--plain", action="store_true", help="no FSDP around any model but HSDP's")
     add("--loss-steps", type=int, default=0, help="also trains so long, links not limited, for the validation loss")
     add = launcher("slurm", "4,8,16,32,64", PAPER)
     add("--machine", choices=("vista", "frontier"), required=True)

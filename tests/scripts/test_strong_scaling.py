@@ -34,14 +34,18 @@ def cells(folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_methods_are_told_apart() -> None:
     plan = Plan.parse("scape-0.01-bf16")
-    assert (plan.density, plan.wire) == (0.01, "bfloat16")
+    assert plan.planned == Method("scape", 0.01, "bfloat16")
     assert "--sync.scape.wire=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
     coded = Plan.parse("scape-0.047-int4")
-    assert (coded.density, coded.wire, coded.label) == (0.047, "int4", "SCAPE 0.047 int4")
+    assert (coded.planned, coded.label) == (Method("scape", 0.047, "int4"), "SCAPE 0.047 int4")
     assert "--sync.scape.wire=float32" in Plan.parse("scape-0.1").options, "whatever the recipe has"
-    assert Plan.parse("powersgd-4").rank == 4 and Plan.parse("ddp-bf16").peer == "ddp-bf16"
-    assert Plan.parse("adamw").dense == "adamw" and "--optimizer.name=AdamW" in Plan.parse("adamw").options
-    for wrong in ("adam", "scape", "scape-2", "scape-0", "scape-0.1-fp8", "powersgd-x"):
+    assert Plan.parse("ddp-powersgd-4").rank == 4 and Plan.parse("hsdp").peer == "hsdp"
+    powersgd = Plan.parse("powersgd-4")
+    assert not powersgd.peer and {"--sync.powersgd.rank=4", "--sync.powersgd.start=0"} < set(powersgd.options)
+    topk = Plan.parse("topk-0.015625-2bit")
+    assert topk.planned == Method("topk", 1 / 64, values="2bit", optimizer="adamw")
+    assert Plan.parse("adamw").planned == Method("adamw") and "--optimizer.name=AdamW" in Plan.parse("adamw").options
+    for wrong in ("adam", "scape", "scape-2", "scape-0", "scape-0.1-fp8", "powersgd", "ddp-powersgd-x", "topk-2"):
         with pytest.raises(ValueError, match=f"there is no method '{wrong}'; known are adamw"):
             Plan.parse(wrong)
 
@@ -146,7 +150,7 @@ def test_a_slurm_sweep_submits_runs_and_collects(tmp_path: Path) -> None:
         "MODULES": "",
         "OMP_NUM_THREADS": "1",
     }
-    sweep = ("slurm", "--machine=vista", "--sizes=2", f"--recipes={EMBEDDED}", "--methods=powersgd-1,scape-0.1")
+    sweep = ("slurm", "--machine=vista", "--sizes=2", f"--recipes={EMBEDDED}", "--methods=ddp-powersgd-1,scape-0.1")
     sweep += ("--batch=4", "--steps=2", "--warm-up=2", "--poll=0.1", "--sbatch=-A project", f"--output={out}")
     short = [option for option in SHORT if "validation" not in option and "batch" not in option]
     short = [option for option in short if not option.startswith("--training.steps")]
@@ -157,7 +161,7 @@ def test_a_slurm_sweep_submits_runs_and_collects(tmp_path: Path) -> None:
     assert "-A project" in (tmp_path / "submitted").read_text()
     assert "--nodes=2" in (tmp_path / "submitted").read_text()
     made = cells(out)
-    assert "exit code" in made["embedded-powersgd-1-2"]["error"]
+    assert "exit code" in made["embedded-ddp-powersgd-1-2"]["error"]
     cell = made["embedded-scape-0.1-2"]
     assert len(cell["steps"]) == 2 and cell["tokens_per_step"] == 4 * 32
     job = (out / "jobs" / "size-2.sh").read_text()

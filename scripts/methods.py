@@ -1,0 +1,118 @@
+"""Methods as studies name them: METHOD-VALUE-VALUE, for example topk-0.01-2bit or powersgd-4."""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kernels.codec.formats import FORMATS
+from torchtitan_scape.planner.volumes import Method
+
+OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS"}  # dense training, by the optimizer
+CODES = ("bf16", *FORMATS)  # how SCAPE's payload travels, FP32 aside
+
+
+@dataclass(frozen=True)
+class Named:
+    """A method by its name.
+
+    options: of the trainer. at_once: further ones, with which a short run soon takes steps as they are in a long one:
+    after `settles` of them. period: steps after which its exchanges repeat. planned: as the cost model knows it.
+    """
+
+    name: str
+    label: str
+    options: tuple[str, ...]
+    planned: Method
+    at_once: tuple[str, ...] = ()
+    settles: int = 0
+    period: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods of one kind. keys: of its section, in the order in which names have their values; all but the first may
+    be left out. at_once: values of others. period: the key that says it. Else as `Named`.
+    """
+
+    label: str
+    keys: tuple[str, ...]
+    at_once: tuple[str, ...] = ()
+    settles: int = 0
+    period: str = ""
+    optimizer: str = "AdamW"
+
+
+FAMILIES = {
+    "topk": Family("top-k", ("density", "values")),
+    "powersgd": Family("PowerSGD, rank", ("rank",), ("start=0",)),
+}
+KNOWN = ", ".join(
+    [
+        "adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...)",
+        *(f"{kind}-{'-'.join(key.upper() for key in family.keys)}" for kind, family in FAMILIES.items()),
+    ]
+)
+
+
+def parse(name: str) -> Named:
+    """Raises ValueError with what is known."""
+    found = _dense(name) or _scape(name) or _of_family(name)
+    if found is None:
+        raise ValueError(f"there is no method {name!r}; known are {KNOWN}")
+    return found
+
+
+def _dense(name: str) -> Named | None:
+    if name not in OPTIMIZERS:
+        return None
+    options = ("--sync.method=dense", f"--optimizer.name={OPTIMIZERS[name]}")
+    return Named(name, OPTIMIZERS[name], options, Method(name))
+
+
+def _scape(name: str) -> Named | None:
+    """scape-0.1 (FP32 on the wire), scape-0.047-int4."""
+    match = re.fullmatch(rf"scape-(0?\.\d+|1)(?:-({'|'.join(CODES)}))?", name)
+    if match is None or not 0 < float(match[1]) <= 1:
+        return None
+    density, code = match[1], match[2] or ""
+    wire = {"": "float32", "bf16": "bfloat16"}.get(code, code)
+    # The wire always, as recipes set another.
+    options = ["--sync.method=scape", "--optimizer.name=AdamS"]
+    options += [f"--sync.scape.density={density}", f"--sync.scape.wire={wire}"]
+    planned = Method("scape", float(density), wire)
+    return Named(
+        name,
+        f"SCAPE {density} {code}".strip(),
+        tuple(options),
+        planned,
+        at_once=("--sync.scape.density_warmup_steps=0",),
+    )
+
+
+def _of_family(name: str) -> Named | None:
+    from torchtitan_scape.sync.registry import METHODS  # with torch, which not every script needs
+
+    kind, *texts = name.split("-")
+    family = FAMILIES.get(kind)
+    if family is None or not 1 <= len(texts) <= len(family.keys):
+        return None
+    given = dict(zip(family.keys, texts, strict=False))
+    types = {field.name: field.type for field in fields(METHODS[kind].options)}
+    try:
+        section = METHODS[kind].options(**{key: _value(text, types[key]) for key, text in given.items()})
+    except ValueError:
+        return None
+    options = [f"--sync.method={kind}", f"--optimizer.name={family.optimizer}"]
+    return Named(
+        name,
+        " ".join([family.label, *texts]),
+        (*options, *(f"--sync.{kind}.{key}={text}" for key, text in given.items())),
+        section.planned(family.optimizer),
+        tuple(f"--sync.{kind}.{text}" for text in family.at_once),
+        family.settles,
+        getattr(section, family.period) if family.period else 1,
+    )
+
+
+def _value(text: str, kind: Any) -> Any:
+    return kind(text) if kind in (int, float) else text
