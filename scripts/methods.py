@@ -1,7 +1,7 @@
 """Methods as studies name them: METHOD-VALUE-VALUE, for example topk-0.01-2bit or powersgd-4."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kernels.codec.formats import FORMATS
@@ -16,13 +16,15 @@ class Named:
     """A method by its name.
 
     options: of the trainer. at_once: further ones, with which a short run soon takes steps as they are in a long one:
-    after `settles` of them. period: steps after which its exchanges repeat. planned: as the cost model knows it.
+    after `settles` of them. period: steps after which its exchanges repeat. planned: as the cost model knows it, and
+    measured: the same of those steps.
     """
 
     name: str
     label: str
     options: tuple[str, ...]
     planned: Method
+    measured: Method
     at_once: tuple[str, ...] = ()
     settles: int = 0
     period: int = 1
@@ -31,7 +33,8 @@ class Named:
 @dataclass(frozen=True)
 class Family:
     """Methods of one kind. keys: of its section, in the order in which names have their values; all but the first may
-    be left out. at_once: values of others. period: the key that says it. Else as `Named`.
+    be left out. at_once: values of others. period: the key that says it. measured: fields of the cost model's method
+    that are others then. Else as `Named`.
     """
 
     label: str
@@ -39,12 +42,16 @@ class Family:
     at_once: tuple[str, ...] = ()
     settles: int = 0
     period: str = ""
+    measured: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "AdamW"
 
 
 FAMILIES = {
     "topk": Family("top-k", ("density", "values")),
     "powersgd": Family("PowerSGD, rank", ("rank",), ("start=0",)),
+    # Between two refreshes, which are dense steps.
+    "radius": Family("radius", ("density",), ("start=0", "interval=16"), 16, measured={"interval": 1_000_000}),
+    "quantized": Family("quantized", ("code",)),
 }
 KNOWN = ", ".join(
     [
@@ -66,7 +73,7 @@ def _dense(name: str) -> Named | None:
     if name not in OPTIMIZERS:
         return None
     options = ("--sync.method=dense", f"--optimizer.name={OPTIMIZERS[name]}")
-    return Named(name, OPTIMIZERS[name], options, Method(name))
+    return Named(name, OPTIMIZERS[name], options, Method(name), Method(name))
 
 
 def _scape(name: str) -> Named | None:
@@ -85,6 +92,7 @@ def _scape(name: str) -> Named | None:
         f"SCAPE {density} {code}".strip(),
         tuple(options),
         planned,
+        planned,
         at_once=("--sync.scape.density_warmup_steps=0",),
     )
 
@@ -97,17 +105,19 @@ def _of_family(name: str) -> Named | None:
     if family is None or not 1 <= len(texts) <= len(family.keys):
         return None
     given = dict(zip(family.keys, texts, strict=False))
-    types = {field.name: field.type for field in fields(METHODS[kind].options)}
+    types = {f.name: f.type for f in fields(METHODS[kind].options)}
     try:
         section = METHODS[kind].options(**{key: _value(text, types[key]) for key, text in given.items()})
     except ValueError:
         return None
+    planned = section.planned(family.optimizer)
     options = [f"--sync.method={kind}", f"--optimizer.name={family.optimizer}"]
     return Named(
         name,
         " ".join([family.label, *texts]),
         (*options, *(f"--sync.{kind}.{key}={text}" for key, text in given.items())),
-        section.planned(family.optimizer),
+        planned,
+        replace(planned, **family.measured),
         tuple(f"--sync.{kind}.{text}" for text in family.at_once),
         family.settles,
         getattr(section, family.period) if family.period else 1,

@@ -189,15 +189,15 @@ class Emulated:
     def predicted(self, cell: Cell, measured: dict[str, Any]) -> dict[str, float] | None:
         """The step by the cost model, from measured links, passes and the given (or this run's own) compute."""
         plan, per_node = cell.plan, self.args.ranks_per_node
-        if plan.peer or plan.planned is None or any(option.startswith("--parallelism") for option in self.args.rest):
+        if plan.peer or plan.measured is None or any(option.startswith("--parallelism") for option in self.args.rest):
             return None  # DDP overlaps in its own way; the model below is of replicas without shards
         silent, shapes = self.passes(cell.recipe, cell.size)[plan.name], self.shapes(cell.recipe)
         passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
         tiers = [("node", per_node), ("network", cell.size // per_node)]
-        exposed = [message for message in messages(plan.planned, shapes, cell.size) if not message.hidden]
+        exposed = [message for message in messages(plan.measured, shapes, cell.size) if not message.hidden]
         payload = sum(int(message.nbytes) for message in exposed)
         found = predict_step(
-            plan.planned,
+            plan.measured,
             [tier for tier in tiers if tier[1] > 1],
             self.links(cell.size),
             shapes,

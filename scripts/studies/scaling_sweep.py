@@ -36,13 +36,14 @@ class Plan:
     """A method as this sweep runs it: options of the trainer, and what scaling_rank.py is told.
 
     planned: as the cost model knows it; None where its rank is chosen by the bytes of the model. peer: of
-    scaling_peers.py. settles, period: as of `methods.Named`.
+    scaling_peers.py. measured, settles, period: as of `methods.Named`.
     """
 
     name: str
     label: str
     options: tuple[str, ...]
     planned: Method | None
+    measured: Method | None = None
     peer: str = ""
     rank: int = 0
     settles: int = 0
@@ -69,6 +70,7 @@ class Plan:
             found.label,
             (*found.options, *found.at_once),
             found.planned,
+            found.measured,
             settles=found.settles,
             period=found.period,
         )
