@@ -128,13 +128,12 @@ def train(
     assert entry.method is not None
     rates: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     rule, _, form = name.partition(" ")
-    named = list(model.named_parameters())
-    optimizer = AdamS(named, **rates) if rule == "AdamS" else torch.optim.AdamW(named, **rates, **{form: True})
+    make = partial(AdamS, **rates) if rule == "AdamS" else partial(torch.optim.AdamW, **rates, **{form: True})
     played = replicas // dist.get_world_size()
     alone = played == 1
     optimizers = SyncedOptimizers(
         [model],
-        optimizer,
+        make,
         partial(entry.method, options=entry.options(**options)),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
         max_norm=MAX_NORM,
