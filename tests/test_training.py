@@ -341,3 +341,31 @@ def test_wrong_data_is_refused_on_every_rank(arguments: list[str], message: str,
     for good, text in pool2.outcomes(train, str(tmp_path / "out"), filled):
         assert not good, text
         assert "ValueError" in text and message.format(empty=tmp_path / "empty") in text.splitlines()[-1]
+
+
+def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
+    """As `train`, and how many chunks every backward pass has started."""
+    from torchtitan_scape.sync.overlap import Overlap
+
+    rest, begun = Overlap.rest, list[int]()
+
+    def counted(overlap: Overlap) -> list[torch.Tensor]:
+        begun.append(len(overlap._arriving))
+        return rest(overlap)
+
+    with patch.object(Overlap, "rest", counted):
+        return {**train(folder, arguments, nan_at=3), "begun": begun}
+
+
+def test_overlap_gives_the_same_run(pool4: Pool, tmp_path: Path) -> None:
+    """Two micro-batches of FSDP's shards, a NaN: losses, norms and parameters to the last bit."""
+    batch = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--training.steps=4"]
+    arguments = [*SMALL, *METHODS["quantized"], *LAYOUTS["2x2"], *batch]
+    after, during = (
+        pool4(train_counting_chunks, str(tmp_path / str(len(more))), [*arguments, *more])
+        for more in ([], ["--sync.overlap"])
+    )
+    for one, other in zip(after, during, strict=True):
+        assert one["losses"] == other["losses"] and one["norms"][:2] == other["norms"][:2]
+        assert one["begun"] == [] and len(other["begun"]) == 4 and min(other["begun"]) > 0
+        assert one["skipped"] == other["skipped"] == 1 and torch.equal(one["parameters"], other["parameters"])

@@ -176,9 +176,11 @@ class ScapeTrainer(Trainer):
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         if self._micro_batches == 0 and self.checkpointer.enable:
             self.checkpointer.restore_random()
+        self._micro_batches += 1
+        if self._micro_batches % self.gradient_accumulation_steps == 0:
+            self.optimizers.before_last_backward()
         with self.optimizers.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
-        self._micro_batches += 1
         # A replica's micro-batches follow each other.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
             self.optimizers.collect()

@@ -15,6 +15,12 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which goes with "
             f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[-1]!r}, or another method"
         )
+    if config.sync.overlap and not METHODS[method].overlaps:
+        names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.overlaps)
+        raise ValueError(
+            f"[sync] overlap = true with method = {method!r}, whose exchange begins when all gradients are there; set "
+            f"overlap = false, or method = {names}"
+        )
     refused = {
         "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
         "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,

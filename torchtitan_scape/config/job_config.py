@@ -36,6 +36,11 @@ class _Sync(Options):
     """Where they differ: end the run with exit code 3, or overwrite what differs by what most replicas hold; without a
     majority, as with two replicas, "repair" stops too"""
 
+    overlap: bool = False
+    """Gradients go out while the last backward pass of a step leaves them (dense, quantized), with the same bits as
+    after it, for 4 bytes a parameter more, or 8 with what a code loses. Simulated replicas have nobody to send to, give
+    these bits too, and ignore it"""
+
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
 

@@ -55,7 +55,7 @@ def build_optimizers(
         make_optimizer = partial(_make_optimizer, optimizer_config, rates, sync.kernels)
         kind = LocalOptimizers if entry.method.local else SyncedOptimizers
         method, steps = partial(entry.method, options=options), job_config.training.steps
-        optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps)
+        optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps, overlap=sync.overlap)
     optimizers.repairs = sync.on_inconsistency == "repair"
     return optimizers
 

@@ -29,6 +29,7 @@ from torchtitan_scape.optimizer.rows import mean_of_rows, rows_of
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
+from torchtitan_scape.sync.overlap import Overlap
 from torchtitan_scape.sync.pending import Reader
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
 from torchtitan_scape.sync.timing import PhaseTimer
@@ -91,6 +92,9 @@ class ReplicaOptimizers(OptimizersContainer):
                 "simulated; call collect() after the backward pass of each of them, then step()"
             )
         return rows
+
+    def before_last_backward(self) -> None:
+        """The backward pass that comes next is the last of its step."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -204,6 +208,7 @@ class SyncedOptimizers(ReplicaOptimizers):
         max_skipped_steps: int,
         kernels: str,
         steps: int,
+        overlap: bool = False,
     ) -> None:
         self.replicas, self.max_norm, self._make_optimizer = replicas, max_norm, make_optimizer
         optimizer = make_optimizer([(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad])
@@ -223,6 +228,7 @@ class SyncedOptimizers(ReplicaOptimizers):
             dist.get_rank(),
             max_skipped_steps,
         )
+        self._overlap = Overlap.of(self.methods, self._shards) if overlap else None
         self.attempted_steps = 0
         # Whether the step that is next, or the last one, was asked to send all.
         self._whole_next = self._whole_in_flight = False
@@ -241,7 +247,10 @@ class SyncedOptimizers(ReplicaOptimizers):
         phase = self.timer.phase
         rows, step = self._checked()
         with phase("exchange"):
-            gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
+            if self._overlap is not None and self._overlap.under_way:
+                gradients = self._overlap.take(step)
+            else:
+                gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
         with phase("clip"):
             norms = self.methods[0].norms(gradients)
             self.grad_norm.copy_(norm_over_model(self._shards, norms, self.collectives, self.grad_norm.device))
@@ -258,10 +267,28 @@ class SyncedOptimizers(ReplicaOptimizers):
         with self.timer.phase("check"):
             self.settle()
             rows = [[gradient.float() for gradient in row] for row in self._gradients()]
-            applied = self.guard.check([gradient for row in rows for gradient in row])
+            complete = self._overlap.complete if self._overlap else ()
+            applied = self.guard.check([gradient for row in rows for gradient in row], complete)
         self.attempted_steps += 1
         self._whole_in_flight, self._whole_next = self._whole_next, False
         return rows, Step(self.attempted_steps, applied)
+
+    def before_last_backward(self) -> None:
+        if self._overlap is not None:
+            self.settle()  # before a chunk is started: it may ask for all to be sent
+            self._overlap.begin(self.guard.agreed)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """A collective call where a backward pass has failed whose chunks were on their way."""
+        if self._overlap is not None and self._overlap.give_up() and self._whole_next:
+            self.send_all()  # its step did not come
+        super().zero_grad(*args, **kwargs)
+
+    def _gradients(self) -> list[list[Tensor]]:
+        if self._overlap is None or not self._overlap.under_way:
+            return super()._gradients()
+        with self.timer.phase("exchange"):
+            return [self._overlap.rest()]
 
     def settle(self) -> None:
         if self.guard.settle() is False and self._whole_in_flight:

@@ -112,9 +112,11 @@ class Method:
     local: whether replicas differ between exchanges. Then a replica clips and updates by its own gradient,
         `synchronize` is not called, and `updated` exchanges what parameters have moved. One of its states carries the
         "model".
+    overlaps: whether gradients may go out while the backward pass leaves them, see `sync.by_chunks`.
     """
 
     local: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, setting: Setting, options: Any) -> None:
         self.setting, self.options, self.collectives = setting, options, setting.collectives

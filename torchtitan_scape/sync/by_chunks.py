@@ -1,6 +1,6 @@
 """Methods whose exchange falls into chunks that know nothing of each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,11 @@ class ByChunks(Method):
     """The gradients as one stream, the last parameter's first, cut into chunks that are exchanged each for itself.
 
     How the stream is cut follows from the shapes alone, and a chunk's exchange from its own gradients and state: chunks
-    give the same bits whenever they are started, so long as all replicas start them in their order.
+    give the same bits whenever they are started, so long as all replicas start them in their order. So they may go out
+    as the backward pass leaves their gradients: `[sync] overlap`, see `sync.overlap`.
     """
+
+    overlaps = True
 
     def __init__(self, setting: Setting, options: Any, codec: Codec | None = None) -> None:
         """codec: of the exchange; every parameter begins at a multiple of its unit, so that none shares a scale."""
@@ -44,8 +47,8 @@ class ByChunks(Method):
         """
         raise NotImplementedError
 
-    def start_chunk(self, number: int, gradients: list[Tensor]) -> Arriving:
-        """Starts a chunk. A collective call. gradients: as `synchronize` takes them; of other chunks' none is read."""
+    def start_chunk(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> Arriving:
+        """Starts a chunk. A collective call. gradients: as `synchronize` takes them, by number; those of the chunk."""
         chunk = self.chunks[number]
         parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
         values = torch.empty(self._padded(chunk), dtype=torch.float32, device=parts[0].device)
@@ -60,6 +63,8 @@ class ByChunks(Method):
 
         def take(step: Step) -> None:
             handle.wait()
+            if values.is_cuda:  # it may have been allocated on the stream of a hook of the backward pass
+                values.record_stream(torch.cuda.current_stream())
             finish(step)
             torch._foreach_copy_(parts, views)
 

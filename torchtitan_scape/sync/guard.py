@@ -26,6 +26,7 @@ class FiniteGuard:
     Attributes:
         asked_to_stop: whether this rank wants all to stop; asked at every check.
         stop_agreed: whether some rank did at the last settled check: the same on all ranks, at the same place.
+        agreed: of what else was asked at that check, what is true on every rank.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class FiniteGuard:
         self.skipped_in_a_row = 0
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
+        self.agreed: list[bool] = []
         self._may_go_on: list[Tensor] = []
         self._finite = finite
         self._all_true = all_true
@@ -52,23 +54,24 @@ class FiniteGuard:
         self.applied: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
 
-    def check(self, gradients: list[Tensor]) -> Tensor:
+    def check(self, gradients: list[Tensor], also: Sequence[bool] = ()) -> Tensor:
         """bool () on the device: whether every gradient of every rank is finite. A collective call.
 
-        The tensor is `applied`, the same at every call.
+        The tensor is `applied`, the same at every call. also: as many on all ranks, for `agreed`.
         """
         self._each = self._finite(gradients)
         finite = self._each.all()
         if not self._may_go_on:  # on the device already: the host copies nothing in a step
             self._may_go_on = [torch.ones_like(finite), torch.zeros_like(finite)]
-        flags = self._all_true(torch.stack([finite, self._may_go_on[self.asked_to_stop()]]))
+        asked = [self._may_go_on[no] for no in (self.asked_to_stop(), *(not yes for yes in also))]
+        flags = self._all_true(torch.stack([finite, *asked]))
         if self.applied is None:
             self.applied = torch.empty_like(flags[0])
         self.applied.copy_(flags[0])
         if not self.applied.is_cuda:
             self._pending = (flags, None)
         else:
-            on_host = torch.empty(2, dtype=torch.bool, pin_memory=True)
+            on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
             on_host.copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -90,7 +93,7 @@ class FiniteGuard:
         self._pending = None
         if event is not None:
             event.synchronize()
-        applied, may_go_on = flags.tolist()
+        applied, may_go_on, *self.agreed = flags.tolist()
         self.stop_agreed = not may_go_on
         if applied:
             self.skipped_in_a_row = 0

@@ -81,6 +81,8 @@ class Quantized(ByChunks):
         handle = self.collectives.all_reduce(values, codec=None if self._whole else self.codec, error=lost)
 
         def finish(step: Step) -> None:
+            if lost is not None and lost.is_cuda:
+                lost.record_stream(torch.cuda.current_stream())
             for s, residual in zip(chunk.slices, residuals, strict=False):
                 keep(residual, 0.0 if lost is None else lost[s.at : s.at + s.length], step.applied)
 

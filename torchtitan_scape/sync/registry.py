@@ -38,6 +38,11 @@ class Entry:
     incoming: Callable[..., Incoming] = incoming_of
     adds_up: bool = False
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it goes with `[sync] overlap`."""
+        return self.method is not None and self.method.overlaps
+
 
 METHODS = {
     "dense": Entry(DenseOptions, ("AdamW", "AdamS"), Dense, adds_up=True),
