@@ -89,6 +89,12 @@ METHODS = {
         "--sync.streaming_diloco.fragments=3",
         "--sync.streaming_diloco.delay=2",
     ],
+    "sparseloco": [
+        "--sync.method=sparseloco",
+        "--sync.sparseloco.inner_steps=3",
+        "--sync.sparseloco.density=0.1",
+        "--optimizer.name=AdamW",
+    ],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -259,6 +265,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("quantized", "nodes", 4),
         ("diloco", "1x2", 3),  # inside a round, its exchange skipped
         ("streaming", "2x2", None),
+        ("sparseloco", "2x2", 4),  # inside a round
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         ("scape-gather-int4", "1x2", None),

@@ -69,6 +69,12 @@ CASES = [
         period=4,
         conserves=False,
     ),
+    Case(
+        "sparseloco",
+        {"inner_steps": 3, "density": 0.1, "decay": 1.0, "divisor": "replicas"},
+        dense={"inner_steps": 1, "density": 1.0},
+        period=3,
+    ),
 ]
 
 

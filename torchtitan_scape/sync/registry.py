@@ -15,6 +15,7 @@ from torchtitan_scape.sync.radius import Radius, RadiusOptions
 from torchtitan_scape.sync.scape.build import make_scape
 from torchtitan_scape.sync.scape.loading import incoming_from_scape
 from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.sync.sparseloco import Sparseloco, SparselocoOptions
 from torchtitan_scape.sync.streaming_diloco import StreamingDiloco, StreamingDilocoOptions
 from torchtitan_scape.sync.topk import Topk, TopkOptions
 
@@ -53,4 +54,5 @@ METHODS = {
     "quantized": Entry(QuantizedOptions, ("AdamW", "AdamS"), Quantized),
     "diloco": Entry(DilocoOptions, ("AdamW", "AdamS"), Diloco),
     "streaming_diloco": Entry(StreamingDilocoOptions, ("AdamW", "AdamS"), StreamingDiloco),
+    "sparseloco": Entry(SparselocoOptions, ("AdamW", "AdamS"), Sparseloco),
 }

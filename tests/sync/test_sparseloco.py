@@ -1,0 +1,61 @@
+"""SparseLoCo in the frame of local updates, against what arXiv:2508.15706 writes down."""
+
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+from tests.sync import test_local_updates as local
+from tests.sync import test_topk as topk
+from tests.sync.test_local_updates import SHAPES, far, trained
+from torchtitan_scape.sync.sparseloco import SparselocoOptions
+
+PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
+
+
+class Literal(local.Literal):
+    """For N replicas in one place: e_i = decay e_i + (anchor - theta_i); a replica sends the largest of every tile, in
+    two bits, and keeps the rest in e_i; the anchor takes the mean, over those that sent an entry, at once."""
+
+    def __init__(self, replicas: int, inner_steps: int, **options: Any) -> None:
+        super().__init__(replicas, inner_steps, 1.0, 0.0)
+        self.due = [-1]  # never
+        self.codec = topk.Literal(replicas, list(SHAPES.values()), selection="tile", **options)
+
+    def step(self) -> None:
+        super().step()
+        if self.t % self.rounds:
+            return
+        moved = [[(self.anchor[n].data - theta[n]).flatten() for n in SHAPES] for theta in self.theta]
+        for n, mean in zip(SHAPES, self.codec.step(moved), strict=True):
+            self.anchor[n].data -= mean.view(SHAPES[n])
+            for theta in self.theta:
+                theta[n] = self.anchor[n].data.clone()
+
+
+@pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "values": "float32"}], ids=["published", "equations"])
+def test_it_is_the_literal_form(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """50 steps of three replicas of one process, and of two gloo ranks: parameters, anchor and what is kept back."""
+    for replicas in (3, 2):
+        literal = Literal(replicas, 6, **{**PUBLISHED, **changes})
+        for _ in range(50):
+            literal.step()
+        if replicas == 3:
+            ((own, states),) = (run[-1] for run in pool1(trained, 50, "sparseloco", {"inner_steps": 6, **changes}, 3))
+        else:
+            ranks = [run[-1] for run in pool2(trained, 50, "sparseloco", {"inner_steps": 6, **changes}, 1)]
+            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-6
+            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
+            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+            kept = {n: states[i][f"residual.{n}"].flatten() for n in SHAPES}
+            assert far(kept, dict(zip(SHAPES, literal.codec.residual[i], strict=True))) < 1e-5
+
+
+def test_its_defaults_are_the_published_settings() -> None:
+    options = SparselocoOptions()
+    assert (options.inner_steps, options.outer_lr, options.outer_momentum) == (30, 1.0, 0.0)
+    assert {key: getattr(options, key) for key in PUBLISHED} == PUBLISHED
+    with pytest.raises(ValueError, match=r"\[sync.sparseloco\] decay = 0.0; it must lie in \(0, 1\]"):
+        SparselocoOptions(decay=0.0)
