@@ -9,6 +9,7 @@ from torchtitan_scape.planner.volumes import Method
 
 OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS"}  # dense training, by the optimizer
 CODES = ("bf16", *FORMATS)  # how SCAPE's payload travels, FP32 aside
+OVERLAP = "-overlap"  # where the exchange may begin in the backward pass
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,38 @@ FAMILIES = {
     # Between two refreshes, which are dense steps.
     "radius": Family("radius", ("density",), ("start=0", "interval=16"), 16, measured={"interval": 1_000_000}),
     "quantized": Family("quantized", ("code",)),
+    "diloco": Family("diloco, H", ("inner_steps", "code"), period="inner_steps"),
+    "streaming_diloco": Family("streaming diloco, H", ("inner_steps", "code"), period="inner_steps"),
+    "sparseloco": Family("sparseloco, H", ("inner_steps", "values"), period="inner_steps"),
 }
 KNOWN = ", ".join(
     [
         "adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...)",
         *(f"{kind}-{'-'.join(key.upper() for key in family.keys)}" for kind, family in FAMILIES.items()),
+        f"and {OVERLAP} after dense and quantized ones",
     ]
 )
 
 
 def parse(name: str) -> Named:
     """Raises ValueError with what is known."""
-    found = _dense(name) or _scape(name) or _of_family(name)
+    plain = name.removesuffix(OVERLAP)
+    found = _dense(plain) or _scape(plain) or _of_family(plain)
+    if found is not None and plain != name:
+        found = _overlapped(found)
     if found is None:
         raise ValueError(f"there is no method {name!r}; known are {KNOWN}")
     return found
+
+
+def _overlapped(found: Named) -> Named | None:
+    try:
+        planned, measured = (replace(method, overlap=True) for method in (found.planned, found.measured))
+    except ValueError:  # it does not go out in chunks
+        return None
+    name, label = found.name + OVERLAP, f"{found.label}, overlapped"
+    options = (*found.options, "--sync.overlap")
+    return replace(found, name=name, label=label, options=options, planned=planned, measured=measured)
 
 
 def _dense(name: str) -> Named | None:

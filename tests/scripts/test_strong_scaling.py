@@ -42,10 +42,22 @@ def test_methods_are_told_apart() -> None:
     assert Plan.parse("ddp-powersgd-4").rank == 4 and Plan.parse("hsdp").peer == "hsdp"
     powersgd = Plan.parse("powersgd-4")
     assert not powersgd.peer and {"--sync.powersgd.rank=4", "--sync.powersgd.start=0"} < set(powersgd.options)
+    assert Plan.parse("diloco-30-e2m1").period == 30 and Plan.parse("radius-0.4").settles == 16
+    assert "--sync.overlap" in Plan.parse("quantized-e2m1-overlap").options
     topk = Plan.parse("topk-0.015625-2bit")
     assert topk.planned == Method("topk", 1 / 64, values="2bit", optimizer="adamw")
     assert Plan.parse("adamw").planned == Method("adamw") and "--optimizer.name=AdamW" in Plan.parse("adamw").options
-    for wrong in ("adam", "scape", "scape-2", "scape-0", "scape-0.1-fp8", "powersgd", "ddp-powersgd-x", "topk-2"):
+    for wrong in (
+        "adam",
+        "scape",
+        "scape-2",
+        "scape-0",
+        "scape-0.1-fp8",
+        "powersgd",
+        "ddp-powersgd-x",
+        "topk-2",
+        "topk-0.1-overlap",
+    ):
         with pytest.raises(ValueError, match=f"there is no method '{wrong}'; known are adamw"):
             Plan.parse(wrong)
 
