@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scripts.common import RESULTS, markdown, parser, write
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.planner.payload import mask_bytes, payload_bytes
-from torchtitan_scape.planner.scape_volumes import host_bytes, host_link_bytes
-from torchtitan_scape.planner.volumes import Method, memory_bytes
+from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, get_workload
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16

@@ -188,6 +188,12 @@ def test_the_methods_of_the_readme() -> None:
     assert f"{share(radius, 4):.1f} % at density 0.4" in rows["radius"]
     assert f"keep for {radius.interval} steps" in rows["radius"]
     assert f"| {held(radius, 16):.1f} |" in rows["radius"]
+    for name, method in (
+        ("diloco", PlannedMethod("diloco", inner_steps=30)),
+        ("streaming_diloco", PlannedMethod("streaming_diloco", wire="e2m1", inner_steps=100, fragments=5, delay=1)),
+    ):
+        assert f"every {method.inner_steps} steps" in rows[name] and f": {share(method, 4):.2g} %" in rows[name]
+        assert f"| {held(method, 4):.1f} |" in rows[name]
     four, eight = (PlannedMethod("quantized", wire=code, block=128) for code in ("e2m1", "int8"))
     assert f"{share(four, 4):.1f} % (in eight: {share(eight, 16):.1f} %)" in rows["quantized"]
     assert f"| {held(four, 16):.1f} |" in rows["quantized"]

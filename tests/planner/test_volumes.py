@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from kernels.codec.formats import FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout
 from torchtitan_scape.planner.payload import coded_by, mask_bytes, payload_bytes, payload_entries, width
-from torchtitan_scape.planner.scape_volumes import host_bytes, host_link_bytes, kernel_bytes
+from torchtitan_scape.planner.scape_volumes import kernel_bytes
 from torchtitan_scape.planner.volumes import (
     Method,
+    host_bytes,
+    host_link_bytes,
     memory_bytes,
     messages,
     optimizer_bytes,
@@ -156,6 +158,30 @@ def test_radius_sends_its_mask_and_now_and_then_all() -> None:
     settings = (Method("radius", d, interval=t) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
     moved = [optimizer_bytes(setting, SHAPES, 4)[1] for setting in settings]
     assert moved[0] > moved[1] > moved[2] > optimizer_bytes(Method("adams"), SHAPES, 4)[1]
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming_diloco"])
+def test_local_updates_send_all_once_in_a_round(kind: str) -> None:
+    """METHODS: R(4 n) / H, and in a code the message of as many; anchor and outer momentum, on the host if asked."""
+    n = 4608 * 1024 + 1000
+    streaming = {"fragments": 4, "delay": 2} if kind == "streaming_diloco" else {}
+    method = Method(kind, optimizer="adamw", inner_steps=30, **streaming)
+    sent = [stage.sent for message in messages(method, SHAPES, 4) for stage in message.stages([("network", 4)])]
+    assert sum(sent) == pytest.approx(6 * n / 30) and len(sent) == method.fragments
+    assert all(message.hidden == bool(streaming) for message in messages(method, SHAPES, 4))
+    coded = messages(replace(method, wire="e2m1"), SHAPES, 4)
+    sent = [stage.sent for message in coded for stage in message.stages([("network", 4)])]
+    assert sum(sent) == pytest.approx(1.5 * 66 / 128 * n / 30, rel=1e-2)
+    adamw = simulated_memory_bytes(Method("adamw"), SHAPES, 1)
+    moved = {"displacements": 2.0 * n if streaming else 4.0 * n}
+    kept = {"anchor": 4.0 * n, "outer momentum": 4.0 * n}
+    w = get_workload("llama_500m")
+    assert simulated_memory_bytes(method, SHAPES, 1) == adamw | kept | moved
+    assert simulated_memory_bytes(method, SHAPES, 3) == {k: 3 * v for k, v in (adamw | kept | moved).items()}
+    on_host = replace(method, offload=("anchor",), outer_momentum=0.0)
+    assert host_bytes(on_host, SHAPES, 4) == {"anchor": 4.0 * n} and host_bytes(method, SHAPES, 4) == {}
+    assert host_link_bytes(on_host, SHAPES, 4) == (0.0, pytest.approx(12 * n / 30))
+    assert memory_bytes(on_host, w, 1, 4, 1).keys() & {"anchor", "outer momentum"} == set()
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])

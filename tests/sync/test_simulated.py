@@ -32,6 +32,8 @@ def summary(folder: Path) -> dict[str, Any]:
         ("powersgd", []),
         ("radius-adams", []),
         ("quantized", []),
+        ("diloco", []),
+        ("streaming", ["--sync.streaming_diloco.code=float32"]),
     ],
 )
 def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, pool2: Pool, tmp_path: Path) -> None:

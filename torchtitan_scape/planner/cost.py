@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
 from torchtitan_scape.planner.payload import coded_by
-from torchtitan_scape.planner.scape_volumes import host_link_bytes
-from torchtitan_scape.planner.volumes import Method, memory_bytes, messages, optimizer_bytes
+from torchtitan_scape.planner.volumes import Method, host_link_bytes, memory_bytes, messages, optimizer_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 
 MOST_CHUNKS = 8

@@ -35,8 +35,7 @@ from torchtitan_scape.planner.advice import (
     overlapped,
 )
 from torchtitan_scape.planner.cost import Assumptions, Prediction
-from torchtitan_scape.planner.scape_volumes import host_bytes
-from torchtitan_scape.planner.volumes import VOLUMES
+from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 
 # ---------------------------------------------------------------------------------------------- words

@@ -83,13 +83,13 @@ def scape_passes(method: Scape, shapes: Shapes, replicas: int) -> tuple[float, f
     return passes.pop("pack"), sum(passes.values())
 
 
-def host_link_bytes(method: Scape, shapes: Shapes, replicas: int) -> tuple[float, float]:
+def scape_host_link_bytes(method: Scape, shapes: Shapes, replicas: int) -> tuple[float, float]:
     """Bytes that (pack, the other passes) move between device and host, both directions together.
 
     With a replicated update the state comes and goes twice, as the new moment enters it after the exchange; with a
     sharded one once.
     """
-    host = host_bytes(method, shapes, replicas)
+    host = scape_host_bytes(method, shapes, replicas)
     state = host.get("state", 0.0)
     rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if method.sharded else state)
     return 2 * state, 2 * rest
@@ -100,7 +100,7 @@ def scape_memory(method: Scape, shapes: Shapes, replicas: int) -> dict[str, floa
     layout = block_layout(shapes, replicas, method.block)
     # The payload, last step's moment on it, and what coding lost: in the last step, and in this one on top.
     payload = (4.0 if method.sharded else 8.0) * entries
-    offloaded = host_bytes(method, shapes, replicas)
+    offloaded = scape_host_bytes(method, shapes, replicas)
     state = _scape_state(method, shapes, replicas)
     kinds = {"parameters": float(width(method.weights)) * n, "gradients": 4.0 * n}
     kinds |= {kind: value for kind, value in state.items() if kind not in offloaded}
@@ -124,7 +124,7 @@ def _scape_state(method: Scape, shapes: Shapes, replicas: int) -> dict[str, floa
     return state | ({"owned master": owned} if has_master else {})
 
 
-def host_bytes(method: Scape, shapes: Shapes, replicas: int) -> dict[str, float]:
+def scape_host_bytes(method: Scape, shapes: Shapes, replicas: int) -> dict[str, float]:
     """What a rank keeps in host memory by kind, bytes: what is offloaded and more than its buffers would hold."""
     offloaded = {"state": ("state",), "master": ("master", "owned master")}
     kinds = {kind for name in method.offload for kind in offloaded[name]}

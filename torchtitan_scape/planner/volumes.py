@@ -5,15 +5,20 @@ A method's closed form is an entry of `VOLUMES`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from kernels.codec.formats import FORMATS
-from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
+from torchtitan_scape.planner.local_volumes import (
+    local_host_bytes,
+    local_host_link_bytes,
+    local_memory,
+    local_moved,
+    moved_messages,
+)
+from torchtitan_scape.planner.messages import Message, coded_message
 from torchtitan_scape.planner.payload import (
     Shapes,
-    chunks_by_size,
     coded_by,
     cut_of,
     entries_of,
@@ -24,7 +29,13 @@ from torchtitan_scape.planner.payload import (
     whole_sizes,
     width,
 )
-from torchtitan_scape.planner.scape_volumes import scape_memory, scape_passes, scape_simulated
+from torchtitan_scape.planner.scape_volumes import (
+    scape_host_bytes,
+    scape_host_link_bytes,
+    scape_memory,
+    scape_passes,
+    scape_simulated,
+)
 from torchtitan_scape.planner.workloads import Workload, local_shapes
 
 
@@ -33,17 +44,20 @@ class Method:
     """Who synchronises the replicas, and how.
 
     kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
-        `density`), "powersgd" (rank `rank`) or "quantized" (in the code `wire`).
+        `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco" and
+        "streaming_diloco" (every `inner_steps` steps).
     optimizer: of those in front of an optimizer, "adamw" or "adams".
     interval: of "radius", steps from one whole exchange to the next.
-    wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients likewise.
+    wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients and of
+        what parameters have moved likewise.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
     values: with "sharded", how new values travel, as of `wire`; of "topk", how what is sent does: in FP32 or a code.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
-    offload: of SCAPE, "state" and "master" as far as they lie in host memory.
+    offload: of SCAPE, "state" and "master" as far as they lie in host memory; of local updates "anchor".
     block: entries of a block, in each of which the largest are selected; of "quantized" those that share a scale.
     selection: of "topk", by "block", "tensor" or "tile": see `payload.cut_of`; of "radius", one of the first two.
     feedback: of "quantized", whether what the code loses is kept.
+    inner_steps, fragments, delay, outer_momentum: of local updates, as in `sync.local_updates`.
     overlap: chunks of gradients go out as the last backward pass leaves them.
     """
 
@@ -61,6 +75,10 @@ class Method:
     interval: int = 200
     feedback: bool = True
     overlap: bool = False
+    inner_steps: int = 1
+    fragments: int = 1
+    delay: int = 0
+    outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
         if self.kind not in VOLUMES:
@@ -112,48 +130,6 @@ def _short(dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Message:
-    """A collective of all replicas.
-
-    nbytes: what each of them brings to it, FP32 where it is added up.
-    wire: how sums cross the outermost level. block: entries that share scales there.
-    hidden: it goes beside the next forward and backward pass.
-    share: of the steps that have it.
-    chunks: FP32 entries of the exchanges that it goes in, with how many there are of each; empty for a single one. One
-        is on its way while another waits for an answer, so that they take the latency of one.
-    """
-
-    collective: Literal["reduce", "scatter", "gather"]
-    nbytes: float
-    wire: str = "float32"
-    hidden: bool = False
-    share: float = 1.0
-    block: int = CODED_BLOCK
-    chunks: tuple[tuple[int, int], ...] = ()
-
-    def stages(self, tiers: Tiers, flat: bool = False) -> list[Stage]:
-        """Of a step, in the mean."""
-        if self.chunks:
-            each = [replace(self, nbytes=4.0 * n, chunks=()).stages(tiers, flat) for n, _ in self.chunks]
-            times = [count for _, count in self.chunks]
-            return [
-                replace(same[0], sent=sum(count * stage.sent for count, stage in zip(times, same, strict=True)))
-                for same in zip(*each, strict=True)
-            ]
-        stages = self._stages(tiers, flat)
-        return stages if self.share == 1.0 else [s.of_a_share(self.share) for s in stages]
-
-    def _stages(self, tiers: Tiers, flat: bool) -> list[Stage]:
-        match self.collective:
-            case "reduce":
-                return all_reduce_stages(tiers, self.nbytes, coded_by(self.wire, self.block), flat)
-            case "scatter":
-                return reduce_scatter_stages(tiers, self.nbytes, coded_by(self.wire), flat)
-            case "gather":
-                return all_gather_stages(tiers, self.nbytes, flat)
-
-
-@dataclass(frozen=True)
 class Volumes:
     """A method's closed form. All functions take (method, this rank's shapes, replicas); bytes.
 
@@ -165,6 +141,8 @@ class Volumes:
     option: the field of `Method` that says how much is sent.
     recipe: keys of its section of a recipe, each with the field of `Method` that has its value; empty for dense.
     overlaps: it goes out in chunks that may overlap with the backward pass.
+    host: what lies in host memory by kind. host_link: bytes that (the pass that fills the payload, the others) move
+        between device and host, both directions together. None where nothing does.
     """
 
     messages: Callable[[Method, Shapes, int], list[Message]]
@@ -174,6 +152,8 @@ class Volumes:
     option: str = ""
     recipe: dict[str, str] = field(default_factory=dict)
     overlaps: bool = False
+    host: Callable[[Method, Shapes, int], dict[str, float]] | None = None
+    host_link: Callable[[Method, Shapes, int], tuple[float, float]] | None = None
 
 
 def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
@@ -183,6 +163,18 @@ def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
 def optimizer_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
     """`Volumes.passes` of a method."""
     return VOLUMES[method.kind].passes(method, shapes, replicas)
+
+
+def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    """`Volumes.host` of a method."""
+    of = VOLUMES[method.kind].host
+    return of(method, shapes, replicas) if of else {}
+
+
+def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    """`Volumes.host_link` of a method."""
+    of = VOLUMES[method.kind].host_link
+    return of(method, shapes, replicas) if of else (0.0, 0.0)
 
 
 def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
@@ -256,11 +248,6 @@ def _with_residual(
     return Volumes(messages, passes, memory, simulated, option, recipe, overlaps)
 
 
-def _quantized_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    chunks = tuple(chunks_by_size(shapes, replicas, method.block).items())
-    return [Message("reduce", 4.0 * sum(n * k for n, k in chunks), method.wire, block=method.block, chunks=chunks)]
-
-
 def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
     if method.density >= 1.0:
         return [Message("reduce", 4.0 * entries_of(shapes))]
@@ -332,6 +319,27 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
     return [Message("scatter", payload, wire), Message("gather", values), masks]
 
 
+# ------------------------------------------------------------------------------------------- local updates
+
+
+def _local(messages: Callable[[Method, Shapes, int], list[Message]], option: str, recipe: dict[str, str]) -> Volumes:
+    """Of replicas that step alone and exchange what they have moved."""
+
+    def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
+        own = sum(VOLUMES[method.optimizer].passes(method, shapes, replicas))
+        return 0.0, own + local_moved(method) * entries_of(shapes)
+
+    def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+        return VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes)
+
+    def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+        return {kind: replicas * nbytes for kind, nbytes in memory(method, shapes, replicas).items()}
+
+    return Volumes(
+        messages, passes, memory, simulated, option, recipe, host=local_host_bytes, host_link=local_host_link_bytes
+    )
+
+
 # -------------------------------------------------------------------------------------------------- the table
 
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
@@ -358,7 +366,7 @@ VOLUMES: dict[str, Volumes] = {
         masks=0.125,
     ),
     "quantized": _with_residual(
-        _quantized_messages,
+        lambda method, shapes, replicas: [coded_message(shapes, replicas, method.wire, method.block)],
         lambda method: 60.0 if method.feedback else 32.0,
         option="",
         recipe={"code": "wire"},
@@ -372,5 +380,13 @@ VOLUMES: dict[str, Volumes] = {
         scape_simulated,
         option="density",
         recipe={"density": "density", "wire": "wire"},
+        host=scape_host_bytes,
+        host_link=scape_host_link_bytes,
+    ),
+    "diloco": _local(moved_messages, "inner_steps", {"inner_steps": "inner_steps", "code": "wire"}),
+    "streaming_diloco": _local(
+        moved_messages,
+        "inner_steps",
+        {"inner_steps": "inner_steps", "fragments": "fragments", "delay": "delay", "code": "wire"},
     ),
 }

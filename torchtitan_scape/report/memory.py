@@ -6,8 +6,7 @@ from typing import Any
 from topology.layout import Layout
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.planner.scape_volumes import host_bytes, host_link_bytes
-from torchtitan_scape.planner.volumes import Method, memory_bytes
+from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 from torchtitan_scape.report.forecast import method_of, workload_of
 from torchtitan_scape.report.text import kinds_text, size_text
@@ -77,7 +76,7 @@ class MemoryReport:
             )
         if sum(self.host.values()) > self.host_capacity:
             raise ValueError(
-                f"[sync.scape] offload needs {size_text(sum(self.host.values()))} of host memory a rank "
+                f"offload needs {size_text(sum(self.host.values()))} of host memory a rank "
                 f"({kinds_text(self.host)}), and {size_text(self.host_capacity)} are free for it; offload less, raise "
                 "parallelism.data_parallel_shard_degree, or put fewer ranks on a node"
             )

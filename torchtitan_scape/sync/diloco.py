@@ -8,6 +8,7 @@ defaults are of "Communication-Efficient Language Model Training Scales Reliably
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Setting
 from torchtitan_scape.sync.local_updates import Code, LocalOptions, LocalUpdates, Outer, Schedule, averaged_by
 
@@ -23,6 +24,16 @@ class DilocoOptions(LocalOptions):
 
     def stages_one_ring(self) -> bool:
         return self.code != "float32"
+
+    def planned(self, optimizer: str) -> PlannedMethod:
+        return PlannedMethod(
+            "diloco",
+            wire=self.code,
+            inner_steps=self.inner_steps,
+            outer_momentum=self.outer_momentum,
+            offload=("anchor",) if self.host else (),
+            optimizer=optimizer.lower(),
+        )
 
 
 class Diloco(LocalUpdates):

@@ -182,8 +182,9 @@ class LocalUpdates(Method):
             return
         for flight in landing:
             self._land(flight, self.schedule.mix)
-        flights = [self._begin(fragment, step) for fragment in due]
-        for flight in flights if whole or not self.schedule.delay else ():
+        at_once = whole or self.schedule.delay == 0
+        flights = [self._begin(fragment, step, at_once) for fragment in due]
+        for flight in flights if at_once else ():
             self._land(flight, 0.0 if whole else self.schedule.mix)
 
     def states(self) -> list[State]:
@@ -227,12 +228,13 @@ class LocalUpdates(Method):
         sent = sum(n * f.codec.density() for n, f in zip(sizes, self._fragments, strict=True))
         return sent / max(1, sum(sizes)) / self.schedule.inner_steps
 
-    def _begin(self, fragment: _Fragment, step: Step) -> _Flight:
+    def _begin(self, fragment: _Fragment, step: Step, at_once: bool) -> _Flight:
         moved = []
         for shard in fragment.shards:
             theta = stored(shard.parameter)
             moved.append(torch.sub(self._anchors[shard.name].to(theta.device), theta).view(-1))
-        take = fragment.codec.start(moved, step)
+        # At once it goes through the buffers of few chunks.
+        take = Method.start(fragment.codec, moved, step) if at_once else fragment.codec.start(moved, step)
         flight = _Flight(fragment, fragment.shards, step.number + self.schedule.delay, take)
         self._flights.append(flight)
         return flight

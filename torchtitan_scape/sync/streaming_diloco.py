@@ -7,6 +7,7 @@ arXiv:2501.18512.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Setting
 from torchtitan_scape.sync.local_updates import Code, LocalOptions, LocalUpdates, Outer, Schedule, averaged_by
 
@@ -46,6 +47,18 @@ class StreamingDilocoOptions(LocalOptions):
 
     def stages_one_ring(self) -> bool:
         return self.code != "float32"
+
+    def planned(self, optimizer: str) -> PlannedMethod:
+        return PlannedMethod(
+            "streaming_diloco",
+            wire=self.code,
+            inner_steps=self.inner_steps,
+            fragments=self.fragments,
+            delay=self.delay,
+            outer_momentum=self.outer_momentum,
+            offload=("anchor",) if self.host else (),
+            optimizer=optimizer.lower(),
+        )
 
 
 class StreamingDiloco(LocalUpdates):
