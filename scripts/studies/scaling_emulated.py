@@ -10,7 +10,7 @@ from scripts.emulated_cluster import Cluster
 from scripts.methods import OPTIMIZERS
 from scripts.studies.scaling_sweep import NEVER, PEERS_NOTE, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
-from torchtitan_scape.planner.cost import predict_step
+from torchtitan_scape.planner.cost import last_backward, predict_step
 from torchtitan_scape.planner.payload import payload_bytes
 from torchtitan_scape.planner.volumes import messages, powersgd_rank
 
@@ -206,6 +206,7 @@ class Emulated:
             rest_seconds=optimizer - passes.get("pack", 0.0),
             fixed_seconds=max(0.0, silent["step_seconds"] - silent["phases"]["compute"] - optimizer),
             chunk_bytes=0 if plan.name in OPTIMIZERS else -(-payload // measured["payload_parts"]),
+            backward_seconds=last_backward(measured["phases"]["compute"], 1) if self.real else 0.0,
             flat="--topology.exchange flat" in " ".join(self.args.rest).replace("=", " "),
         )
         parts = {"compute": found.compute, "exposed": found.exchange, "optimizer": found.optimizer}

@@ -20,7 +20,8 @@ def run(sweep: Sweep) -> int:
     sweep.notes = [
         f"Nothing was run. Links: {links.source}; forward and backward at {100 * args.mfu:g} % of the device's peak; "
         f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
-        "Dense gradients are taken as exchanged after the backward pass, as here, not overlapped with it.",
+        "What overlaps with the backward pass (-overlap, DDP, HSDP) hides behind two thirds of the last micro-batch as "
+        "far as it can; other gradients are exchanged after it.",
     ]
     return sweep.run(lambda cell: predicted(cell, links, assumptions, sweep), args.machine)
 

@@ -17,7 +17,7 @@ from scripts.studies.scaling_report import write_report
 from torchtitan_scape.planner.volumes import Method
 
 NEVER = 1_000_000  # steps between two logs or validations
-# By name: what they are called, and as what the cost model knows them, which has no overlap.
+# By name: what they are called, and as what the cost model knows them.
 PEERS = {
     "ddp": ("DDP, FP32 gradients", "adams"),
     "ddp-bf16": ("DDP, BF16 gradients", "bf16"),
@@ -55,7 +55,7 @@ class Plan:
         options = ("--sync.method=dense", "--optimizer.name=AdamS")
         if name in PEERS:
             label, kind = PEERS[name]
-            return cls(name, label, options, Method(kind), peer=name)
+            return cls(name, label, options, Method(kind, overlap=name != "hsdp-waits"), peer=name)
         if match := re.fullmatch(r"ddp-powersgd(?:-([1-9]\d*))?", name):
             rank = int(match[1] or 0)
             label = f"DDP, PowerSGD rank {rank}" if rank else "DDP, PowerSGD of equal bytes"

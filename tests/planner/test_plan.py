@@ -11,10 +11,12 @@ import pytest
 
 from topology.links import Links
 from torchtitan_scape.planner.advice import (
+    CODED,
     COMPARED,
     DENSE,
     SPARSE,
     Case,
+    _predict,
     advise,
     best,
     break_even_bandwidth,
@@ -22,13 +24,13 @@ from torchtitan_scape.planner.advice import (
     candidates,
     leaner,
     make_case,
-    overlapped,
 )
-from torchtitan_scape.planner.cost import Assumptions, predict
+from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.plan import main, report
 from torchtitan_scape.planner.volumes import Method
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
+SLOW = ("--network-bandwidth", "1.25")  # a tenth of what is nominal
 
 
 def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> Case:
@@ -60,11 +62,11 @@ def test_the_gain_crosses_three_percent_at_the_break_even_bandwidth() -> None:
 
 def test_the_densest_near_the_fastest_is_taken() -> None:
     case = on_slow_vista()
-    steps = {m: best(case, [m]).prediction.step for m in SPARSE}
+    steps = {m: best(case, [m]).prediction.step for m in (*CODED, *SPARSE)}
     taken = advise(case).sparse.method
     assert steps[taken] <= 1.05 * min(steps.values())
-    denser = SPARSE[: SPARSE.index(taken)]
-    assert denser and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
+    denser = (*CODED, *SPARSE)[: (*CODED, *SPARSE).index(taken)]
+    assert taken.kind == "scape" and denser and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
 
 
 def test_one_replica_has_nothing_to_compress() -> None:
@@ -92,8 +94,9 @@ def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_lef
 
 
 def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
-    case = make_case("dgx-a100", 8, "llama_1_8b")
+    case = make_case("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02)
     sparse = advise(case).sparse
+    assert sparse.method.kind == "scape"
     offload, gather, both = leaner(case, sparse)
     assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
     assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
@@ -112,15 +115,23 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
         assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.35 * 96e9
 
 
-def test_ideal_overlap_hides_at_most_two_thirds_of_the_last_micro_batch() -> None:
-    case = on_slow_vista()
-    dense = best(case, [Method("adams")])
-    p = dense.prediction
-    hidden = p.step - overlapped(dense, case.batch)
-    assert hidden == pytest.approx(2 / 3 * p.compute / (16 / dense.micro_batch))
-    fast = on_slow_vista(5000.0)
-    dense = best(fast, [Method("adams")])
-    assert dense.prediction.step - overlapped(dense, fast.batch) == pytest.approx(dense.prediction.exchange)
+@pytest.mark.parametrize("kind, wire", [("adams", "float32"), ("quantized", "e2m1")])
+def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(kind: str, wire: str) -> None:
+    def steps(case: Case) -> tuple[Prediction, Prediction, float]:
+        after = best(case, [Method(kind, wire=wire)])
+        during = _predict(case, after.layout, Method(kind, wire=wire, overlap=True), after.micro_batch)
+        micro_batches = case.batch // (case.ranks * after.micro_batch)
+        return after.prediction, during, 2 / 3 * after.prediction.compute / micro_batches
+
+    after, during, backward = steps(on_slow_vista())
+    hidden = min(after.exchange, backward)
+    assert during.hidden == pytest.approx(hidden, rel=1e-3) and after.hidden == 0
+    assert after.step - during.step == pytest.approx(hidden, rel=1e-3)
+    assert during.exchange == pytest.approx(max(0.0, after.exchange - backward), abs=1e-3)
+    after, during, _ = steps(on_slow_vista(5000.0))
+    # The finite flag alone is waited for.
+    assert during.hidden == pytest.approx(after.exchange, rel=0.1) and during.exchange < 1e-3
+    assert during.sent == after.sent
 
 
 def test_the_default_batch_is_rounded_to_the_ranks_and_a_given_one_is_not() -> None:
@@ -161,11 +172,13 @@ def test_the_answer_for_48_nodes_of_frontier() -> None:
     code = "import sys; from torchtitan_scape.planner.plan import main; assert main(sys.argv[1:]) == 0; "
     code += "assert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code, *FRONTIER], cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *FRONTIER, *SLOW], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for part in (
         "384 ranks (MI250X GCD, 64 GB), 1152 sequences of 2048 tokens",
-        "Compress: yes. SCAPE at density",
+        "Compress: yes. All gradients, E2M1 on the wire (sparser gains less than 5 %)",
+        "Hidden behind compute: gradients, ",
+        '[sync]\nmethod = "quantized"\noverlap = true\n[sync.quantized]\ncode = "e2m1"\n',
         "data_parallel_replicate_degree = 48",
         "data_parallel_shard_degree = 8",
         "Memory a rank, estimated:",
@@ -174,11 +187,23 @@ def test_the_answer_for_48_nodes_of_frontier() -> None:
         assert part in done.stdout
 
 
+def test_links_as_fast_as_nominal_want_overlap(capsys: pytest.CaptureFixture) -> None:
+    assert main(FRONTIER) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "Compress: no. All gradients, E2M1 on the wire, would lose",
+        "Hidden behind compute: gradients, ",
+        '[sync]\nmethod = "dense"\noverlap = true\n',
+        "Should ranks reach a tenth between nodes",
+    ):
+        assert part in said
+
+
 def test_json_agrees_with_the_sum_of_its_parts(capsys: pytest.CaptureFixture) -> None:
-    assert main([*FRONTIER, "--json"]) == 0
+    assert main([*FRONTIER, *SLOW, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["compress"] and answer["gain"] == pytest.approx(answer["dense"]["step"] / answer["sparse"]["step"])
-    assert len(answer["candidates"]) == 4 * (len(DENSE) + len(COMPARED) + len(SPARSE))
+    assert len(answer["candidates"]) == 4 * (len(DENSE) + len(COMPARED) + len(CODED) + len(SPARSE))
     for c in answer["candidates"]:
         assert c["step"] == pytest.approx(sum(c[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
 

@@ -11,13 +11,15 @@ from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import Workload, get_workload
 
-DENSE = (Method("adams"), Method("adamw"))
+DENSE = (Method("adams", overlap=True), Method("adamw", overlap=True))
+# Of 13 % of the bytes; it costs hardly any loss, and goes with any optimizer.
+CODED = (Method("quantized", wire="e2m1", block=128, overlap=True),)
 # By falling density, which is what costs loss, so that it is given up last; of 11.6, 2, 1.1 and 0.5 % of the bytes.
 SPARSE = tuple(
     Method("scape", density, wire)
     for density, wire in ((0.1, "float32"), (0.1, "int4"), (0.05, "int4"), (0.025, "2bit"))
 )
-COMPARED = (Method("bf16"),)  # not one of this trainer's methods
+COMPARED = (Method("bf16", overlap=True),)  # not one of this trainer's methods
 # The same with less memory.
 LEAN: tuple[dict[str, Any], ...] = (
     {"offload": ("state",)},
@@ -163,7 +165,7 @@ def best(case: Case, methods: Sequence[Method]) -> Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """dense: the fastest dense method that fits. sparse: SCAPE at the density to take if at all."""
+    """dense: the fastest dense method that fits. sparse: what to take if anything is compressed, SCAPE or a code."""
 
     dense: Candidate
     sparse: Candidate
@@ -182,28 +184,20 @@ class Advice:
 
 
 def leaner(case: Case, chosen: Candidate) -> list[Candidate]:
-    """A SCAPE candidate with less memory, on its layout."""
+    """A SCAPE candidate with less memory, on its layout; what is exchanged whole has no such forms."""
+    if chosen.method.overlap:
+        return []
     methods = [replace(chosen.method, **lean) for lean in LEAN]
     return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in methods]
 
 
 def advise(case: Case) -> Advice:
-    """The densest SCAPE within 5 % of the fastest, FP32 before a code, against AdamS; dense below a gain of 3 %."""
-    options = [best(case, [method]) for method in SPARSE]
+    """All gradients in four bits, or the densest SCAPE, FP32 before a code: the first within 5 % of the fastest,
+    against dense AdamS or AdamW; dense below a gain of 3 %."""
+    options = [best(case, [method]) for method in (*CODED, *SPARSE)]
     fastest = min(c.prediction.step for c in options)
     sparse = next(c for c in options if c.prediction.step <= CLOSE * fastest)
     return Advice(best(case, DENSE), sparse)
-
-
-def overlapped(dense: Candidate, batch: int) -> float:
-    """Seconds of a dense step whose exchange hides behind the last micro-batch's backward as far as it can.
-
-    What DDP or HSDP reaches at best: only the last micro-batch's gradients are final, two thirds of its time backward.
-    """
-    p = dense.prediction
-    ranks = dense.layout.replicate * dense.layout.shard
-    backward = 2 / 3 * p.compute / (batch // (ranks * dense.micro_batch))
-    return p.step - min(p.exchange, backward)
 
 
 def break_even_bandwidth(case: Case, advice: Advice) -> float:

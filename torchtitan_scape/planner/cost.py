@@ -92,20 +92,23 @@ def predict_step(
     fixed_seconds: float = 0.0,
     chunk_bytes: int = 0,
     flat: bool = False,
+    backward_seconds: float = 0.0,
 ) -> Prediction:
     """A step from its rates.
 
     Args:
         tiers: levels that the replicas span, from the inside out, as (name, size).
         shapes: this rank's shards.
-        compute_seconds: forward and backward of all micro-batches. The mask's exchange hides behind it; dense
-            gradients do not (they are exchanged after the backward pass).
+        compute_seconds: forward and backward of all micro-batches. The mask's exchange hides behind it.
         pack_seconds: the pass that fills the payload, chunk by chunk while others are exchanged; 0 for dense methods.
         rest_seconds: the optimizer's other passes.
         shard_seconds: FSDP's exposed traffic.
         fixed_seconds: added to every step, whatever the method.
         chunk_bytes: of the payload or the gradients, FP32; 0 takes the best for SCAPE and one message for others.
         flat: one ring over all replicas instead of the hierarchy.
+        backward_seconds: of compute, the last backward pass. Where the method overlaps, its exchange hides behind that
+            as far as there is time: at best, as if gradients were complete in proportion to it. What is first in the
+            model, its embedding, is complete last.
     """
     replicas = math.prod(size for _, size in tiers)
     exposed = [m for m in messages(method, shapes, replicas) if not m.hidden]
@@ -120,12 +123,15 @@ def predict_step(
     else:
         chunks = best_chunks(pack_seconds, transfer, latency)
     exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0
+    beside_backward = min(exchange, backward_seconds) if method.overlap else 0.0
+    exchange -= beside_backward
     # The finite flag: nobody packs before it is known. Owners exchange their parts of the norm besides.
     exchange += (2 if method.sharded else 1) * sum(stage_seconds(scalar_stages(tiers), links))
     later = [stage for message in beside for stage in message.stages(tiers, flat)]
     seconds = sum(stage_seconds(later, links))
     hidden = min(seconds, compute_seconds)
     exchange += seconds - hidden
+    hidden += beside_backward
     optimizer = pack_seconds + rest_seconds
     sent = bytes_by_level(stages + later)
     return Prediction(method, compute_seconds, exchange, shard_seconds, optimizer, fixed_seconds, hidden, sent, chunks)
@@ -156,6 +162,11 @@ def fsdp_seconds(tiers: Tiers, workload: Workload, links: Links) -> float:
     # An all-reduce of n FP32 values sends 8 n bytes, and so do these three in its two turns of the ring.
     latency, transfer = stage_seconds(all_reduce_stages(tiers, 4.0 * workload.parameters, flat=True), links)
     return 1.5 * (workload.layers + 2) * latency + transfer
+
+
+def last_backward(compute_seconds: float, micro_batches: int) -> float:
+    """Seconds of the backward pass after which gradients are final: two thirds of the last micro-batch."""
+    return 2 / 3 * compute_seconds / micro_batches
 
 
 def predict(
@@ -200,7 +211,8 @@ def predict(
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))
     )
-    traffic = batch // (ranks * micro_batch) * fsdp_seconds(shard_tiers, workload, links)
+    micro_batches = batch // (ranks * micro_batch)
+    traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
     predicted = predict_step(
         method,
         tiers,
@@ -211,5 +223,6 @@ def predict(
         rest_seconds=rest,
         shard_seconds=max(0.0, traffic - compute_seconds),
         fixed_seconds=fixed_seconds,
+        backward_seconds=last_backward(compute_seconds, micro_batches),
     )
     return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch))

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from topology.links import Links
 from torchtitan_scape.planner.advice import (
+    CODED,
     COMPARED,
     DENSE,
     SPARSE,
@@ -32,7 +33,6 @@ from torchtitan_scape.planner.advice import (
     candidates,
     leaner,
     make_case,
-    overlapped,
 )
 from torchtitan_scape.planner.cost import Assumptions, Prediction
 from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
@@ -53,7 +53,6 @@ def report(case: Case) -> Iterator[str]:
     yield from _table(case)
     yield ""
     yield from _leaner(case, advice)
-    yield ""
     yield from _losses(case, advice)
 
 
@@ -73,7 +72,8 @@ def _question(case: Case) -> Iterator[str]:
     memory = "measured" if case.links.memory_bandwidth else f"{100 * a.memory_efficiency:.0f} % of nominal"
     yield (
         f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; memory bandwidth in the "
-        f"optimizer {memory}; every second layer recomputed; dense gradients not overlapped with the backward pass"
+        f"optimizer {memory}; every second layer recomputed; dense and quantized gradients hidden behind the last "
+        "micro-batch's backward pass as far as it lasts"
     )
 
 
@@ -85,13 +85,14 @@ def _answer(case: Case, advice: Advice) -> Iterator[str]:
             "the densest that is within 5 % of the fastest" if p.method.density < 0.1 else "sparser gains less than 5 %"
         )
         yield (
-            f"Compress: yes. SCAPE at density {p.method.density:g}, {_wire(p)} on the wire ({why}): {_ms(p.step)} a "
-            f"step against {_ms(dense.step)} with dense {_title(dense)}, {advice.gain:.2f} x"
+            f"Compress: yes. {_sent(p)}, {_wire(p)} on the wire ({why}): {_ms(p.step)} a step against "
+            f"{_ms(dense.step)} with dense {_title(dense)}, {advice.gain:.2f} x"
         )
     else:
         yield (
-            f"Compress: no. SCAPE at density {p.method.density:g} would gain {percent:.1f} %, and below 3 % a "
-            f"prediction decides nothing: dense {_title(dense)} is the safer choice, {_ms(dense.step)} a step"
+            f"Compress: no. {_sent(p)}, {_wire(p)} on the wire, would {'gain' if percent >= 0 else 'lose'} "
+            f"{abs(percent):.1f} %, and below 3 % a prediction decides nothing: dense {_title(dense)} is the safer "
+            f"choice, {_ms(dense.step)} a step"
         )
     if case.nodes > 1 and case.links.nominal:
         slow = replace(case, links=case.links.with_bandwidth("network", case.links["network"].bandwidth / 10))
@@ -111,7 +112,7 @@ def _answer(case: Case, advice: Advice) -> Iterator[str]:
     }
     yield "Of it: " + ", ".join(f"{name} {_ms(t)} ({100 * t / q.step:.0f} %)" for name, t in parts.items())
     if q.hidden:
-        yield f"Hidden behind compute: the masks' exchange, {_ms(q.hidden)}"
+        yield f"Hidden behind compute: {'gradients' if q.method.overlap else 'the masks'}, {_ms(q.hidden)} of exchange"
     sent = ", ".join(f"{level} {nbytes / 1e6:.1f} MB" for level, nbytes in q.sent.items()) or "nothing"
     yield f"A rank sends for its replicas, a step: {sent} (dense: {sum(dense.sent.values()) / 1e6:.0f} MB)"
     yield f"Lie: {chosen.layout.describe()}"
@@ -136,6 +137,8 @@ def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
     yield "[sync]"
     options = VOLUMES[method.kind].recipe
     yield f'method = "{method.kind if options else "dense"}"'
+    if method.overlap:
+        yield "overlap = true"
     if options:
         yield f"[sync.{method.kind}]"
     for key, field in options.items():
@@ -145,33 +148,38 @@ def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
 
 def _table(case: Case) -> Iterator[str]:
     yield "Every method on its fastest layout that fits (ms; bf16 is a comparison, this trainer has no such method):"
-    yield f"{'method':<16}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
-    for method in (*DENSE, *COMPARED, *SPARSE):
+    yield f"{'method':<24}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
+    for method in (*DENSE, *COMPARED, *CODED, *SPARSE):
         c = best(case, [method])
         p = c.prediction
         times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.optimizer)]
         yield (
-            f"{method.name:<16}{c.layout.shard:>6}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}{times[3]:>8.1f}"
+            f"{method.name:<24}{c.layout.shard:>6}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}{times[3]:>8.1f}"
             f"{times[4]:>11.1f}{c.memory / 1e9:>7.1f}"
         )
 
 
 def _leaner(case: Case, advice: Advice) -> Iterator[str]:
+    """Nothing where there is no leaner form."""
+    if not leaner(case, advice.sparse):
+        return
     shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
     yield "With less memory, on the same layout (docs/memory.md; copies to the host as fast as data sheets have it):"
     for c in (advice.sparse, *leaner(case, advice.sparse)):
         host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
         yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
+    yield ""
 
 
 def _losses(case: Case, advice: Advice) -> Iterator[str]:
     yield "Where compression would lose:"
-    hidden, sparse = overlapped(advice.dense, case.batch), advice.sparse.prediction.step
-    yield (
-        f"- against dense gradients that overlap with the backward pass as far as they can (HSDP; not this trainer's "
-        f"dense): {_ms(hidden)}, {hidden / sparse:.2f} x of SCAPE's"
-    )
+    coded, sparse = best(case, CODED).prediction, advice.sparse.prediction
+    if coded.method != sparse.method:
+        yield (
+            f"- in loss and in choice of the optimizer, against {_sent(coded).lower()}, {_wire(coded)}: "
+            f"{_ms(coded.step)}, {coded.step / sparse.step:.2f} x of SCAPE's"
+        )
     bandwidth = break_even_bandwidth(case, advice)
     if bandwidth == 0:
         yield "- at any bandwidth: replicas have nothing, or next to nothing, to exchange in this layout"
@@ -188,6 +196,10 @@ def _losses(case: Case, advice: Advice) -> Iterator[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
+
+
+def _sent(p: Prediction) -> str:
+    return "All gradients" if p.method.overlap else f"SCAPE at density {p.method.density:g}"
 
 
 def _wire(p: Prediction) -> str:
@@ -221,11 +233,11 @@ def as_json(case: Case) -> dict[str, Any]:
         "choice": _as_dict(case, advice.choice),
         "dense": _as_dict(case, advice.dense),
         "sparse": _as_dict(case, advice.sparse),
-        "dense_overlapped_step": overlapped(advice.dense, case.batch),
+        "coded": _as_dict(case, best(case, CODED)),
         # JSON knows no infinity: null where no link is fast enough
         "break_even_bandwidth": None if math.isinf(bandwidth) else bandwidth,
         "by_nodes": [{"nodes": n, "global_batch": b, "gain": a.gain} for n, b, a in by_nodes(case)],
-        "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPARED, *SPARSE))],
+        "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPARED, *CODED, *SPARSE))],
     }
 
 

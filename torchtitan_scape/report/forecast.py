@@ -1,6 +1,6 @@
 """What a run with simulated replicas says beside its loss: whether it fits here, and what a step would take there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
 
 def method_of(config: JobConfig) -> Method:
     """The config's method as the cost model knows it."""
-    return options_of(config.sync).planned(config.optimizer.name)
+    return replace(options_of(config.sync).planned(config.optimizer.name), overlap=config.sync.overlap)
 
 
 def workload_of(config: JobConfig) -> Workload:
