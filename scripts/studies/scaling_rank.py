@@ -58,6 +58,7 @@ class ScalingTrainer(train.ScapeTrainer):
             super().__init__(job_config)
         if self.peer:
             self.peer.install(self)
+        self.interfaces.first = max(1, self.wanted["warm_up"])  # of the steps that are measured alone
         self._passes = 0
         self._alone: list[float] = []
         self._kept: list[tuple[Any, Tensor]] = []

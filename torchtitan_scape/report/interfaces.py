@@ -33,6 +33,7 @@ class InterfaceCount:
 
     def __init__(self, layout: Layout, optimizers: ReplicaOptimizers) -> None:
         self._layout, self._optimizers = layout, optimizers
+        self.first = 1  # steps before it stay outside
         self._steps = 0
         self._open: tuple[dict[tuple[str, str], float], dict[str, int]] | None = None
         self._counted: dict[tuple[str, str], float] = defaultdict(float)
@@ -44,7 +45,7 @@ class InterfaceCount:
 
     def before_step(self, steps_taken: int) -> None:
         """To be called in front of every step, by all ranks. steps_taken: by this process so far."""
-        if self.enabled and steps_taken > 0 and self._open is None:
+        if self.enabled and steps_taken >= self.first and self._open is None:
             self._open = self._look()
 
     def after_step(self, step_follows: bool) -> None:
