@@ -9,7 +9,7 @@ import torch
 
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
-from torchtitan_scape.planner.budget import share, within
+from torchtitan_scape.planner.budget import BLOCK, MOST, share, within
 from torchtitan_scape.planner.payload import Shapes
 from torchtitan_scape.sync.scape.options import ScapeOptions
 
@@ -17,13 +17,18 @@ LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
 SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]
 
 
-@pytest.mark.parametrize(("budget", "replicas"), [(0.005, 4), (0.012, 4), (0.012, 16), (0.025, 64)])
+@pytest.mark.parametrize(("budget", "replicas"), [(0.005, 4), (0.012, 4), (0.012, 16), (0.022, 64)])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, replicas: int, update: str) -> None:
     chosen = within(budget, LARGE, replicas, update)
     assert 0.97 * budget <= share(chosen, LARGE, replicas) <= budget
     assert chosen.wire == ("2bit" if budget < 0.009 else "int4")
     assert chosen.values == (chosen.wire if update == "sharded" else "float32")
+
+
+def test_more_bytes_than_help_are_not_spent() -> None:
+    assert within(0.12, LARGE, 4) == within(0.05, LARGE, 4)
+    assert within(0.05, LARGE, 4).density == pytest.approx(MOST / BLOCK)
 
 
 @pytest.mark.parametrize("replicas", [4, 64])
