@@ -55,6 +55,18 @@ class Pieces:
         return parts
 
 
+class Summands(Pieces):
+    """`Source` of flat FP32 tensors, which stay as they are: what arrives is added to other tensors of these sizes."""
+
+    def __init__(self, tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        super().__init__(tensors)
+        self._sums = Pieces(sums)
+
+    def land(self, chunk: Tensor, first: int) -> None:
+        parts = self._sums._parts(first, chunk.numel())
+        torch._foreach_add_(parts, list(chunk.split([part.numel() for part in parts])))
+
+
 class Rows:
     """Stretches of a `Source` as the rows of a matrix, a row a replica; a chunk takes as many columns of all of them.
 

@@ -92,6 +92,11 @@ class ReplicaCollectives(ABC):
         pieces = Pieces(source) if isinstance(source, Sequence) else source
         all_reduce_chunked(self, pieces, mean, self.chunk_entries, codec)
 
+    def chunked_entries(self, entries: int) -> int:
+        """What `all_reduce_chunked` sends for so many FP32 entries: zeros fill each buffer up to `granularity`."""
+        step, (full, rest) = self.granularity(), divmod(entries, self.chunk_entries)
+        return full * (-(-self.chunk_entries // step) * step) + -(-rest // step) * step
+
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
     ) -> Handle:

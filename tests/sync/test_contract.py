@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from topology.groups import ReplicaGroups, Ring
 from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.sync.base import Method, Setting, Step
@@ -288,6 +290,15 @@ def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
         steady = rank.sent[case.begins :]
         for first in range(len(steady) - case.period + 1):
             assert sum(steady[first : first + case.period]) == pytest.approx(case.period * rank.planned)
+
+
+def test_bytes_over_nodes_are_those_that_were_planned(case: Case) -> None:
+    """Where buffers are filled up, so that every level can divide them."""
+    collectives = DryRunCollectives(ReplicaGroups(None, None, rings=(Ring("node", 2, 0), Ring("network", 3, 0))))
+    collectives.chunk_entries = 64
+    played = play(collectives, case)
+    steady = played.sent[case.begins : case.begins + case.period]
+    assert sum(steady) == pytest.approx(case.period * played.planned)
 
 
 def test_its_dense_limit(case: Case) -> None:

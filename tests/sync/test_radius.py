@@ -15,7 +15,7 @@ from tests.sync.test_contract import Case, gradients, kept, make, play, update
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.sync.base import Setting, State, Step
-from torchtitan_scape.sync.radius import Radius, RadiusOptions
+from torchtitan_scape.sync.radius import Radius, RadiusOptions, largest_of
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import collect_shards
 
@@ -173,11 +173,12 @@ FOUR = {"density": 0.3, "interval": 10, "start": 12}  # 20, 30, 40, 50
 @pytest.mark.parametrize(
     "replicas, name, options, nan_at",
     [
-        (1, "AdamW foreach", TWO, ()),
-        (2, "AdamW fused", TWO | {"clip_refresh": "fresh"}, ()),
+        (1, "AdamW foreach", TWO | {"clip_refresh": "fresh"}, ()),
+        (2, "AdamW fused", TWO, ()),
         (3, "AdamS", TWO, (25,)),
         # The first refresh is skipped, and that at 40: what is pending stays so until 50.
         (3, "AdamW foreach", FOUR | {"selection": "block", "release_scale": 3.0}, (20, 25, 40)),
+        (2, "AdamW foreach", FOUR | {"clip_refresh": "fresh"}, (40,)),
         (2, "AdamS", FOUR | {"release_scale": 2.0, "density": 0.1}, (20,)),
     ],
 )
@@ -222,7 +223,30 @@ def test_its_limits_are_dense_adamw(options: dict[str, Any], pool1: Pool) -> Non
     assert all(distance(a, b) < 1e-6 for a, b in zip(found["history"], dense["history"], strict=True))
 
 
+@pytest.mark.parametrize("n, k", [(1, 1), (64, 1), (64, 25), (64, 64)])
+def test_of_equal_entries_the_first_are_on_the_mask(n: int, k: int) -> None:
+    values = torch.randint(-3, 4, (n,), generator=torch.Generator().manual_seed(k)).float()
+    wanted = sorted(range(n), key=lambda place: -abs(float(values[place])))[:k]
+    assert largest_of(values, k).nonzero().view(-1).tolist() == sorted(wanted)
+
+
 OLD = Case("radius", {"density": 0.25, "interval": 3, "start": 0})
+
+
+def test_off_the_mask_adamw_stops_and_adams_goes_on() -> None:
+    """By so many times the rate, as docs/architecture.md has it."""
+    moved = {}
+    for make_optimizer in (torch.optim.AdamW, AdamS):
+        w = nn.Parameter(torch.zeros(1))
+        optimizer: Any = make_optimizer([w], lr=1.0, betas=BETAS, eps=EPS, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(300):
+            w.grad = 1e-3 * torch.randn(1, generator=generator) if number < 100 else torch.zeros(1)
+            optimizer.step()
+            if number == 99:
+                left = w.item()
+        moved[make_optimizer] = abs(w.item() - left)
+    assert moved[torch.optim.AdamW] < 12 and 60 < moved[AdamS] < 110
 
 
 def sizes(compressed: bool) -> list[int]:

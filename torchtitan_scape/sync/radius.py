@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.scape.blocks import entries_per_block
-from kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
+from kernels.scape.reference import select_blocks, set_positions, unpack_bits
+from topology.chunks import Summands
 from torchtitan_scape.planner.payload import mask_counts
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Pending, Setting, State, Step, keep, packed_bits
@@ -76,7 +77,7 @@ class Radius(Method):
     2. from then on, where `interval` divides t, a refresh: G is the mean of residual + gradient, the residual 0;
     3. else: G is the mean of what is on the mask, in one all-reduce, and 0 off it; what is off it enters the residual;
     4. container: G is clipped, and the optimizer, AdamW or AdamS as it is, updates all entries with it: off the mask
-       moments decay, and move the entry by what is left of them;
+       moments decay, and move the entry by what is left of them (by far more with AdamS: see docs/architecture.md);
     5. at a refresh, after the update: the mask is where the update without its rate, decay included, was largest.
 
     Parameters of one dimension and `dense_names` go whole in every step. Until the first refresh all entries are on the
@@ -143,33 +144,34 @@ class Radius(Method):
         self._send_all = True
 
     def messages(self) -> list[Message]:
+        chunked = self.collectives.chunked_entries
+        return [Message("all_reduce", chunked(entries), share=share) for entries, share in self._exchanges()]
+
+    def density(self) -> float:
+        sent = sum(share * entries for entries, share in self._exchanges())
+        return sent / max(1, sum(shard.size for shard in self.setting.shards))
+
+    def _exchanges(self) -> list[tuple[int, float]]:
+        """Entries of each, and the share of the steps that have it."""
         share = 1.0 / self.options.interval
         whole = sum(self.setting.shards[i].size for i in self._whole)
         compressed = sum(shard.size for shard in self._shards)
-        found = [
-            Message("all_reduce", sum(self._selected) + whole, share=1.0 - share),
-            Message("all_reduce", compressed + whole, share=share),
-        ]
-        if self.options.clip_refresh == "fresh":
-            found.append(Message("all_reduce", compressed, share=share))
-        return found
-
-    def density(self) -> float:
-        sent = sum(message.share * message.size for message in self.messages())
-        return sent / max(1, sum(shard.size for shard in self.setting.shards))
+        found = [(sum(self._selected) + whole, 1.0 - share), (compressed + whole, share)]
+        return found + ([(compressed, share)] if self.options.clip_refresh == "fresh" else [])
 
     # -------------------------------------------------------------------------------------- exchanges
 
     def _exchange_all(self, gradients: list[Tensor]) -> None:
         """Gradients become the mean of what is pending and themselves."""
-        released = self._residuals
+        sparse = [gradients[i] for i in self._sparse]
         if self._refreshes and self.options.clip_refresh == "fresh":
             self.collectives.all_reduce_chunked(gradients)
             self._fresh = super().norms(gradients)
-            released = [residual.clone() for residual in released]  # a step that is skipped keeps its own
-            self.collectives.all_reduce_chunked(released)
-        if self._sparse:
-            torch._foreach_add_([gradients[i] for i in self._sparse], released)
+            if self.collectives.replicas > 1:  # residuals stay as they are: the step may have to be skipped
+                self.collectives.all_reduce_chunked(Summands(self._residuals, sparse))
+                return
+        if sparse:
+            torch._foreach_add_(sparse, self._residuals)
         if self._fresh is None:
             self.collectives.all_reduce_chunked(gradients)
 
@@ -215,7 +217,7 @@ class Radius(Method):
         if "exp_avg_sq" in state:
             second = local(state["exp_avg_sq"]).reshape(-1)
         else:
-            gradient = flat_gradient(shard)
+            gradient = flat_gradient(shard).float()
             before = (moment - (1.0 - beta1) * gradient).div_(beta1)
             second = before.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
         steps = local(state["step"]).double()
@@ -237,9 +239,8 @@ class Radius(Method):
         if self.options.selection == "block":
             offsets = select_blocks(values, entries_per_block(self.options.density, BLOCK), BLOCK)
             places = (offsets + torch.arange(len(offsets), device=values.device)[:, None] * BLOCK).view(-1)
-        else:
-            places = select_largest(values, k)
-        return torch.zeros(n, dtype=torch.bool, device=values.device).index_fill_(0, places, True)
+            return torch.zeros(n, dtype=torch.bool, device=values.device).index_fill_(0, places, True)
+        return largest_of(values, k)
 
     def _lengthen(self, applied: Tensor) -> None:
         """theta -= (release_scale - 1) * lr * update off the mask."""
@@ -255,6 +256,17 @@ class Radius(Method):
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         return self.setting.optimizer.param_groups[shard.group]
+
+
+def largest_of(values: Tensor, k: int) -> Tensor:
+    """bool (n,): where the k largest |values| of FP32 (n,) are; ties go to the lower index.
+
+    `select_largest` has 64-bit keys, some 28 bytes an entry in all, of a whole tensor here; this has less than half.
+    """
+    magnitudes = values.abs()
+    least = magnitudes.topk(k, sorted=False).values.min()
+    found, equal = magnitudes > least, magnitudes == least
+    return found | (equal & (equal.cumsum(0, dtype=torch.int32) <= k - found.sum()))
 
 
 def _check_betas(beta1: float, beta2: float) -> None:

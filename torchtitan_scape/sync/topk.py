@@ -135,9 +135,10 @@ class Topk(Method):
         self._send_all = True
 
     def messages(self) -> list[Message]:
-        whole = Message("all_reduce", sum(self.setting.shards[i].size for i in self._whole))
+        chunked, shards = self.collectives.chunked_entries, self.setting.shards
         if self.options.density >= 1.0 or not self._sparse:
-            return [Message("all_reduce", sum(shard.size for shard in self.setting.shards))]
+            return [Message("all_reduce", chunked(sum(shard.size for shard in shards)))]
+        whole = Message("all_reduce", chunked(sum(shards[i].size for i in self._whole)))
         return [Message("all_gather", self._message_bytes(self.options.density)), whole]
 
     def density(self) -> float:
