@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kernels import choose
 from kernels.scape.blocks import density_at
 from kernels.scape.reference import select_rows
 from torchtitan_scape.planner.payload import Cut, cut_of, topk_message_bytes
@@ -101,6 +102,7 @@ class Topk(Method):
         self._cuts = [cut_of(tuple(shards[i].local_shape), options.selection, options.block_size) for i in self._sparse]
         self._pending = Pending.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
         self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
+        self._backend = choose(setting.kernels, shards[0].device)
         self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
@@ -114,7 +116,7 @@ class Topk(Method):
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(step.applied)
             return gradients
-        messages = TopkMessages(self._cuts, density, self.options.values)
+        messages = TopkMessages(self._cuts, density, self.options.values, self._backend)
         selected = [self._select(x, cut, k) for x, cut, k in zip(sparse, self._cuts, messages.chosen, strict=True)]
         message = messages.encode(*zip(*selected, strict=True))
         arrived = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.codec.codes import BlockCode
+from kernels import block_code
 from kernels.codec.formats import FORMATS
 from kernels.codec.reference import pack, unpack
 from kernels.scape.blocks import entries_per_block
@@ -79,10 +79,11 @@ class TopkMessages:
     """How the selected entries of some tensors travel, at one density: all values, then all offsets.
 
     values: "float32"; "2bit", by four means of each tensor; or a block code, over all tensors' values end to end.
+    backend: that of the block code, "torch" or "triton".
     """
 
-    def __init__(self, cuts: Sequence[Cut], density: float, values: str) -> None:
-        self.cuts, self.values = cuts, values
+    def __init__(self, cuts: Sequence[Cut], density: float, values: str, backend: str = "torch") -> None:
+        self.cuts, self.values, self._backend = cuts, values, backend
         self.chosen = [entries_per_block(density, cut.size) for cut in cuts]
         self.counts = [cut.count(density) for cut in cuts]
         self.nbytes = topk_message_bytes(cuts, density, values)
@@ -124,7 +125,7 @@ class TopkMessages:
             return [*(means.view(torch.uint8) for means, _ in coded), *(codes for _, codes in coded)]
         if self.values == "float32":
             return [flat.view(torch.uint8) for flat in values]
-        code = BlockCode(self.values)
+        code = block_code(self._backend, self.values)
         flat = torch.cat(values)
         return [code.encode(pad(flat, (0, -flat.numel() % code.unit)).view(1, -1)).view(-1)]
 
@@ -132,7 +133,7 @@ class TopkMessages:
         """FP32 (entries and zeros,)."""
         if self.values == "float32":
             return told.view(torch.float32)
-        code = BlockCode(self.values)
+        code = block_code(self._backend, self.values)
         out = torch.empty(1, -(-sum(self.counts) // code.unit) * code.unit, dtype=torch.float32, device=told.device)
         code.decode(told.view(1, -1), out)
         return out.view(-1)
