@@ -10,7 +10,8 @@ from torchtitan_scape.planner.payload import Shapes, entries_of
 from torchtitan_scape.planner.volumes import Method, messages
 
 BLOCK = 1024
-MOST = 112  # entries of a block: with 192 and 320 the study's loss was 2 and 7 % higher (results/quality_study/frontier.md)
+# Entries of a block: with 192 and 320 the study's loss was 2 and 7 % higher (results/quality_study/frontier.md)
+MOST = 112
 # (least budget, wire): the first that the budget reaches, or else the next that it suffices for.
 WIRES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
 
