@@ -1,7 +1,6 @@
 """What the comparison compares: the methods of every budget of its grid, as far as their cells are stored."""
 
 import itertools
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,10 +40,6 @@ class Compared:
     @property
     def losses(self) -> dict[int, float]:
         return {seed: run["validation_loss"] for seed, run in self.runs.items()}
-
-    @property
-    def loss(self) -> float:
-        return statistics.mean(self.losses.values())
 
     @cached_property
     def shares(self) -> tuple[float, float]:
