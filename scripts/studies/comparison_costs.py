@@ -14,7 +14,7 @@ from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.planner.budget import share
 from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.volumes import VOLUMES, Method
 from torchtitan_scape.planner.workloads import get_workload
 from torchtitan_scape.sync.registry import METHODS
 
@@ -39,19 +39,20 @@ def describe() -> str:
     return (
         f"Seconds are the planner's, for {MODEL} with as many replicas as the losses have, {SEQUENCES} sequences of "
         f"{workload.sequence:,} tokens a rank and step, on {', '.join(places)}: nominal links, "
-        f"{100 * Assumptions().mfu:g} % of the device's peak in forward and backward, gradients exchanged after the "
-        "backward pass. Losses are those of the small model, in as many steps. Neither a loss of the large model nor a "
-        "second was measured."
+        f"{100 * Assumptions().mfu:g} % of the device's peak in forward and backward; what can go out beside the last "
+        "backward pass, dense and quantized gradients, does. Losses are those of the small model, in as many steps. "
+        "Neither a loss of the large model nor a second was measured."
     )
 
 
 def planned(options: dict[str, Any]) -> Method:
-    """What the planner knows of a stored cell's method."""
+    """What the planner knows of a stored cell's method; with overlap where it can be, which changes no loss."""
     kind = options["sync.method"]
     section = METHODS[kind].options
     names = as_stored({f"sync.{kind}.{f.name}": f.name for f in dataclasses.fields(section)})
     given = {field: options[name] for name, field in names.items() if name in options}
-    return section(**given).planned(options["optimizer.name"])
+    method = section(**given).planned(options["optimizer.name"])
+    return dataclasses.replace(method, overlap=VOLUMES[method.kind].overlaps)
 
 
 def shares(cell: dict[str, Any]) -> tuple[float, float]:
