@@ -16,7 +16,7 @@ from torchtitan_scape.planner.payload import cut_of, topk_message_bytes
 from torchtitan_scape.sync.base import Setting, Step
 from torchtitan_scape.sync.shards import collect_shards
 from torchtitan_scape.sync.topk import Topk, TopkOptions
-from torchtitan_scape.sync.topk_messages import decode_two_bits, encode_two_bits, joined, real_of, tiles_of
+from torchtitan_scape.sync.topk_messages import TopkMessages, decode_two_bits, encode_two_bits, joined, real_of, tiles_of
 
 # No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and runs of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]
@@ -178,6 +178,17 @@ def test_two_bits_of_few_values(values: list[float]) -> None:
     real = torch.tensor([True] * len(values) + [False])
     decoded = decode_two_bits(*encode_two_bits(x, real), len(x))
     assert decoded[: len(values)].tolist() == values
+
+
+def test_values_in_fp32_are_read_where_they_arrived() -> None:
+    """All replicas' messages are there at once: no copy of them is."""
+    cut = cut_of((24,), "block", 8)
+    messages = TopkMessages([cut], 0.25, "float32")
+    values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
+    arrived = messages.encode([values], [offsets], [None]).repeat(3).view(3, -1)
+    (found,) = messages.decode_values(arrived[2])
+    assert torch.equal(found, values) and found.data_ptr() == arrived[2].data_ptr()
+    assert torch.equal(messages.decode_offsets(arrived[2], 0), offsets)
 
 
 def test_equal_entries_go_in_their_order() -> None:

@@ -100,8 +100,9 @@ class TopkMessages:
         return torch.cat([*parts, parts[0].new_zeros(-length % 16)])
 
     def decode_values(self, message: Tensor) -> list[Tensor]:
-        """FP32 (tiles, k) of every tensor."""
-        told = message[: self._value_bytes].clone()  # a copy begins where words of 32 bits may
+        """FP32 (tiles, k) of every tensor: views of the message where it has FP32."""
+        # Messages, of which each is a multiple of 16 bytes, begin where words of 32 bits may.
+        told = message[: self._value_bytes]
         if self.values == "2bit":
             head = 4 * LEVELS * len(self.cuts)
             means = told[:head].view(torch.float32).view(-1, LEVELS)
