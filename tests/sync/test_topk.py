@@ -16,7 +16,14 @@ from torchtitan_scape.planner.payload import cut_of, topk_message_bytes
 from torchtitan_scape.sync.base import Setting, Step
 from torchtitan_scape.sync.shards import collect_shards
 from torchtitan_scape.sync.topk import Topk, TopkOptions
-from torchtitan_scape.sync.topk_messages import TopkMessages, decode_two_bits, encode_two_bits, joined, real_of, tiles_of
+from torchtitan_scape.sync.topk_messages import (
+    TopkMessages,
+    decode_two_bits,
+    encode_two_bits,
+    joined,
+    real_of,
+    tiles_of,
+)
 
 # No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and runs of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]
