@@ -13,7 +13,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if optimizer.name not in known:
         raise ValueError(
             f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which goes with "
-            f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[-1]!r}, or another method"
+            f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
         )
     if config.sync.overlap and not METHODS[method].overlaps:
         names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.overlaps)
