@@ -238,6 +238,18 @@ def test_tensor_parallelism_gives_the_same_gradients(pool4: Pool, run_of_12: Any
             assert result["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_local_updates_on_other_layouts(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    """Tensor parallelism, FSDP2's shards and micro-batches give the same steps of every replica, and of the anchor."""
+    tensor = ["--parallelism.tensor_parallel_degree=2", *LAYOUTS["1x2"]]
+    micro = ["--training.local_batch_size=1", "--training.global_batch_size=4", *LAYOUTS["1x2"]]
+    plain = pool2(train, str(tmp_path / "plain"), [*METHODS["diloco"], *LAYOUTS["1x2"], TWELVE], stop_after=5)[0]
+    for name, pool, more in (("tensor", pool4, tensor), ("micro", pool2, micro)):
+        found = pool(train, str(tmp_path / name), [*METHODS["diloco"], *more, TWELVE], stop_after=5)[0]
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert found["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+
+
 def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Path) -> None:
     arguments = [
         *METHODS["scape"],

@@ -307,6 +307,28 @@ def test_host_memory_holds_the_same_numbers(pool1: Pool) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def with_a_flipped_bit() -> list[str]:
+    """What the consistency check says while parameters differ, and once an anchor does."""
+    from torchtitan_scape.sync.consistency import ReplicasDifferError
+
+    optimizers, said = build("diloco", DILOCO, 1), []
+    for number in (1, 2):
+        step(optimizers, number)
+        try:
+            optimizers.check_consistency(number)
+            said.append("equal")
+        except ReplicasDifferError as error:
+            said.append(str(error))
+        if dist.get_rank() == 1:
+            optimizers.model_saved()["embed"].view(-1)[3] += 1e-6
+    return said
+
+
+def test_what_is_shared_is_compared(pool2: Pool) -> None:
+    for first, second in pool2(with_a_flipped_bit):
+        assert first == "equal" and "anchor of 'embed'" in second
+
+
 def shown(simulated: int) -> tuple[bool, bool, bool]:
     """Whether the model is the anchor inside and what it was outside, and the rates those of the schedule."""
     optimizers = build("diloco", DILOCO, simulated)

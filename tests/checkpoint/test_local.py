@@ -1,0 +1,183 @@
+"""Resuming where replicas differ: what becomes of their parameters, moments and what they have not sent."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.test_resume import SAVING, WHERE, _pool, largest
+from tests.pool import Pool
+from tests.test_training import LAYOUTS, METHODS, RECIPE
+
+# After step 6 in the middle of a round; of "streaming" an exchange is in flight.
+LOCAL = {
+    "diloco": [*METHODS["diloco"], "--sync.diloco.inner_steps=4"],
+    "streaming": [*METHODS["streaming"], "--sync.streaming_diloco.code=float32"],
+    "sparseloco": ["--sync.method=sparseloco", "--sync.sparseloco.inner_steps=4", "--sync.sparseloco.density=0.1"],
+}
+HERE = METHODS | LOCAL
+KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "in_flight")
+
+
+def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
+    """By kind and parameter, whole: the mean over replicas of what each has, FP64."""
+    from torch.distributed.tensor import DTensor
+
+    from torchtitan_scape.optimizer.local import LocalOptimizers
+    from torchtitan_scape.sync.shards import local
+
+    optimizers = trainer.optimizers
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    each = optimizers.each if isinstance(optimizers, LocalOptimizers) else [None]
+    for number, shard in enumerate(optimizers.shards()):
+        rows: dict[str, list[Tensor]] = {}
+        for i, one in enumerate(each):
+            own = shard if one is None else one.shards[number]
+            optimizer = optimizers.optimizers[0] if one is None else one.optimizer
+            mine = {"parameters": local(own.parameter.detach())}
+            mine |= {k: local(v) for k, v in optimizer.state[own.parameter].items() if k in KINDS}
+            for state in optimizers.methods[i].states() if hasattr(optimizers, "methods") else ():
+                if shard.name in state.tensors:
+                    mine[state.kind] = state.tensors[shard.name]
+            for kind, values in mine.items():
+                rows.setdefault(kind, []).append(values.double())
+        for kind, of_each in rows.items():
+            mean = torch.stack(of_each).mean(0)
+            optimizers.collectives.sum_over_replicas(mean)
+            mean = mean / optimizers.collectives.replicas
+            parameter = shard.parameter
+            if isinstance(parameter, DTensor):
+                mean = DTensor.from_local(
+                    mean, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                ).full_tensor()
+            found[kind][shard.name] = mean
+    return {kind: values for kind, values in found.items() if values}
+
+
+def trained(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
+    """Trains until `steps`, saving at 6; what there was after loading and what there is at the end."""
+    from torchtitan.tools.logging import logger
+
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
+    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
+    load, lines = trainer.checkpointer.load, []
+    found: dict[str, Any] = {}
+
+    def load_and_look(step: int = -1) -> bool:
+        loaded = load(step)
+        found["loaded"] = means(trainer)
+        return loaded
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(trainer.checkpointer, "load", load_and_look))
+        stack.enter_context(patch.object(logger, "info", lambda text, *more: lines.append(str(text))))
+        stack.enter_context(patch("time.sleep"))
+        trainer.train()
+    trainer.optimizers.settle()
+    found["loss"], found["after"] = trainer.metrics_processor.last_loss, means(trainer)
+    found["told"] = [line for line in lines if line.startswith("Resumed from")]
+    trainer.close()
+    return found
+
+
+def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of the parameters, moved as far as is left unsent."""
+    left = saved.get("residual", {})
+    return {n: values - left.get(n, torch.zeros(())) for n, values in saved["parameters"].items()}
+
+
+@pytest.mark.parametrize(
+    "before, after, method, into",
+    [
+        ("4x1", "1x2", "diloco", "diloco"),
+        ("2x2", "3 simulated", "streaming", "streaming"),
+        pytest.param("1x2", "1x2", "sparseloco", "diloco", marks=pytest.mark.slow),
+        ("1x2", "2x1", "sparseloco", "adams"),
+        pytest.param("1x2", "1x2", "diloco", "adamw", marks=pytest.mark.slow),
+        pytest.param("1x2", "1x2", "diloco", "scape", marks=pytest.mark.slow),
+        ("1x2", "1x2", "adamw", "diloco"),
+        pytest.param("tensor", "2x1", "streaming", "sparseloco", marks=pytest.mark.slow),
+    ],
+)
+def test_another_layout_or_method(
+    before: str, after: str, method: str, into: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The anchor is the model; a run of another kind starts at the mean of what replicas had come to."""
+    saved = _pool(before, request)(trained, str(tmp_path), [*HERE[method], *WHERE[before]], 6)[0]["after"]
+    results = _pool(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], 9)
+    found = results[0]["loaded"]
+    (line,) = results[0]["told"]
+    if method in LOCAL and into in LOCAL:
+        assert largest(found["anchor"], saved["anchor"]) == 0.0
+        kept = "residual" in found
+        assert largest(found["parameters"], saved["parameters"] if kept else where_it_starts(saved)) < 1e-6
+        for kind in ("outer_momentum", "residual", "in_flight"):
+            if kind in saved and kind in found:
+                assert found[kind].keys() == saved[kind].keys() and largest(found[kind], saved[kind]) < 1e-6, kind
+        assert ("in_flight" in saved) == (method == "streaming")
+    elif method in LOCAL:
+        assert largest(found["parameters"], where_it_starts(saved)) < 1e-6
+    else:
+        assert largest(found["anchor"], saved["parameters"]) == largest(found["parameters"], saved["parameters"]) == 0.0
+    for kind in ("exp_avg", "exp_avg_sq"):
+        if kind in saved and kind in found:
+            assert largest(found[kind], saved[kind]) < 1e-6, kind
+    assert "replicas" in line or "means" in line or "mean" in line or "moment" in line, line
+    assert all(r["loss"] < 5.7 for r in results)
+
+
+@pytest.mark.parametrize("residual", ["mean", pytest.param("drop", marks=pytest.mark.slow)])
+def test_means_are_enough_to_go_on(residual: str, pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*LOCAL["sparseloco"], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}"]
+    saved = pool2(trained, str(tmp_path), arguments, 6)[0]["after"]
+    found = pool2(trained, str(tmp_path), arguments, 9)[0]["loaded"]
+    assert largest(found["anchor"], saved["anchor"]) == 0.0
+    assert largest(found["exp_avg"], saved["exp_avg"]) < 1e-6
+    wanted = saved["parameters"] if residual == "mean" else saved["anchor"]
+    assert largest(found["parameters"], wanted) < 1e-6
+    assert all(bool(values.any()) == (residual == "mean") for values in found["residual"].values() if values.ndim > 1)
+
+
+def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
+    """The validation loss of a run at its end, and of a run that starts from its model alone; whether that is where
+    all its replicas start."""
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    common = [*RECIPE, *SAVING, *arguments, "--training.steps=6"]
+    trainer = ScapeTrainer(parse([*common, f"--job.dump_folder={folder}"]))
+    with patch("time.sleep"):
+        trainer.train()
+    loss, anchors = trainer.validator.last_loss, means(trainer)["anchor"]
+    trainer.close()
+    model = f"--checkpoint.initial_load_path={folder}/checkpoint/step-6"
+    other = ScapeTrainer(parse([*common, model, f"--job.dump_folder={folder}/other"]))
+    with patch("time.sleep"):
+        other.checkpointer.load()
+        found = means(other)
+        other.validator.validate(other.model_parts, 1)
+    same = all(largest(found[kind], anchors) < 1e-9 for kind in ("anchor", "parameters"))
+    again = other.validator.last_loss
+    other.close()
+    assert loss is not None and again is not None
+    return loss, again, same
+
+
+def test_what_is_validated_and_saved_is_the_anchor(pool4: Pool, tmp_path: Path) -> None:
+    arguments = [*LOCAL["streaming"], *LAYOUTS["2x2"], "--checkpoint.async_mode=async"]
+    for loss, again, same in pool4(validated, str(tmp_path), arguments):
+        assert loss == again and same
+
+
+def test_validation_leaves_training_as_it_was(pool2: Pool, tmp_path: Path) -> None:
+    """FSDP2 keeps what it has gathered for a forward pass that no backward pass follows."""
+    arguments = [*LOCAL["diloco"], *LAYOUTS["2x1"], "--topology.simulate_replicas=2"]
+    often, never = (
+        pool2(trained, str(tmp_path / freq), [*arguments, f"--validation.freq={freq}"], 6)[0] for freq in ("2", "100")
+    )
+    assert often["loss"] == never["loss"] and largest(often["after"]["parameters"], never["after"]["parameters"]) == 0.0
