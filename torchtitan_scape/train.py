@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +105,7 @@ class ScapeTrainer(Trainer):
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
-            self.validator.model_shown = self.optimizers.model_shown
+            self.validator.model_shown = self._model_shown
         self.interfaces = InterfaceCount(self.layout, self.optimizers)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
@@ -238,6 +238,13 @@ class ScapeTrainer(Trainer):
             self._check_replicas()
             self.shutdown.stop_here(self)
         return more
+
+    @contextmanager
+    def _model_shown(self) -> Iterator[None]:
+        """What is to be validated, and exported, in the model."""
+        self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
+        with self.optimizers.model_shown():
+            yield
 
     def _check_replicas(self) -> None:
         """In front of every save, and at the interval: no checkpoint shall hold what a flipped bit has made."""
