@@ -31,8 +31,9 @@ class Emulated:
             raise ValueError(f"--ranks-per-node {per_node} does not divide every one of --sizes {sweep.sizes}")
         if not self.real and not _is_positive(self.args.compute):
             raise ValueError(f"--compute is {self.args.compute!r}; give seconds, or real")
-        if any(plan.peer for plan in sweep.plans) and not self.real:
-            raise ValueError("DDP and HSDP synchronise during a real backward pass: these need --compute real")
+        during = [plan.name for plan in sweep.plans if plan.peer or (plan.planned is not None and plan.planned.overlap)]
+        if during and not self.real:
+            raise ValueError(f"{', '.join(during)}: exchanged during a real backward pass; these need --compute real")
         for cell in sweep.cells() if self.real else ():
             if (batch := self.batch(cell.recipe)) % cell.size:
                 raise ValueError(f"a global batch of {batch} is no multiple of {cell.size} ranks; set --batch")

@@ -100,7 +100,7 @@ def test_a_sweep_goes_on_where_it_stopped_and_a_failure_stops_nothing(tmp_path: 
     [
         (("predicted", "--methods=sgd"), "there is no method 'sgd'"),
         (("predicted", "--recipes=none.toml"), "the recipe none.toml does not exist"),
-        (("emulated", "--methods=ddp"), "need --compute real"),
+        (("emulated", "--methods=ddp,adams-overlap"), "ddp, adams-overlap: exchanged during a real backward pass"),
         (("emulated", "--compute=fast"), "--compute is 'fast'; give seconds, or real"),
         (("emulated", "--slowdown=7"), "--slowdown takes a factor above 1, --compute real and one size"),
         (("emulated", "--sizes=3", "--ranks-per-node=2"), "--ranks-per-node 2 does not divide"),
