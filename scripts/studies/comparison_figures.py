@@ -22,7 +22,7 @@ PLACES = [
     for x, y in ((1, 0), (-1, 0), (0.8, 0.8), (-0.8, 0.8), (0.8, -0.8), (-0.8, -0.8), (0, 1), (0, -1))
 ]
 Box = tuple[float, float, float, float]  # left, low, right, high, in pixels
-SPAN = "span"  # of the lines to what whole runs sent: no label covers them
+SPAN = "span"  # lines that no label covers
 
 
 def draw_bytes(found: Sequence[Budget], path: Path) -> None:
@@ -38,7 +38,7 @@ def draw_bytes(found: Sequence[Budget], path: Path) -> None:
         axis.set_xlabel("sent a step (% of dense FP32 bytes); to the bar: of the whole run, start included")
         for method in one.others:
             whole, gap = 100 * method.shares[1], statistics.mean(method.gaps(one.dense("AdamW")))
-            style = styles[method.kind] | {"linewidth": 0.7, "alpha": 0.5}
+            style = styles[method.kind] | {"linewidth": 0.7, "alpha": 0.5, "zorder": 1}
             axis.plot([100 * method.shares[0], whole], [gap, gap], **style | {"marker": "", "gid": SPAN})
             axis.plot([whole], [gap], **style | {"marker": "|"})
         ticks(axis, BYTES, 0.7 * min(100 * method.shares[0] for method in one.others), 160)
@@ -84,7 +84,7 @@ def panel(
         gap = statistics.mean(gaps)
         low, high = min(low, *gaps), max(high, *gaps)
         if method.is_dense:
-            axis.axhline(gap, color="#000000", linewidth=1, linestyle="-" if method is adamw else "--")
+            axis.axhline(gap, color="#000000", linewidth=1, linestyle="-" if method is adamw else "--", gid=SPAN)
             note = {
                 "textcoords": "offset points",
                 "xytext": (3, 2),
@@ -124,6 +124,7 @@ def name_all(drawn: Any, axes: Sequence[Any]) -> None:
         pixels = {label: axis.transData.transform(place) for label, place in at.items()}
         taken: list[Box] = [(x - 7, y - 7, x + 7, y + 7) for x, y in pixels.values()]
         spans = [line.get_window_extent() for line in lines if line.get_gid() == SPAN]
+        spans += [note.get_window_extent() for note in axis.texts]
         taken += [(span.x0, span.y0 - 3, span.x1, span.y1 + 3) for span in spans]
         frame, point = axis.get_window_extent(), drawn.dpi / 72
         for label in sorted(at, key=lambda label: pixels[label][1]):
