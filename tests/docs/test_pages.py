@@ -194,6 +194,9 @@ def test_the_methods_of_the_readme() -> None:
     ):
         assert f"every {method.inner_steps} steps" in rows[name] and f": {share(method, 4):.2g} %" in rows[name]
         assert f"| {held(method, 4):.1f} |" in rows[name]
+    sparse = PlannedMethod("sparseloco", 1 / 64, values="2bit", selection="tile", inner_steps=30, outer_momentum=0.0)
+    assert f"in two bits: {share(sparse, 4):.2f} / {share(sparse, 16):.2f} %" in rows["sparseloco"]
+    assert f"| {held(sparse, 4):.1f} / {held(sparse, 16):.1f} |" in rows["sparseloco"]
     four, eight = (PlannedMethod("quantized", wire=code, block=128) for code in ("e2m1", "int8"))
     assert f"{share(four, 4):.1f} % (in eight: {share(eight, 16):.1f} %)" in rows["quantized"]
     assert f"| {held(four, 16):.1f} |" in rows["quantized"]

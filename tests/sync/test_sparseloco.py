@@ -3,12 +3,19 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.pool import Pool
+from tests.replicas import run_replicas
 from tests.sync import test_local_updates as local
 from tests.sync import test_topk as topk
 from tests.sync.test_local_updates import SHAPES, far, trained
-from torchtitan_scape.sync.sparseloco import SparselocoOptions
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.planner.volumes import Method, messages, simulated_memory_bytes
+from torchtitan_scape.sync.base import Setting
+from torchtitan_scape.sync.shards import collect_shards
+from torchtitan_scape.sync.sparseloco import Sparseloco, SparselocoOptions
 
 PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
 
@@ -59,3 +66,25 @@ def test_its_defaults_are_the_published_settings() -> None:
     assert {key: getattr(options, key) for key in PUBLISHED} == PUBLISHED
     with pytest.raises(ValueError, match=r"\[sync.sparseloco\] decay = 0.0; it must lie in \(0, 1\]"):
         SparselocoOptions(decay=0.0)
+
+
+def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
+    """A message once in a round, of tiles that hold parameters of one dimension, too."""
+    shapes = [(192, 128), (4096,), (7,)]
+
+    def work(collectives: ReplicaCollectives) -> float:
+        named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
+        optimizer = torch.optim.SGD(named.items())
+        shards = collect_shards(optimizer.param_groups)
+        return Sparseloco(Setting(shards, collectives, optimizer=optimizer), SparselocoOptions()).planned_bytes()
+
+    own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # filled up to 16 bytes
+    planned = SparselocoOptions().planned("AdamW")
+    (message,) = messages(planned, shapes, 4)
+    assert message.nbytes == own and own % 16 == 0
+    sent = sum(stage.sent for stage in message.stages([("network", 4)]))
+    assert sent == pytest.approx(3 * own / 30)
+    assert run_replicas(4, work) == pytest.approx([sent] * 4)
+    n, alone = 192 * 128 + 4096 + 7, simulated_memory_bytes(Method("adamw"), shapes, 1)
+    kept = dict.fromkeys(("anchor", "displacements", "residual"), 4.0 * n)
+    assert simulated_memory_bytes(planned, shapes, 1) == alone | kept | {"messages": own}

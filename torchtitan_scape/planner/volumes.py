@@ -5,7 +5,7 @@ A method's closed form is an entry of `VOLUMES`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from kernels.codec.formats import FORMATS
@@ -44,18 +44,20 @@ class Method:
     """Who synchronises the replicas, and how.
 
     kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
-        `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco" and
-        "streaming_diloco" (every `inner_steps` steps).
+        `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco",
+        "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
     optimizer: of those in front of an optimizer, "adamw" or "adams".
     interval: of "radius", steps from one whole exchange to the next.
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients and of
         what parameters have moved likewise.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
-    values: with "sharded", how new values travel, as of `wire`; of "topk", how what is sent does: in FP32 or a code.
+    values: with "sharded", how new values travel, as of `wire`; of top-k and "sparseloco", how what is sent does: in
+        FP32 or a code.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory; of local updates "anchor".
     block: entries of a block, in each of which the largest are selected; of "quantized" those that share a scale.
-    selection: of "topk", by "block", "tensor" or "tile": see `payload.cut_of`; of "radius", one of the first two.
+    selection: of top-k, by "block", "tensor" or, as "sparseloco" does, "tile": see `payload.cut_of`; of "radius", one
+        of the first two.
     feedback: of "quantized", whether what the code loses is kept.
     inner_steps, fragments, delay, outer_momentum: of local updates, as in `sync.local_updates`.
     overlap: chunks of gradients go out as the last backward pass leaves them.
@@ -254,7 +256,8 @@ def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messag
     selected = [shape for shape in shapes if math.prod(shape) and (method.selection == "tile" or len(shape) > 1)]
     cuts = [cut_of(shape, method.selection, method.block) for shape in selected]
     whole = 4.0 * sum(_left_whole(method, shapes))
-    return [Message("gather", topk_message_bytes(cuts, method.density, method.values)), Message("reduce", whole)]
+    gathered = Message("gather", topk_message_bytes(cuts, method.density, method.values))
+    return [gathered, Message("reduce", whole)] if whole else [gathered]
 
 
 def _left_whole(method: Method, shapes: Shapes) -> list[int]:
@@ -322,15 +325,25 @@ def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messa
 # ------------------------------------------------------------------------------------------- local updates
 
 
-def _local(messages: Callable[[Method, Shapes, int], list[Message]], option: str, recipe: dict[str, str]) -> Volumes:
-    """Of replicas that step alone and exchange what they have moved."""
+def _local(
+    messages: Callable[[Method, Shapes, int], list[Message]],
+    option: str,
+    recipe: dict[str, str],
+    sparse: bool = False,
+) -> Volumes:
+    """Of replicas that step alone and exchange what they have moved. sparse: the largest of it; the rest is kept."""
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
         own = sum(VOLUMES[method.optimizer].passes(method, shapes, replicas))
-        return 0.0, own + local_moved(method) * entries_of(shapes)
+        kept = TOPK_MOVED / method.inner_steps if sparse else 0.0
+        return 0.0, own + (local_moved(method) + kept) * entries_of(shapes)
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        return VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes)
+        kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes)
+        if sparse:
+            sent = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
+            kinds |= {"residual": 4.0 * entries_of(shapes), "messages": replicas * sent}
+        return kinds
 
     def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         return {kind: replicas * nbytes for kind, nbytes in memory(method, shapes, replicas).items()}
@@ -340,6 +353,10 @@ def _local(messages: Callable[[Method, Shapes, int], list[Message]], option: str
     )
 
 
+def _sparseloco_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+    return [replace(m, share=1.0 / method.inner_steps) for m in _topk_messages(method, shapes, replicas)]
+
+
 # -------------------------------------------------------------------------------------------------- the table
 
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
@@ -347,13 +364,14 @@ def _local(messages: Callable[[Method, Shapes, int], list[Message]], option: str
 # PowerSGD: 36 for the error added, two products, the approximation and the error kept; its products are thin enough for
 # memory to be the limit. Quantized: 16 for chunks filled and emptied, 8 to scale them, 8 to code and decode; with error
 # feedback 12 for the residual added and 16 for what the code loses. What an owner does is of n/N entries and left out.
+TOPK_MOVED = 28.0
 VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
     "topk": _with_residual(
         _topk_messages,
-        lambda method: 28.0,
+        lambda method: TOPK_MOVED,
         "density",
         {"density": "density", "selection": "selection", "block_size": "block", "values": "values"},
     ),
@@ -388,5 +406,11 @@ VOLUMES: dict[str, Volumes] = {
         moved_messages,
         "inner_steps",
         {"inner_steps": "inner_steps", "fragments": "fragments", "delay": "delay", "code": "wire"},
+    ),
+    "sparseloco": _local(
+        _sparseloco_messages,
+        "inner_steps",
+        {"inner_steps": "inner_steps", "density": "density", "values": "values"},
+        sparse=True,
     ),
 }

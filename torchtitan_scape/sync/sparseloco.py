@@ -7,6 +7,7 @@ parameters: arXiv:2603.08163.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Method, Setting
 from torchtitan_scape.sync.local_updates import LocalOptions, LocalUpdates, Outer, Schedule
 from torchtitan_scape.sync.topk import Topk, TopkOptions
@@ -43,6 +44,18 @@ class SparselocoOptions(LocalOptions):
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.015625, 64 of 4096")
         self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
+
+    def planned(self, optimizer: str) -> PlannedMethod:
+        return PlannedMethod(
+            "sparseloco",
+            self.density,
+            values=self.values,
+            selection="tile",
+            inner_steps=self.inner_steps,
+            outer_momentum=self.outer_momentum,
+            offload=("anchor",) if self.host else (),
+            optimizer=optimizer.lower(),
+        )
 
 
 class Sparseloco(LocalUpdates):
