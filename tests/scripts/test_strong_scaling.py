@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from scripts import methods
 from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.studies.compare_methods import METHODS, method
@@ -20,6 +21,7 @@ from tests.runtime.test_launch import SHORT
 from tests.scripts.slurm.test_slurm import allocation, stand_ins
 from topology.links import Link, Links, scalar_stages, stage_seconds
 from torchtitan_scape.planner.volumes import Method, messages
+from torchtitan_scape.sync.registry import METHODS as REGISTRY
 
 
 def scale(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +35,7 @@ def cells(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_methods_are_told_apart() -> None:
+    assert methods.FAMILIES.keys() | {"dense", "scape"} == REGISTRY.keys()
     plan = Plan.parse("scape-0.01-bf16")
     assert plan.planned == Method("scape", 0.01, "bfloat16")
     assert "--sync.scape.wire=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
