@@ -170,7 +170,9 @@ def used_twice() -> None:
     optimizer = torch.optim.SGD(model.named_parameters())
     shards, entry = collect_shards(optimizer.param_groups), METHODS["dense"]
     assert entry.method is not None
-    overlap = Overlap.of([entry.method(Setting(shards, collectives, optimizer), entry.options())], shards)
+    method = entry.method(Setting(shards, collectives, optimizer), entry.options())
+    assert Overlap.of([method, method], shards) is None, "simulated replicas ignore it"
+    overlap = Overlap.of([method], shards)
     assert overlap is not None
     overlap.begin()
     for _ in range(2):
