@@ -282,6 +282,24 @@ def test_nothing_begins_and_nothing_lands_at_a_skipped_step(delay: int, pool1: P
         assert all(t.isfinite().all() for own in history[-1][0] for t in own.values())
 
 
+def kept_after_a_skip() -> list[bool]:
+    """Whether what the codec lost is kept when a save asks for what is in flight after a step that was skipped."""
+    from torchtitan_scape.sync import streaming_diloco
+    from torchtitan_scape.sync.quantized import Quantized, QuantizedOptions
+
+    feedback = partial(Quantized, options=QuantizedOptions())
+    streaming_diloco.averaged_by = lambda code: feedback  # type: ignore[attr-defined]
+    optimizers = build("streaming_diloco", STREAMING | {"fragments": 1, "code": "e2m1"}, 2)
+    for number in range(1, 8):
+        step(optimizers, number, nan=number == 7)
+    return [bool(states["residual.embed"].any()) for states in kept(optimizers)]
+
+
+def test_what_is_in_flight_is_of_the_step_that_began_it(pool1: Pool) -> None:
+    """The flag of a step is a tensor that the next one overwrites."""
+    assert pool1(kept_after_a_skip) == [[True, True]]
+
+
 def flushed(method: str, options: dict[str, Any]) -> list[Any]:
     """What is kept, and how far replicas are from the anchor, when all was to be sent in a step that was skipped and
     in the one after it."""

@@ -55,8 +55,9 @@ def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, p
     assert predicted == pytest.approx(ours["planned_bytes_per_step_and_rank"], rel=1e-4)
 
 
-def test_a_group_of_shards_simulates_replicas(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    steps = [*METHODS["scape"], "--training.steps=5"]
+@pytest.mark.parametrize("method", ["scape", pytest.param("diloco", marks=pytest.mark.slow)])
+def test_a_group_of_shards_simulates_replicas(method: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    steps = [*METHODS[method], "--training.steps=5"]
     real = pool4(train, str(tmp_path / "real"), [*steps, *LAYOUTS["2x2"]])
     simulated = pool2(train, str(tmp_path / "simulated"), [*steps, *LAYOUTS["2x1"], simulate(2)])
     for rank in range(2):  # the first two of the real ranks hold the first replica's shards

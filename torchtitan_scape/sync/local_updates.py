@@ -233,6 +233,9 @@ class LocalUpdates(Method):
         for shard in fragment.shards:
             theta = stored(shard.parameter)
             moved.append(torch.sub(self._anchors[shard.name].to(theta.device), theta).view(-1))
+        step = step._replace(
+            applied=step.applied.clone()
+        )  # the container's tensor is of a later step when this is taken
         # At once it goes through the buffers of few chunks.
         take = Method.start(fragment.codec, moved, step) if at_once else fragment.codec.start(moved, step)
         flight = _Flight(fragment, fragment.shards, step.number + self.schedule.delay, take)
