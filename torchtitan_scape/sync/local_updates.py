@@ -178,7 +178,12 @@ class LocalUpdates(Method):
                 flight.lands = begun + self.schedule.delay
         landing = [flight for flight in self._flights if whole or (flight.lands or 0) <= step.number]
         due = [f for f in self._fragments if whole or self.schedule.is_due(f.number, step.number)]
-        if not (landing or due) or not step.applied.item():
+        if not (landing or due):
+            return
+        if not step.applied.item():
+            for flight in landing:  # one that is held beyond its fragment's next turn goes by that, as after a resume
+                if self.schedule.is_due(flight.fragment.number, step.number):
+                    flight.lands = step.number + self.schedule.delay
             return
         for flight in landing:
             self._land(flight, self.schedule.mix)
