@@ -11,6 +11,7 @@ import torch
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.report.memory import MemoryReport
+from torchtitan_scape.report.text import size_text
 
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
@@ -89,3 +90,16 @@ def test_a_dry_run_asks_the_machines_preset() -> None:
     # Over dense AdamS: two masks (and this rank's selection), and twice the payload.
     over = report.tensors - 3 * n
     assert over <= n / 16 + 2 * report.kinds["payload"] + report.kinds["rates of visits"]
+
+
+def test_what_lies_on_the_host_is_compared_with_what_would_not() -> None:
+    """Of any method; coded messages are none of it."""
+    from torchtitan_scape.specs import register
+    from torchtitan_scape.train import layout_of, parse
+
+    for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):
+        with patch.dict(os.environ, {"NGPU": "4"}):
+            config = parse([*RECIPE, *METHODS[method], "--comm.mode=fake_backend", *more])
+            register(config, with_data=False)
+            report = MemoryReport.of(config, layout_of(config), None)
+        assert report.against.startswith(size_text(sum(report.host.values())) + " less") if more else not report.against

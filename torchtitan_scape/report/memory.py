@@ -42,7 +42,8 @@ class MemoryReport:
         kinds, shapes = kinds_of(method), local_shapes(workload.shapes(), shards)
         host = host_bytes(method, shapes, layout.replicate)
         preset, against = layout.machine.device, ""
-        plain = replace(method, update="replicated", values="float32", weights="float32", offload=())
+        values = "float32" if method.sharded else method.values  # what a top-k message has is no state
+        plain = replace(method, update="replicated", values=values, weights="float32", offload=())
         if method != plain:
             saved = sum(kinds_of(plain).values()) - sum(kinds.values())
             than = "a replicated update with FP32 weights and nothing offloaded"
@@ -72,7 +73,7 @@ class MemoryReport:
             raise ValueError(
                 f"a rank needs {size_text(self.tensors)} without activations ({self._of(False)}), and {self.device} "
                 f"has {size_text(self.capacity)} for it; raise parallelism.data_parallel_shard_degree, take a smaller "
-                "model, or with SCAPE offload its state"
+                "model, or keep state in host memory (offload of SCAPE, host of local updates)"
             )
         if sum(self.host.values()) > self.host_capacity:
             raise ValueError(
