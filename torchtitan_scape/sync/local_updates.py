@@ -38,8 +38,8 @@ class LocalOptions(MethodOptions):
     """Nesterov momentum of the anchor, in [0, 1); 0 for none"""
 
     host: bool = field(default=False, metadata=FREE)
-    """Anchor and outer momentum lie in host memory: 8 bytes a parameter less on the device, read and written at
-    exchanges alone"""
+    """Anchor and outer momentum lie in host memory: 8 bytes a parameter less on the device, 4 without momentum, read
+    and written at exchanges alone"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
