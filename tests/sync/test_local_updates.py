@@ -372,6 +372,18 @@ def test_the_model_is_the_anchor_while_it_is_shown(pool1: Pool) -> None:
         assert pool1(shown, simulated) == [(True, True, True)]
 
 
+def test_state_is_made_without_a_step() -> None:
+    """Also where one of length 0 would be 0 / 0."""
+    from torchtitan_scape.optimizer.local import _of
+    from torchtitan_scape.sync.shards import collect_shards
+
+    optimizer = torch.optim.AdamW([("p", nn.Parameter(torch.ones(3)))], lr=LR, eps=0.0)
+    one = _of(collect_shards(optimizer.param_groups), optimizer)
+    assert torch.equal(one.shards[0].parameter.detach(), torch.ones(3)) and one.shards[0].parameter.grad is None
+    assert [float(n) for n in one.steps()] == [0.0] and not any(m["p"].any() for m in one.moments.values())
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (LR, 0.0)
+
+
 def test_every_entry_is_due_once_in_a_round() -> None:
     for inner_steps in (1, 2, 5, 30, 100):
         for fragments in (1, 2, 3, 5, 8):

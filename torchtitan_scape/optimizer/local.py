@@ -245,9 +245,9 @@ def _of(shards: list[Shard], optimizer: torch.optim.Optimizer) -> OneLocal:
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """That of an optimizer which makes it in its first step: by a step of no length, taken back."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    kept = [{key: group[key] for key in group.keys() & {"lr", "eps"}} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group |= {"lr": 0.0} | ({"eps": 1.0} if "eps" in group else {})  # with an eps of 0 it would be 0 / 0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -255,5 +255,5 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for values in state.values():
             values.zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, rates in zip(optimizer.param_groups, kept, strict=True):
+        group.update(rates)
