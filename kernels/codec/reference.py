@@ -9,6 +9,8 @@ A block with a number that is not finite arrives as NaN, all of it: nothing non-
 times a scale, or the sum of a mean, is beyond the largest FP32 number, what is told arrives as an infinity.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,42 +21,63 @@ LEAST = 2.0**-100
 # A magnitude beyond so many times the block's mean is one of its larger ones. Of normal, Laplace and t(3) numbers the
 # error is then 0.35, 0.41 and 0.53 of the root mean square, where the best split of each has 0.34, 0.41 and 0.49.
 SPLIT = 1.5
+# Levels of codes that are floats, without their sign.
+MAGNITUDES = {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), "e3m0": (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)}
+# As many bytes as codes of so many bits have in a byte. The first of them is the lowest.
+WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+CHUNK = 1 << 17  # entries that a CPU has in its cache with what is made of them
 
 
 def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None) -> Tensor:
     """uint8 (rows, message_bytes) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
     form, (rows, m) = FORMATS[name], x.shape
     codes_end, scales_end = parts(form, m, block, scale)
-    blocks = x.reshape(-1, block)
-    scales = scales_of(blocks, form, scale)
-    levels = codes_of(blocks, scales, form)
-    if error is not None:
-        torch.sub(x, values_of(levels, scales, form).view_as(x), out=error)
+    blocks, lost = x.reshape(-1, block), None if error is None else error.view(-1, block)
+    packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=x.device).view(-1, block * form.bits // 8)
+    scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=x.device)
+    for part in chunks_of(blocks):
+        scales[part] = scales_of(blocks[part], form, scale)
+        packed[part] = pack(codes_of(blocks[part], scales[part], form), form).view(-1, packed.shape[1])
+        if lost is not None:
+            torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=lost[part])
     size = message_bytes(name, m, block, scale.itemsize)
     messages = torch.zeros(rows, size, dtype=torch.uint8, device=x.device)
-    messages[:, :codes_end] = pack(levels, form).view(rows, codes_end)
+    messages[:, :codes_end] = packed.view(rows, codes_end)
     messages[:, codes_end:scales_end] = bits_of(scales, scale).view(torch.uint8).view(rows, scales_end - codes_end)
     return messages
 
 
 def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
-    """out, FP32 (rows, m), becomes what the messages, uint8 (rows, message_bytes), say."""
-    form, (rows, m) = FORMATS[name], out.shape
-    codes_end, scales_end = parts(form, m, block, scale)
-    levels = unpack(messages[:, :codes_end].reshape(-1), form).view(-1, block)
-    # A copy: a view of bytes as scales must begin at a multiple of their size.
-    told = messages[:, codes_end:scales_end].clone(memory_format=torch.contiguous_format)
-    scales = told.view(-1).view(scale).float().view(-1, form.scales)
-    out.copy_(values_of(levels, scales, form).view(rows, m))
+    """out, FP32 (rows, m), contiguous, becomes what the messages, uint8 (rows, message_bytes), say."""
+    packed, scales = split(messages, FORMATS[name], out.shape[1], block, scale)
+    values = out.view(-1, block)
+    for part in chunks_of(values):
+        values_of(packed[part], scales[part], FORMATS[name], values[part])
 
 
 def add_up(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
-    """out, FP32 (m,), becomes the sum of the messages, in FP32 and in the order of the rows."""
-    one = torch.empty(1, out.numel(), dtype=torch.float32, device=out.device)
-    out.zero_()
-    for row in messages:
-        decode(row.view(1, -1), name, block, scale, one)
-        out += one.view(-1)
+    """out, FP32 (m,), contiguous, becomes the sum of the messages, in FP32 and in the order of the rows."""
+    rows = [split(row.view(1, -1), FORMATS[name], out.numel(), block, scale) for row in messages]
+    total = out.zero_().view(-1, block)
+    for part in chunks_of(total):
+        for packed, scales in rows:
+            total[part] += values_of(packed[part], scales[part], FORMATS[name])
+
+
+def chunks_of(blocks: Tensor) -> list[slice]:
+    """Rows of (blocks, block) that go through all operations together: on a CPU so many as stay in its cache."""
+    count, block = blocks.shape
+    step = max(1, CHUNK // block) if blocks.is_cpu else max(1, count)
+    return [slice(first, first + step) for first in range(0, count, step)]
+
+
+def split(messages: Tensor, form: Format, m: int, block: int, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 (blocks, bytes), and scales, FP32 (blocks, form.scales), of messages of m entries."""
+    codes_end, scales_end = parts(form, m, block, scale)
+    codes = messages[:, :codes_end].contiguous().view(-1, block * form.bits // 8)
+    # A copy: a view of bytes as scales must begin at a multiple of their size.
+    told = messages[:, codes_end:scales_end].clone(memory_format=torch.contiguous_format)
+    return codes, told.view(-1).view(scale).float().view(-1, form.scales)
 
 
 def parts(form: Format, m: int, block: int, scale: torch.dtype) -> tuple[int, int]:
@@ -87,67 +110,94 @@ def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
 
 def codes_of(blocks: Tensor, scales: Tensor, form: Format) -> Tensor:
     """uint8 (blocks, block): the code of every entry."""
-    negative = blocks < 0
-    if form.name == "1bit":
-        return negative.to(torch.uint8)
-    if form.name == "2bit":
-        # Of the two the nearer one; the smaller of equally near ones.
-        large = blocks.abs() > (scales[:, :1] + scales[:, 1:]) * 0.5
-        return (large.to(torch.uint8) << 1) | negative.to(torch.uint8)
-    ratio = torch.where(scales > 0, blocks / scales, 0.0)
-    if form.name == "e2m1":
-        # Half to even code, as float formats round.
-        y = ratio.abs()
-        code = (y > 0.25).to(torch.uint8) + (y >= 0.75) + (y > 1.25) + (y >= 1.75) + (y > 2.5) + (y >= 3.5) + (y > 5.0)
-        return code | (negative.to(torch.uint8) << 3)
-    if form.name == "e3m0":
-        y = ratio.abs()
-        code = (
-            (y > 0.125).to(torch.uint8) + (y >= 0.375) + (y > 0.75) + (y >= 1.5) + (y > 3.0) + (y >= 6.0) + (y > 12.0)
-        )
-        return code | (negative.to(torch.uint8) << 3)
-    assert form.largest is not None
-    level = ratio.round().clamp(-form.largest, form.largest)
-    return level.to(torch.int8).view(torch.uint8) & (2**form.bits - 1)
-
-
-def values_of(codes: Tensor, scales: Tensor, form: Format) -> Tensor:
-    """FP32 (blocks, block) that the codes stand for."""
     if form.largest is None:
-        scale = scales if form.name == "1bit" else torch.where(codes > 1, scales[:, 1:], scales[:, :1])
-        return torch.where((codes & 1) > 0, -scale, scale)
-    if form.name == "e2m1":
-        magnitude, mantissa = (codes & 7).int(), (codes & 1).float()
-        # Code 2 e + f is (2 + f) 2^e / 4 from e = 1 on, and f / 2 below.
-        level = torch.where(magnitude < 2, 0.5 * mantissa, (2.0 + mantissa) * (1 << (magnitude >> 1)) * 0.25)
-        level = torch.where(codes > 7, -level, level)
-    elif form.name == "e3m0":
-        magnitude = (codes & 7).int()
-        level = torch.where(magnitude > 0, (1 << magnitude) * 0.125, 0.0)
-        level = torch.where(codes > 7, -level, level)
+        codes = torch.lt(blocks, 0.0, out=torch.empty_like(blocks))  # a CPU takes far longer for bool
+        if form.name == "2bit":
+            # Of the two the nearer one; the smaller of equally near ones.
+            magnitudes = blocks.abs()
+            codes += torch.gt(magnitudes, (scales[:, :1] + scales[:, 1:]) * 0.5, out=magnitudes).mul_(2.0)
+        return codes.to(torch.int8).view(torch.uint8)
+    unit = MAGNITUDES[form.name][1] / 2 if form.name in MAGNITUDES else 1.0
+    ratio = blocks / torch.where(scales > 0, scales * unit, torch.inf)
+    if form.name not in MAGNITUDES:  # the scale is no less than the largest magnitude's share
+        return ratio.round_().nan_to_num_(0.0).to(torch.int8).view(torch.uint8) & (2**form.bits - 1)
+    # Ties are whole multiples of the first one, the unit. The sum is even on a multiple, odd between two.
+    place = ratio.floor().add_(ratio.ceil_()).nan_to_num_(0.0)
+    place += blocks.sign()  # the ratio of what is negative may be 0
+    table = code_table(form, blocks.device)
+    index = place.add_(table.numel() // 2).to(torch.int32)
+    return table.index_select(0, index.view(-1)).view(blocks.shape)
+
+
+def values_of(packed: Tensor, scales: Tensor, form: Format, out: Tensor | None = None) -> Tensor:
+    """FP32 (blocks, block) that packed codes, uint8 (blocks, bytes), stand for; in `out` where it is given."""
+    if form.name == "2bit":
+        told = torch.stack((scales, -scales), 2).view(-1)  # of a block in the order of the codes
+        first = torch.arange(0, told.numel(), 4, dtype=torch.int32, device=told.device)
+        places = unpack(packed.view(-1), form).view(len(packed), -1) + first[:, None]
+        values = told.index_select(0, places.view(-1)).view(places.shape)
+        return values if out is None else out.copy_(values)
+    if form.bits == 8:
+        levels = packed.view(torch.int8)
+    elif form.bits == 4:
+        levels = level_table(form, packed.device).index_select(0, packed.view(-1).int()).view(torch.float32)
     else:
-        spare = 8 - form.bits  # shifted up and back, the sign fills the upper bits
-        level = ((codes << spare).view(torch.int8) >> spare).float()
-    return level * scales
+        levels = 1 - 2 * unpack(packed.view(-1), form).view(torch.int8)
+    return torch.mul(levels.view(len(packed), -1), scales, out=out)
+
+
+@cache
+def code_table(form: Format, device: torch.device) -> Tensor:
+    """uint8 (2 h + 1,): the code of an entry by h + floor + ceil + sign of it, in units of the first tie.
+
+    Ties go to the even code, as float formats round.
+    """
+    magnitudes = torch.tensor(MAGNITUDES[form.name], dtype=torch.float64)
+    ties = (magnitudes[1:] + magnitudes[:-1]) / magnitudes[1]
+    half = round(2 * MAGNITUDES[form.name][-1] / MAGNITUDES[form.name][1]) * 2 + 2
+    place = torch.arange(-half, half + 1)
+    beyond = (place.abs() - 1).clamp(min=0)[:, None] / 2
+    up = torch.arange(len(ties)) % 2 == 1
+    codes = torch.where(up, beyond >= ties, beyond > ties).sum(1)
+    return (codes + 8 * (place < 0)).to(torch.uint8).to(device)
+
+
+@cache
+def level_table(form: Format, device: torch.device) -> Tensor:
+    """int64 (256,): the levels, FP32, of a byte's two codes."""
+    if form.name in MAGNITUDES:
+        magnitudes = torch.tensor(MAGNITUDES[form.name], dtype=torch.float32)
+        levels = torch.cat((magnitudes, -magnitudes))
+    else:
+        levels = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32)
+    codes = unpack(torch.arange(256, dtype=torch.uint8), form)
+    return levels[codes.long()].view(torch.int64).to(device)
+
+
+@cache
+def byte_table(bits: int, device: torch.device) -> Tensor:
+    """int16, int32 or int64 (256,): the codes of a byte, a byte each."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    codes = (torch.arange(256, dtype=torch.uint8)[:, None] >> shifts) & (2**bits - 1)
+    return codes.view(WORDS[bits]).view(-1).to(device)
 
 
 def pack(codes: Tensor, form: Format) -> Tensor:
     """uint8: the codes, so many to a byte as go in, the first lowest."""
-    each = 8 // form.bits
-    groups = codes.view(-1, each)
-    packed = groups[:, 0].clone()
-    for i in range(1, each):
-        packed |= groups[:, i] << (i * form.bits)
-    return packed
+    if form.bits == 8:
+        return codes.view(-1)
+    words = codes.view(-1).view(WORDS[form.bits])
+    packed = words.clone()
+    for i in range(1, 8 // form.bits):
+        packed |= words >> (i * (8 - form.bits))
+    return packed.to(torch.uint8)
 
 
 def unpack(packed: Tensor, form: Format) -> Tensor:
     """The inverse of `pack`."""
-    each = 8 // form.bits
-    if each == 1:
+    if form.bits == 8:
         return packed
-    shifts = torch.arange(0, 8, form.bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2**form.bits - 1)).view(-1)
+    return byte_table(form.bits, packed.device).index_select(0, packed.int()).view(torch.uint8)
 
 
 def sum_pairs(x: Tensor) -> Tensor:

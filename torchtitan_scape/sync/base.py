@@ -196,5 +196,9 @@ def packed_bits(bits: Tensor) -> Tensor:
 
 def keep(kept: Tensor, new: Tensor | float, applied: Tensor) -> None:
     """kept = new, unless not `applied`, bool ()."""
+    if applied.is_cpu:  # the host sees it at once
+        if applied:
+            kept.copy_(new.view(kept.shape)) if isinstance(new, Tensor) else kept.fill_(new)
+        return
     value = new if isinstance(new, Tensor) else torch.full_like(kept, new)
     torch.where(applied, value.view(kept.shape), kept, out=kept)
