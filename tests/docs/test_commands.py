@@ -159,7 +159,8 @@ def test_the_planner_answers(command: Command, tmp_path: Any, monkeypatch: pytes
     (tmp_path / "links.json").write_text(json.dumps({"schema": SCHEMA, "memory_bandwidth": 1e12, "levels": stored}))
     with redirect_stdout(io.StringIO()) as told:
         assert main(command.arguments[2:]) == 0
-    assert "Compress: yes" in told.getvalue() or "--paper" in command.arguments
+    # Of Frontier's links, where dense gradients hide behind the backward pass, as the page says.
+    assert "Compress: no" in told.getvalue() or "--paper" in command.arguments
 
 
 def test_the_bytes_of_the_kernels_are_those_that_the_script_tells(tmp_path: Any) -> None:
