@@ -137,7 +137,9 @@ def check(command: Command) -> None:
         if "--" in own:
             rest = own[own.index("--") + 1 :]
         check_module(arguments[1], own)
-        if rest and (inner := parse_command(command.page, " ".join(rest))):
+        if rest and rest[0].startswith("--"):  # the trainer's
+            check_run(Command(command.page, command.text, program, rest, command.variables))
+        elif rest and (inner := parse_command(command.page, " ".join(rest))):
             check(inner)
     else:
         assert program == ".venv/bin/tensorboard", f"{command.text}: this test does not know {program}"
