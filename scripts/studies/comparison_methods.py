@@ -8,12 +8,12 @@ from typing import Any
 
 from scripts.studies.comparison_costs import shares
 from scripts.studies.quality_cells import Grid, Set, Store, described
-from scripts.studies.quality_settings import BETA2
+from scripts.studies.quality_settings import BETA2, OfRuns
 from scripts.studies.quality_tuning import Tuning
 
 
 @dataclass
-class Compared:
+class Compared(OfRuns):
     """A method at a budget, at the best of what it was tuned in so far."""
 
     label: str
@@ -21,25 +21,13 @@ class Compared:
     runs: dict[int, dict[str, Any]]
 
     @property
-    def first(self) -> dict[str, Any]:
-        return next(iter(self.runs.values()))
-
-    @property
     def kind(self) -> str:
         """As [sync] method says."""
-        return str(self.first["options"]["sync.method"])
+        return str(self.options["sync.method"])
 
     @property
     def optimizer(self) -> str:
-        return str(self.first["options"]["optimizer.name"])
-
-    @property
-    def is_dense(self) -> bool:
-        return self.kind == "dense"
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
+        return str(self.options["optimizer.name"])
 
     @cached_property
     def shares(self) -> tuple[float, float]:

@@ -17,13 +17,9 @@ BETA2 = 0.95  # of train_configs/study.toml
 NEEDED = ("method", "label", "steps", "batch", "replicas", "learning_rate", "seed", "tuning_seed", "setting", "variant")
 
 
-@dataclass
-class Entry:
-    """A method in a setting: its runs at its best learning rate, by seed, and what led to it."""
+class OfRuns:
+    """What the runs of a method say of it. runs: stored cells, by seed."""
 
-    label: str
-    best: float
-    tuning: dict[float, float | None]
     runs: dict[int, Cell]
 
     @property
@@ -36,12 +32,26 @@ class Entry:
         return self.first["options"]
 
     @property
-    def steps(self) -> int:
-        return self.first["steps"]
-
-    @property
     def is_dense(self) -> bool:
         return self.options["sync.method"] == "dense"
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
+
+
+@dataclass
+class Entry(OfRuns):
+    """A method in a setting: its runs at its best learning rate, by seed, and what led to it."""
+
+    label: str
+    best: float
+    tuning: dict[float, float | None]
+    runs: dict[int, Cell]
+
+    @property
+    def steps(self) -> int:
+        return self.first["steps"]
 
     @property
     def is_baseline(self) -> bool:
@@ -59,10 +69,6 @@ class Entry:
     def order(self) -> tuple[bool, float, int, str]:
         """Dense methods first, then by falling density (or what is sent), then by name."""
         return not self.is_dense, -(self.steady if self.density is None else self.density), len(self.label), self.label
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
 
     @cached_property
     def shares(self) -> tuple[float, float]:

@@ -135,8 +135,8 @@ class LocalUpdates(Method):
     3. theta_i = mix theta_i + (1 - mix) anchor. The inner optimizer's moments stay.
 
     At a skipped step nothing begins and nothing lands: what was due waits for its turn in the next round, what was to
-    land does so with the next step that is applied. The host asks for that, and waits for the device, at those steps
-    alone.
+    land does so with the next step that is applied; where its fragment's own turn was skipped as well, `delay` steps
+    after that at the earliest. The host asks for that, and waits for the device, at those steps alone.
 
     Args:
         codec: makes the method that averages displacements, of a Setting of one fragment's shards. What it keeps as
