@@ -7,7 +7,7 @@ from typing import Any
 from kernels.codec.formats import FORMATS
 from torchtitan_scape.planner.volumes import Method
 
-OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS"}  # dense training, by the optimizer
+OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "muon": "Muon"}  # dense training, by the optimizer
 CODES = ("bf16", *FORMATS)  # how SCAPE's payload travels, FP32 aside
 OVERLAP = "-overlap"  # where the exchange may begin in the backward pass
 
@@ -59,7 +59,7 @@ FAMILIES = {
 }
 KNOWN = ", ".join(
     [
-        "adamw, adams, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...)",
+        "adamw, adams, muon, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...)",
         *(f"{kind}-{'-'.join(key.upper() for key in family.keys)}" for kind, family in FAMILIES.items()),
         f"and {OVERLAP} after dense and quantized ones",
     ]

@@ -36,6 +36,9 @@ SMALL = [
 METHODS = {
     "adamw": ["--sync.method=dense", "--optimizer.name=AdamW"],
     "adams": ["--sync.method=dense"],
+    # Shards of one rank are DTensors then.
+    "muon": ["--sync.method=dense", "--optimizer.name=Muon", "--training.mixed_precision_param=bfloat16"],
+    "diloco-muon": ["--sync.method=diloco", "--sync.diloco.inner_steps=3", "--optimizer.name=Muon"],
     "scape": ["--sync.scape.density=0.1"],
     "scape-1": ["--sync.scape.density=1.0"],
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
@@ -280,6 +283,8 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("radius-adams", "2x2", None),  # right after one
         ("quantized", "nodes", 4),
         ("diloco", "1x2", 3),  # inside a round, its exchange skipped
+        ("muon", "1x2", 4),
+        ("diloco-muon", "1x2", None),
         ("streaming", "2x2", None),
         ("sparseloco", "2x2", 4),  # inside a round
         ("scape", "1x2", 4),

@@ -42,6 +42,7 @@ from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
+from torchtitan_scape.optimizer.registry import check_layout  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.planner.workloads import local_shapes  # noqa: E402
 from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of  # noqa: E402
@@ -78,6 +79,7 @@ class ScapeTrainer(Trainer):
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
+        check_layout(job_config.optimizer.name, self.layout)
         self.simulated = job_config.topology.simulate_replicas
         if self.simulated > 1 and job_config.training.global_batch_size < 0:
             readers = self.layout.shard * self.simulated

@@ -190,6 +190,7 @@ def first_half(
         ("4x1", "1x2", "scape", "adams"),
         ("1x2", "1x2", "scape-gather", "adamw"),
         ("1x2", "2x1", "adamw", "scape"),
+        ("1x2", "4x1", "topk", "muon"),
         ("2x1", "1x2", "adams", "scape-offload"),
         ("4x1", "1x2", "topk", "topk"),
         pytest.param("1x2", "4x1", "topk", "topk", marks=pytest.mark.slow),

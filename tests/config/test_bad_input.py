@@ -10,6 +10,7 @@ import pytest
 
 from tests import server
 from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.optimizer.registry import check_layout
 from torchtitan_scape.train import layout_of, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +20,7 @@ RECIPE = "--job.config_file=train_configs/embedded.toml"
 def check(arguments: list[str]) -> None:
     config = parse([RECIPE, *arguments])
     check_config(config, "cpu")
-    layout_of(config)
+    check_layout(config.optimizer.name, layout_of(config))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,19 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
     "world, arguments, message",
     [
         (2, ["--optimizer.name=AdamW"], r"name = 'AdamW' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
+        (2, ["--optimizer.name=Muon"], r"name = 'Muon' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
+        (
+            4,
+            ["--optimizer.name=Muon", "--sync.method=dense", "--parallelism.data_parallel_shard_degree=2"],
+            r"name = 'Muon' with parallelism.data_parallel_shard_degree = 2: it needs whole matrices; set it to 1, "
+            r"with .*replicate_degree = 4 for",
+        ),
         (2, ["--optimizer.name=Lion"], r"name = 'Lion' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
-        (2, ["--optimizer.name=Lion", "--sync.method=dense"], r"'AdamW' or 'AdamS'; set \[optimizer\] name = 'AdamW'"),
+        (
+            2,
+            ["--optimizer.name=Lion", "--sync.method=dense"],
+            r"'AdamW' or 'AdamS' or 'Muon'.*; set \[optimizer\] name = 'AdamW'",
+        ),
         (2, ["--topology.simulate_replicas=2", "--sync.scape.update=sharded"], r"= 2 with \[sync.scape\] update"),
         (2, ["--sync.overlap"], r"overlap = true with method = 'scape', .* or method = 'dense' or 'quantized'"),
         (3, ["--parallelism.data_parallel_shard_degree=2"], "3 ranks cannot be divided into shard 2"),

@@ -127,6 +127,7 @@ def build(
     from torchtitan_scape.optimizer.adams import AdamS
     from torchtitan_scape.optimizer.container import SyncedOptimizers
     from torchtitan_scape.optimizer.local import LocalOptimizers
+    from torchtitan_scape.optimizer.muon import Muon
     from torchtitan_scape.sync.registry import METHODS
 
     class Model(nn.Module):
@@ -141,6 +142,7 @@ def build(
         "AdamW": partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False),
         "AdamS": partial(AdamS, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
         "SGD": partial(torch.optim.SGD, lr=LR),
+        "Muon": partial(Muon, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
     }
     assert entry.method is not None
     replicas = SimulatedReplicas(simulated) if simulated > 1 else OneReplica(_group(ProcessGroupCollectives))

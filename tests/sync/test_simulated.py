@@ -32,7 +32,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("powersgd", []),
         ("radius-adams", []),
         ("quantized", []),
-        ("diloco", []),
+        ("diloco-muon", []),
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
     ],
 )

@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
+from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard as LocalShard
 from torchtitan_scape.sync.shards import local
@@ -229,6 +230,7 @@ class StateReader:
         return f"optimizer.{key}" in self._kinds
 
     def _read(self, shards: Sequence[LocalShard]) -> list[dict[str, Tensor]]:
+        moments = (FIRST, SECOND) if self._optimizers.reads_second(self.saved["optimizer"]) else (FIRST,)
         rooms: list[dict[str, Tensor]] = []
         keys: dict[str, Tensor] = {}
         for shard in shards:
@@ -242,7 +244,7 @@ class StateReader:
                 room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
                 put = self.frame.rows(shard.parameter, room[kind], self.replicas) if rows else None
                 keys[key] = self.frame.whole(shard.parameter, room[kind]) if put is None else put
-            for kind in ("exp_avg", "exp_avg_sq") if self._optimizers.reads_second else ("exp_avg",):
+            for kind in moments:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
                     room[kind] = torch.empty(shard.local_shape)
                     keys[moment] = self.frame.whole(shard.parameter, room[kind])

@@ -38,6 +38,7 @@ class AdamS(Optimizer):
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
+        self._step_supports_amp_scaling = True  # as PyTorch's fused optimizers say that they mind `found_inf`
         self._kernels = kernels
         self._passes: dict[torch.device, Any] = {}  # one launch works on tensors of one device
         for shard in self._shards:

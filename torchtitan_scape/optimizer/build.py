@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
@@ -14,9 +13,9 @@ from topology.in_process import OneReplica, SimulatedReplicas
 from topology.layout import simulated_layout
 from topology.process_groups import collectives_of
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.optimizer.adams import AdamS
-from torchtitan_scape.optimizer.container import Named, OwnStepOptimizers, ReplicaOptimizers, Replicas, SyncedOptimizers
+from torchtitan_scape.optimizer.container import OwnStepOptimizers, ReplicaOptimizers, Replicas, SyncedOptimizers
 from torchtitan_scape.optimizer.local import LocalOptimizers
+from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.sync.registry import METHODS
 
@@ -52,7 +51,12 @@ def build_optimizers(
         optimizers = OwnStepOptimizers(model_parts, make, replicas)
     else:
         assert entry.method is not None
-        make_optimizer = partial(_make_optimizer, optimizer_config, rates, sync.kernels)
+        make_optimizer = partial(
+            OPTIMIZERS[optimizer_config.name].make,
+            **rates,
+            implementation=optimizer_config.implementation,
+            kernels=sync.kernels,
+        )
         kind = LocalOptimizers if entry.method.local else SyncedOptimizers
         method, steps = partial(entry.method, options=options), job_config.training.steps
         optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps, overlap=sync.overlap)
@@ -68,12 +72,3 @@ def _replicas(groups: ReplicaGroups, simulated: int, adds_up: bool) -> Replicas:
     if adds_up or collectives.is_fake:
         return OneReplica(DryRunCollectives(groups, simulated))
     return SimulatedReplicas(simulated, groups)
-
-
-def _make_optimizer(
-    config: OptimizerConfig, rates: dict[str, Any], kernels: str, named: Named
-) -> torch.optim.Optimizer:
-    if config.name == "AdamS":
-        return AdamS(named, **rates, kernels=kernels)
-    implementation = config.implementation
-    return torch.optim.AdamW(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")

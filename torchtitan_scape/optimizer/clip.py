@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.sync.shards import Shard
 
 
@@ -30,7 +29,7 @@ def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> Tensor:
 
 def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
     """The optimizer's step, unless not `applied`."""
-    if isinstance(optimizer, AdamS) or optimizer.defaults["fused"]:
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
         # The way a gradient scaler skips a step, on the device.
         optimizer.found_inf = (~applied).float()  # type: ignore[union-attr]
         optimizer.step()

@@ -22,9 +22,9 @@ from kernels import choose, finite_check
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from topology.in_process import OneReplica, SimulatedReplicas
-from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.clip import clip, norm_over_model, update
 from torchtitan_scape.optimizer.loading import load_synced
+from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.optimizer.rows import mean_of_rows, rows_of
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
@@ -45,7 +45,6 @@ class ReplicaOptimizers(OptimizersContainer):
         replicas: those that this process plays.
         grad_norm: FP32 (), of the synchronised gradient over the model, before clipping.
         repairs: whether replicas that differ from the others are repaired.
-        reads_second: whether `load` wants a dense optimizer's second moments parameter by parameter.
     """
 
     replicas: Replicas
@@ -53,7 +52,6 @@ class ReplicaOptimizers(OptimizersContainer):
     guard: FiniteGuard
     grad_norm: Tensor
     repairs = False
-    reads_second = False
     _shards: list[Shard]
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -142,6 +140,10 @@ class ReplicaOptimizers(OptimizersContainer):
     def of_this_shard(self, key: str) -> str:
         """The name of what differs from shard to shard."""
         return f"{key}.{self.collectives.model_rank}"
+
+    def reads_second(self, optimizer: str) -> bool:
+        """Whether `load` wants the second moments of this optimizer, by its class's name, parameter by parameter."""
+        return False
 
     @abstractmethod
     def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
@@ -316,6 +318,9 @@ class SyncedOptimizers(ReplicaOptimizers):
     def counters(self) -> dict[str, Any]:
         return super().counters() | {"attempted_steps": self.attempted_steps}
 
+    def reads_second(self, optimizer: str) -> bool:
+        return optimizer != type(self.optimizers[0]).__name__  # else it is read as it lies
+
     def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
         state = self.state_dict()  # makes the state of an optimizer that has taken no step
 
@@ -342,8 +347,8 @@ class SyncedOptimizers(ReplicaOptimizers):
 
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
         entries = {shard.name: shard.parameter.numel() for shard in self._shards}
-        moments = 1 if isinstance(self.optimizers[0], AdamS) else 2
-        sizes = {"moments": 4 * moments * sum(entries.values())}
+        moments = OPTIMIZERS[type(self.optimizers[0]).__name__].moments
+        sizes = {"moments": sum(4 * len(moments(shard)) * entries[shard.name] for shard in self._shards)}
         rows = {"exact": self.collectives.replicas, "mean": 1, "drop": 0}[residual]
         for state in self.methods[0].states():
             if state.by_parameter:

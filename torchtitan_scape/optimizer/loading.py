@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
+from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, for_moment
 from torchtitan_scape.sync.registry import METHODS
@@ -46,7 +47,7 @@ def load_synced(
         beta1 = optimizer.param_groups[shard.group]["betas"][0]
         found = read(kinds, reader, device)
         if not same_optimizer:
-            _put_moments(optimizer, shard, found.moment, found.second)
+            _put_moments(optimizer, shard, found.moment, found.second, flushed=False)
         if found.parameter is not None:
             own = stored(shard.parameter)
             own.copy_(found.parameter.view(own.shape))
@@ -58,7 +59,8 @@ def load_synced(
             _keep_pending(each, keeps, shard, kinds, found, mean, reader)
         elif mean is not None:
             flushed, lost = True, lost or beta1 == 0.0
-            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), found.second, same_optimizer)
+            second = optimizer.state[shard.parameter].get(SECOND) if same_optimizer else found.second
+            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), second, flushed=True)
     if not same_optimizer:
         steps = reader.applied_steps()
         for state in optimizer.state.values():
@@ -87,19 +89,22 @@ def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebu
 
 
 def _put_moments(
-    optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, saved: Tensor | None, keep_second: bool = False
+    optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, second: Tensor | None, flushed: bool
 ) -> None:
+    """As far as the optimizer keeps them of this parameter. second: None where none was saved. flushed: whether the
+    first one has what was pending in it."""
     state = optimizer.state[shard.parameter]
-    own = local(state["exp_avg"])
+    own = local(state[FIRST])
     own.copy_(moment.view(own.shape))
-    if "exp_avg_sq" in state:
-        # With the first one's square AdamW's next step is that of AdamS, whose normaliser is its moment. A second one
-        # that has seen single gradients alone would make a step of any length of what many have left.
-        second, square = local(state["exp_avg_sq"]), own.square()
-        if saved is not None and not keep_second:
-            second.copy_(saved.view(own.shape))
-        else:
-            second.copy_(torch.maximum(second, square) if keep_second else square)
+    if SECOND not in state:
+        return
+    # With the first one's square AdamW's next step is that of AdamS, whose normaliser is its moment. A second one that
+    # has seen single gradients alone would make a step of any length of what many have left.
+    mine, square = local(state[SECOND]), own.square()
+    if second is not None:
+        saved = local(second).view(own.shape)
+        square = torch.maximum(saved, square) if flushed else saved
+    mine.copy_(square)
 
 
 def copy_shared(

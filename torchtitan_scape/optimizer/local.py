@@ -50,8 +50,6 @@ class LocalOptimizers(SyncedOptimizers):
     clipping; NaN where the step was skipped.
     """
 
-    reads_second = True
-
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         # Of every replica, while nothing is in flight: these tensors stay, and to look at them nothing is waited for.
@@ -187,6 +185,9 @@ class LocalOptimizers(SyncedOptimizers):
 
     def counters(self) -> dict[str, Any]:
         return super().counters() | {"applied_steps": float(self.each[0].steps()[0])}
+
+    def reads_second(self, optimizer: str) -> bool:
+        return True
 
     def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
         told, whole = load_local(self.each, self.methods, self.grad_norm.device, reader, as_it_lies)

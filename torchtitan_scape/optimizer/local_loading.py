@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.optimizer.loading import copy_shared, fill_of_this_shard
+from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import Method, State
 from torchtitan_scape.sync.pending import OWN_PARAMETERS, Reader, for_moment
 from torchtitan_scape.sync.registry import METHODS
@@ -96,16 +97,16 @@ def _put_own(each: Sequence[Replica], number: int, name: str, values: dict[str, 
     for one, parameter in zip(each, values.get(OWN_PARAMETERS, ()), strict=False):
         own = stored(one.shards[number].parameter)
         own.copy_(parameter.view(own.shape))
-    _put_moments(each, name, values["exp_avg"], values.get("exp_avg_sq"))
+    _put_moments(each, name, values[FIRST], values.get(SECOND))
 
 
 def _put_moments(each: Sequence[Replica], name: str, first: list[Tensor], second: list[Tensor] | None) -> None:
     for i, one in enumerate(each):
-        own = one.moments["exp_avg"][name]
+        own = one.moments[FIRST][name]
         own.copy_(first[i].view(own.shape))
-        if "exp_avg_sq" in one.moments:
+        if name in one.moments.get(SECOND, {}):
             # Without one it is the first one's square, which makes AdamS's step: see `loading`.
-            square = one.moments["exp_avg_sq"][name]
+            square = one.moments[SECOND][name]
             square.copy_(own.square() if second is None else second[i].view(own.shape))
 
 

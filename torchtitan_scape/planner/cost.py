@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
 from torchtitan_scape.planner.payload import coded_by
-from torchtitan_scape.planner.volumes import Method, host_link_bytes, memory_bytes, messages, optimizer_bytes
+from torchtitan_scape.planner.volumes import (
+    Method,
+    host_link_bytes,
+    memory_bytes,
+    messages,
+    optimizer_bytes,
+    optimizer_flops,
+)
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 
 MOST_CHUNKS = 8
@@ -58,7 +65,8 @@ class Prediction:
     """A step of one rank, in seconds; `step` is the sum of the first five.
 
     exchange: of the replicas, as far as it stands still for it. shard: FSDP's traffic, likewise.
-    optimizer: passes of the device. fixed: what the caller says that every step costs besides.
+    optimizer: passes of the device, and products where it multiplies matrices. fixed: what the caller says that every
+        step costs besides.
     hidden: exchange beside compute. sent: bytes by level on the replicate axis. chunks: of the payload.
     memory: bytes by kind, empty where nobody asked.
     """
@@ -144,7 +152,7 @@ def predict_step(
 class Assumptions:
     """What nobody measured.
 
-    mfu: share of the device's peak that forward and backward reach.
+    mfu: share of the device's peak that forward and backward reach, and an optimizer's products of matrices.
     memory_efficiency: share of the nominal memory bandwidth that the optimizer's passes reach.
     usable_memory: share of the device's memory that a job can fill (fragmentation, NCCL's buffers, the context).
     """
@@ -207,6 +215,7 @@ def predict(
         max(nbytes / bandwidth, copied / (device.host_link * 1e9))
         for nbytes, copied in zip(device_bytes, link_bytes, strict=True)
     )
+    rest += optimizer_flops(method, shapes) / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))

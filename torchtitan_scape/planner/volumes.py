@@ -17,6 +17,7 @@ from torchtitan_scape.planner.local_volumes import (
     moved_messages,
 )
 from torchtitan_scape.planner.messages import Message, coded_message
+from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_passes
 from torchtitan_scape.planner.payload import (
     Shapes,
     coded_by,
@@ -43,10 +44,10 @@ from torchtitan_scape.planner.workloads import Workload, local_shapes
 class Method:
     """Who synchronises the replicas, and how.
 
-    kind: "adamw" or "adams" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
+    kind: "adamw", "adams" or "muon" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
         `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco",
         "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
-    optimizer: of those in front of an optimizer, "adamw" or "adams".
+    optimizer: of those in front of an optimizer, "adamw", "adams" or "muon".
     interval: of "radius", steps from one whole exchange to the next.
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients and of
         what parameters have moved likewise.
@@ -143,6 +144,7 @@ class Volumes:
     option: the field of `Method` that says how much is sent.
     recipe: keys of its section of a recipe, each with the field of `Method` that has its value; empty for dense.
     overlaps: it goes out in chunks that may overlap with the backward pass.
+    flops: of the optimizer's products of matrices, of these shapes; None for none to speak of.
     host: what lies in host memory by kind. host_link: bytes that (the pass that fills the payload, the others) move
         between device and host, both directions together. None where nothing does.
     """
@@ -154,6 +156,7 @@ class Volumes:
     option: str = ""
     recipe: dict[str, str] = field(default_factory=dict)
     overlaps: bool = False
+    flops: Callable[[Shapes], float] | None = None
     host: Callable[[Method, Shapes, int], dict[str, float]] | None = None
     host_link: Callable[[Method, Shapes, int], tuple[float, float]] | None = None
 
@@ -165,6 +168,12 @@ def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
 def optimizer_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
     """`Volumes.passes` of a method."""
     return VOLUMES[method.kind].passes(method, shapes, replicas)
+
+
+def optimizer_flops(method: Method, shapes: Shapes) -> float:
+    """`Volumes.flops` of a method, or of the optimizer that it is in front of."""
+    of = VOLUMES[method.kind].flops or VOLUMES[method.optimizer].flops
+    return of(shapes) if of else 0.0
 
 
 def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
@@ -368,6 +377,7 @@ TOPK_MOVED = 28.0
 VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
+    "muon": replace(_whole(4.0, 0.0, 0.0), passes=muon_passes, memory=muon_memory, flops=muon_flops),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
     "topk": _with_residual(
         _topk_messages,

@@ -5,7 +5,6 @@ Sarfi et al., "SparseLoCo" (2508.15706). A method of it is a schedule, the rates
 as codec, which gets displacements in the place of gradients.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,9 +16,7 @@ from torchtitan_scape.sync.base import Message, Method, Setting, State, Step
 from torchtitan_scape.sync.dense import Dense, DenseOptions
 from torchtitan_scape.sync.options import FREE, MethodOptions
 from torchtitan_scape.sync.quantized import Quantized, QuantizedOptions
-from torchtitan_scape.sync.shards import Shard, stored
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+from torchtitan_scape.sync.shards import Shard, layer_of, stored
 
 Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
 
@@ -79,8 +76,8 @@ class Schedule:
 
     def fragment_of(self, name: str) -> int:
         """Layers are strided over all fragments but the first, which has the rest; of one fragment all is in it."""
-        layer = _LAYER.search(name)
-        return 0 if self.fragments == 1 or layer is None else 1 + int(layer[1]) % (self.fragments - 1)
+        layer = layer_of(name)
+        return 0 if self.fragments == 1 or layer is None else 1 + layer % (self.fragments - 1)
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,17 @@ class Entry:
         return self.method is not None and self.method.overlaps
 
 
+# With which a method goes that only asks for gradients, or parameters that have moved.
+ANY = ("AdamW", "AdamS", "Muon")
+
 METHODS = {
-    "dense": Entry(DenseOptions, ("AdamW", "AdamS"), Dense, adds_up=True),
+    "dense": Entry(DenseOptions, ANY, Dense, adds_up=True),
     "scape": Entry(ScapeOptions, ("AdamS",), optimizer=make_scape, incoming=incoming_from_scape),
-    "topk": Entry(TopkOptions, ("AdamW", "AdamS"), Topk),
-    "powersgd": Entry(PowersgdOptions, ("AdamW", "AdamS"), Powersgd),
+    "topk": Entry(TopkOptions, ANY, Topk),
+    "powersgd": Entry(PowersgdOptions, ANY, Powersgd),
     "radius": Entry(RadiusOptions, ("AdamW", "AdamS"), Radius),
-    "quantized": Entry(QuantizedOptions, ("AdamW", "AdamS"), Quantized),
-    "diloco": Entry(DilocoOptions, ("AdamW", "AdamS"), Diloco),
-    "streaming_diloco": Entry(StreamingDilocoOptions, ("AdamW", "AdamS"), StreamingDiloco),
-    "sparseloco": Entry(SparselocoOptions, ("AdamW", "AdamS"), Sparseloco),
+    "quantized": Entry(QuantizedOptions, ANY, Quantized),
+    "diloco": Entry(DilocoOptions, ANY, Diloco),
+    "streaming_diloco": Entry(StreamingDilocoOptions, ANY, StreamingDiloco),
+    "sparseloco": Entry(SparselocoOptions, ANY, Sparseloco),
 }

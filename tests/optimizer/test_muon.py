@@ -1,0 +1,127 @@
+"""Muon for the matrices of the blocks: against PyTorch's own, its formula, and in containers of either kind."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.sync import test_local_updates as local
+from tests.sync.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES, far, trained
+from torchtitan_scape.optimizer.muon import Muon
+from torchtitan_scape.planner.muon_volumes import muon_flops
+from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
+
+HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
+RATES: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value) for name, value in local.start().items()}
+
+
+def give(weights: dict[str, nn.Parameter], step: int) -> None:
+    for name, weight in weights.items():
+        weight.grad = None if name == local.WITHOUT else local.gradient(name, weight.detach(), step, 0)
+
+
+def pytorchs(weights: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    muon = torch.optim.Muon([weights[n] for n in HIDDEN], LR, DECAY, momentum=BETAS[0], adjust_lr_fn="match_rms_adamw")
+    rest = [weight for name, weight in weights.items() if name not in HIDDEN]
+    return [muon, torch.optim.AdamW(rest, **RATES)]
+
+
+def test_it_is_pytorchs_muon_and_adamw_also_after_a_resume() -> None:
+    """To the last bit; of a parameter that never had a gradient nothing changes."""
+    weights, theirs = parameters(), parameters()
+    optimizer, plain = Muon(weights.items(), **RATES), pytorchs(theirs)
+    for step in range(1, 9):
+        give(weights, step)
+        give(theirs, step)
+        if step == 4:
+            resumed = Muon(weights.items(), **RATES | {"lr": 1.0})
+            resumed.load_state_dict(optimizer.state_dict())
+            optimizer = resumed
+        for one in (optimizer, *plain):
+            one.step()
+        assert all(torch.equal(weights[n].detach(), theirs[n].detach()) for n in SHAPES), step
+    state = {name: optimizer.state[weight] for name, weight in weights.items()}
+    assert all(torch.equal(state[n]["exp_avg"], plain[0].state[theirs[n]]["momentum_buffer"]) for n in HIDDEN)
+    assert [n for n in SHAPES if "exp_avg_sq" not in state[n]] == list(HIDDEN)
+    assert {n: float(s["step"]) for n, s in state.items()} == {n: 0.0 if n == local.WITHOUT else 8.0 for n in SHAPES}
+    assert torch.equal(weights[local.WITHOUT].detach(), local.start()[local.WITHOUT])
+
+
+def test_a_step_is_as_long_as_adamws() -> None:
+    """The quintic of Newton-Schulz in FP64: BF16 loses 1 % of it. 0.2 lr in the mean square, at a full rank."""
+    weights = {"layers.0.weight": nn.Parameter(torch.zeros(24, 40))}
+    gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+    weights["layers.0.weight"].grad = gradient.clone()
+    Muon(weights.items(), lr=0.01, weight_decay=0.0).step()
+    x = gradient.double() / gradient.double().norm()
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    moved = weights["layers.0.weight"].detach().double()
+    expected = -0.01 * 0.2 * 40**0.5 * x
+    assert float((moved - expected).norm() / expected.norm()) < 0.02
+    assert 0.7 < float(moved.square().mean().sqrt()) / (0.2 * 0.01) < 1.2
+
+
+def test_what_it_is_not_for_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"matrices of numbered layers, and none of 'a' to 'b' .* name = 'AdamW'"):
+        Muon([("a", nn.Parameter(torch.zeros(3, 3))), ("b", nn.Parameter(torch.zeros(3)))])
+
+
+class Literal(local.Literal):
+    """DiLoCo whose replicas step by PyTorch's Muon and AdamW, each with moments of its own (MuLoCo, 2505.23725)."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.weights = [parameters() for _ in range(self.replicas)]
+        self.optimizers = [pytorchs(weights) for weights in self.weights]
+
+    def inner(self, i: int, n: str, g: Tensor) -> None:
+        weights = self.weights[i]
+        for name, weight in weights.items():
+            weight.grad = g if name == n else None
+        weights[n].data.copy_(self.theta[i][n])
+        for one in self.optimizers[i]:
+            one.step()
+        self.theta[i][n] = weights[n].detach().clone()
+
+
+def test_replicas_that_step_alone_have_muons_of_their_own(pool1: Pool, pool2: Pool) -> None:
+    """Three replicas of one process, and two gloo ranks: parameters of all. What a sum in another order changes of FP32
+    may round otherwise in the iterations' BF16."""
+    for replicas in (3, 2):
+        literal = Literal(replicas, **DILOCO)  # type: ignore[arg-type]
+        for _ in range(20):
+            literal.step()
+        if replicas == 3:
+            ((own, _),) = (run[-1] for run in pool1(trained, 20, "diloco", DILOCO, 3, inner="Muon"))
+        else:
+            own = [run[-1][0][0] for run in pool2(trained, 20, "diloco", DILOCO, 1, inner="Muon")]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [("quantized", {"block": 32}), ("powersgd", {"rank": 2, "start": 2}), ("topk", {"density": 0.1, "block_size": 32})],
+)
+def test_behind_a_method_that_synchronises(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """Replicas stay equal to the last bit, and simulated ones are the real ones."""
+    first, second = (run[-1][0][0] for run in pool2(trained, 8, method, options, 1, inner="Muon"))
+    ((own, _),) = (run[-1] for run in pool1(trained, 8, method, options, 2, inner="Muon"))
+    assert all(torch.equal(first[n], second[n]) for n in SHAPES)
+    assert far(own[0], first) < 1e-5
+
+
+def test_the_planner_has_what_it_holds_and_multiplies() -> None:
+    shapes = [(20, 8), (8, 9), (9, 8), (8,), (20, 8)]
+    weights = {f"{'layers.0.' if i in (1, 2) else ''}p{i}": nn.Parameter(torch.zeros(s)) for i, s in enumerate(shapes)}
+    optimizer = Muon(weights.items())
+    held = sum(t.nbytes for state in optimizer.state.values() for kind, t in state.items() if kind != "step")
+    assert simulated_memory_bytes(Method("muon"), shapes, 1)["state"] == held
+    assert muon_flops(shapes) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)

@@ -1,0 +1,32 @@
+"""What Muon holds, moves and multiplies, by `optimizer.muon`. Plain arithmetic: no torch."""
+
+import math
+from typing import Any
+
+from torchtitan_scape.planner.payload import Shapes, entries_of
+
+ITERATIONS = 5  # of Newton-Schulz
+
+
+def hidden_shapes(shapes: Shapes) -> Shapes:
+    """The matrices of a Llama's blocks: all but its first and its last, which are embedding and output."""
+    return [shape for shape in shapes if len(shape) == 2][1:-1]
+
+
+def muon_memory(method: Any, shapes: Shapes, replicas: int) -> dict[str, float]:
+    """Momentum of all, AdamW's second moment of what is no matrix of a block."""
+    n, rest = 4.0 * entries_of(shapes), 4.0 * (entries_of(shapes) - entries_of(hidden_shapes(shapes)))
+    return {"parameters": n, "gradients": n, "state": n + rest}
+
+
+def muon_passes(method: Any, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    """AdamW's 44 bytes a parameter, with finite check, norm and clip; or those three's 16 and, in PyTorch's form, 24
+    for the momentum, 14 to begin in BF16, 8 an iteration, and 18 for decay and step."""
+    hidden = entries_of(hidden_shapes(shapes))
+    return 0.0, 44.0 * (entries_of(shapes) - hidden) + (16.0 + 24.0 + 14.0 + 8.0 * ITERATIONS + 18.0) * hidden
+
+
+def muon_flops(shapes: Shapes) -> float:
+    """Of the iterations: a matrix (a, b), a <= b, is multiplied twice with (a, a), which is squared once."""
+    sides = [sorted(shape) for shape in hidden_shapes(shapes) if math.prod(shape)]
+    return ITERATIONS * sum(4.0 * a * a * b + 2.0 * a**3 for a, b in sides)
