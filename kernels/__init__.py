@@ -9,9 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kernels.backends import TRITON_DTYPES, adams_step, block_code, choose, finite_check, scape_passes
+    from kernels.backends import (
+        TRITON_DTYPES,
+        adams_step,
+        block_code,
+        choose,
+        finite_check,
+        scape_passes,
+        tagc_passes,
+    )
 
-__all__ = ["TRITON_DTYPES", "adams_step", "block_code", "choose", "finite_check", "scape_passes"]
+__all__ = ["TRITON_DTYPES", "adams_step", "block_code", "choose", "finite_check", "scape_passes", "tagc_passes"]
 
 
 def __getattr__(name: str) -> Any:

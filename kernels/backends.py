@@ -84,3 +84,8 @@ def adams_step(backend: str) -> Any:
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
     """A block code by "triton" or "torch"; see `BlockCode`."""
     return BlockCode(name, block, scale, backend)
+
+
+def tagc_passes(backend: str) -> Any:
+    """The functions of `kernels.tagc.reference` by "torch" or "triton": a module."""
+    return importlib.import_module(f"kernels.tagc.{'triton_passes' if backend == 'triton' else 'reference'}")

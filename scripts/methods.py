@@ -49,6 +49,7 @@ class Family:
 
 FAMILIES = {
     "topk": Family("top-k", ("density", "values")),
+    "tagc": Family("TAGC", ("density",)),
     "powersgd": Family("PowerSGD, rank", ("rank",), ("start=0",)),
     # Between two refreshes, which are dense steps.
     "radius": Family("radius", ("density",), ("start=0", "interval=16"), 16, measured={"interval": 1_000_000}),

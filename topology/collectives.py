@@ -126,6 +126,17 @@ class ReplicaCollectives(ABC):
         messages = torch.empty(self.replicas, message.numel(), dtype=torch.uint8, device=own.device)
         return self.all_gather(messages.view(-1), message, kind), messages
 
+    def all_or(self, bits: Tensor, kind: str = "mask") -> Handle:
+        """Starts the union over replicas of packed bits, uint8 (b,), in place, level by level.
+
+        b: a multiple of 4 * replicas. It sends what an all-reduce of b / 4 FP32 entries does.
+        """
+        if self.replicas == 1 or bits.numel() == 0:
+            return Handle()
+        assert bits.numel() % (4 * self.replicas) == 0
+        self._count(kind, reduce_bytes(bits.numel() // 4, self.rings))
+        return self._unite(bits)
+
     def reduced_bytes(self, entries: int, codec: Codec | None = None) -> float:
         """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
         if self.replicas == 1:
@@ -165,6 +176,10 @@ class ReplicaCollectives(ABC):
     @abstractmethod
     def _gather(self, output: Tensor, own: Tensor) -> Handle:
         """output = `own` of all replicas."""
+
+    @abstractmethod
+    def _unite(self, bits: Tensor) -> Handle:
+        """bits = what any replica has set."""
 
     # ------------------------------------------------- whether replicas are what they should be; not counted
 

@@ -52,6 +52,17 @@ class InProcessCollectives(ReplicaCollectives):
         parts = self._meet(own.clone(), list)
         return Handle(lambda: torch.cat(parts, out=output))
 
+    def _unite(self, bits: Tensor) -> Handle:
+        def unite(maps: list[Tensor]) -> None:
+            found, *others = maps
+            for other in others:
+                found |= other
+            for other in others:
+                other.copy_(found)
+
+        self._meet(bits, unite)
+        return Handle()
+
     @property
     def twins(self) -> tuple[list[int], int]:
         return list(range(self.replicas)), self.replica

@@ -23,6 +23,7 @@ from topology.stages import (
     reduce_scatter_into,
     scatter_,
     scatter_coded,
+    unite_,
 )
 from topology.traffic import REPLICATE
 
@@ -69,6 +70,9 @@ class ProcessGroupCollectives(ReplicaCollectives):
         if len(self.rings) == 1:
             return Handle(all_gather_into(output, own, group=self.groups.replicate, async_op=True).wait)
         return self._start(lambda groups: gather_(output, own, groups), output.device)
+
+    def _unite(self, bits: Tensor) -> Handle:
+        return self._start(lambda groups: unite_(bits, groups), bits.device)
 
     def _start(self, exchange: Callable[[list[Group]], None], device: torch.device) -> Handle:
         """Runs `exchange(groups)` in the next lane; here and now where there is none."""

@@ -117,6 +117,22 @@ def _sum_coded(x: Tensor, out: Tensor, ring: Ring, group: ProcessGroup, codec: C
     codec.add_up(received, out)
 
 
+def unite_(bits: Tensor, groups: Sequence[Group]) -> None:
+    """bits, uint8 (b,): what any replica has set of packed bits, in place. No backend of GPUs knows this reduction.
+
+    b: a multiple of the number of replicas. groups: the rings and their process groups, from the inside out.
+    """
+    (ring, group), outer = groups[0], groups[1:]
+    received = torch.empty_like(bits)
+    dist.all_to_all_single(received, bits, group=group)
+    own = bits.view(ring.size, -1)[ring.place]
+    for one in received.view(ring.size, -1):
+        own |= one
+    if outer:
+        unite_(own, outer)
+    all_gather_into(bits, own, group=group)
+
+
 def gather_(output: Tensor, own: Tensor, groups: Sequence[Group]) -> None:
     """output = `own` (b,) of all replicas, (replicas * b,), in the order of `place_of`.
 

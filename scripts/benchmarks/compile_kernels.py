@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels import TRITON_DTYPES, block_code
+from kernels import TRITON_DTYPES, block_code, tagc_passes
 from kernels.codec.formats import FORMATS
 from kernels.common import launching
 from kernels.common.rates import Rates
@@ -38,6 +38,7 @@ from kernels.scape.triton_passes import TritonPasses
 from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import Owner, Replicated
 from kernels.scape.visits import Staleness
+from kernels.tagc.sketch import Sketch
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
@@ -133,6 +134,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         yield lambda n=name: _codec_step(n, 128, torch.bfloat16)
         for block in () if quick else (32, 1024):
             yield lambda n=name, b=block: _codec_step(n, b, torch.float32)
+    yield _tagc_step
 
 
 def _scape_step(
@@ -206,6 +208,16 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
     messages = code.encode(x, torch.empty_like(x))
     code.decode(messages, x)
     code.add_up(messages, x[0])
+
+
+def _tagc_step() -> None:
+    passes, x, sketch = tagc_passes("triton"), torch.zeros(4096), Sketch.of(4, 1.0, torch.device("cpu"))
+    bits, packed, cells = passes.select(x, 102), torch.zeros(2, 4, 204), torch.zeros(sketch.rows, 1024)
+    passes.pack(x, bits, bits, 204, packed[0])
+    passes.expand(packed, bits, x)
+    passes.fold(x, bits, sketch, cells)
+    passes.solvable(bits, sketch)
+    passes.unfold(cells, bits, sketch, True, x)
 
 
 def compile_one(

@@ -182,6 +182,9 @@ def test_the_methods_of_the_readme() -> None:
     topk, powersgd = PlannedMethod("topk", 0.01), PlannedMethod("powersgd", rank=4)
     assert f"{share(topk, 4):.1f} / {share(topk, 16):.1f} % at density 0.01" in rows["topk"]
     assert f"| {held(topk, 4):.1f} / {held(topk, 16):.1f} |" in rows["topk"]
+    tagc = PlannedMethod("tagc", 0.0125)
+    assert f"{share(tagc, 4):.1f} / {share(tagc, 16):.1f} % at density 0.0125" in rows["tagc"]
+    assert f"| {held(tagc, 4):.1f} / {held(tagc, 16):.1f} |" in rows["tagc"]
     assert f"{share(powersgd, 4):.2f} % at rank 4" in rows["powersgd"]
     assert f"| {held(powersgd, 16):.1f} |" in rows["powersgd"]
     radius = PlannedMethod("radius", 0.4, selection="tensor")

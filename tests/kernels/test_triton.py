@@ -22,6 +22,7 @@ from kernels.scape.passes import pack_all, update_all
 from kernels.scape.step import Plan, Step
 from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import Replicated
+from kernels.tagc import triton_kernels as tagc_kernels
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,15 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     NVIDIA registers suffice."""
     run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
-    device_code = [codec_kernels, dense_kernels, triton_kernels, triton_masks, triton_owner, triton_select]
+    device_code = [
+        codec_kernels,
+        dense_kernels,
+        tagc_kernels,
+        triton_kernels,
+        triton_masks,
+        triton_owner,
+        triton_select,
+    ]
     written = {name for module in device_code for name in vars(module) if name.endswith("_kernel")}
     for target in ("cuda:90", "hip:gfx90a"):
         assert {row["kernel"] for row in rows if row["target"] == target} == written

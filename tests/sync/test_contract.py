@@ -52,6 +52,7 @@ CASES = [
     Case("topk", {"density": 0.1, "block_size": 16, "start": 2, "dense_names": ["p0"]}, {"start": STEPS}, begins=2),
     Case("topk", {"density": 0.1, "selection": "tile", "values": "2bit"}, dense={"density": 1.0}),
     Case("topk", {"density": 0.1, "block_size": 64, "values": "e2m1"}, dense={"density": 1.0}),
+    Case("tagc", {"density": 0.1}, dense={"density": 1.0}),
     Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
     Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
     Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),

@@ -323,3 +323,24 @@ def test_sizes_that_no_level_divides(shape: str, name: str, pool4: Pool) -> None
             torch.testing.assert_close(result[i], expected)
             assert torch.equal(result[i], results[0][i])
             assert codec is None or torch.equal(result[i], expected)
+
+
+def united(shape: str) -> tuple[torch.Tensor, dict[str, float], float]:
+    ours = collectives(shape)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    bits = torch.randint(0, 256, (48,), dtype=torch.uint8, generator=generator)
+    ours.all_or(bits, kind="index").wait()
+    return bits, by_level(ours.traffic, "index"), ours.reduced_bytes(12)
+
+
+@pytest.mark.parametrize("shape", ["one", "nodes"])
+def test_bits_that_any_replica_has_set(shape: str, pool4: Pool) -> None:
+    """On all of them; it sends what an all-reduce of as many bytes does."""
+    own = [
+        torch.randint(0, 256, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+        for rank in range(4)
+    ]
+    expected = own[0] | own[1] | own[2] | own[3]
+    for bits, sent, planned in pool4(united, shape):
+        assert torch.equal(bits, expected) and sum(sent.values()) == planned == 72.0
+        assert sent["network"] == (72.0 if shape == "one" else 24.0)

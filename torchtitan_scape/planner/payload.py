@@ -7,10 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kernels.codec.formats import BLOCK, FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout, entries_per_block, offset_bytes
 from kernels.scape.ownership import Ownership
+from kernels.tagc.formats import BLOCK as TAGC_BLOCK
+from kernels.tagc.formats import bitmap_bytes, capacity, index_bytes, sends_offsets
 from topology.partition import chunk_sizes
 from topology.ring_bytes import MessageBytes
 from torchtitan_scape.planner.workloads import Shape
@@ -172,3 +175,23 @@ def topk_message_bytes(cuts: Sequence[Cut], density: float, values: str = "float
     size = topk_value_bytes([one.count(density) for one in cuts], values)
     size += sum(one.offset_bytes(density) for one in cuts)
     return -(-size // 16) * 16
+
+
+# ------------------------------------------------------------------------------------------------ TAGC
+
+
+def tagc_packed(shapes: Shapes, density: float, replicas: int) -> int:
+    """Entries that travel of what is compressed; none where all are sent whole."""
+    return 0 if density >= 1.0 else _tagc_blocks(shapes) * capacity(density, replicas)
+
+
+def tagc_index(shapes: Shapes, density: float, replicas: int) -> tuple[Literal["reduce", "gather"], int]:
+    """How their places travel, and own bytes of it."""
+    blocks = _tagc_blocks(shapes)
+    if sends_offsets(density, replicas):
+        return "gather", index_bytes(density, blocks)
+    return "reduce", bitmap_bytes(blocks, replicas)
+
+
+def _tagc_blocks(shapes: Shapes) -> int:
+    return sum(-(-math.prod(shape) // TAGC_BLOCK) for shape in shapes if len(shape) > 1)

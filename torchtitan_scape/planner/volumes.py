@@ -26,6 +26,8 @@ from torchtitan_scape.planner.payload import (
     mask_bytes,
     mask_counts,
     payload_entries,
+    tagc_index,
+    tagc_packed,
     topk_message_bytes,
     whole_sizes,
     width,
@@ -44,8 +46,8 @@ from torchtitan_scape.planner.workloads import Workload, local_shapes
 class Method:
     """Who synchronises the replicas, and how.
 
-    kind: "adamw", "adams" or "muon" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "radius" and "scape" (at
-        `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco",
+    kind: "adamw", "adams" or "muon" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "tagc", "radius" and
+        "scape" (at `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco",
         "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
     optimizer: of those in front of an optimizer, "adamw", "adams" or "muon".
     interval: of "radius", steps from one whole exchange to the next.
@@ -230,9 +232,11 @@ def _with_residual(
     kept: Callable[[Method, Shapes], int] | None = None,
     masks: float = 0.0,
     overlaps: bool = False,
+    packed: Callable[[Method, Shapes, int], int] | None = None,
 ) -> Volumes:
     """Of a method that keeps what it did not send, of `kept` entries, by default of all that it compresses. Bytes a
-    parameter: moved, besides the optimizer's own passes; masks, of what is compressed."""
+    parameter: moved, besides the optimizer's own passes; masks, of what is compressed. packed: entries that
+    are reduced in a buffer of their own."""
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
         return 0.0, moved(method) * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
@@ -245,7 +249,8 @@ def _with_residual(
         kinds |= {"masks": masks * compressed} if masks else {}
         # What replicas send of their own is with all of them at once.
         gathered = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
-        return kinds | ({"messages": replicas * gathered} if gathered else {})
+        held = replicas * gathered + (4.0 * packed(method, shapes, replicas) if packed else 0.0)
+        return kinds | ({"messages": held} if held else {})
 
     def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         kinds = memory(method, shapes, replicas)
@@ -267,6 +272,15 @@ def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messag
     whole = 4.0 * sum(_left_whole(method, shapes))
     gathered = Message("gather", topk_message_bytes(cuts, method.density, method.values))
     return [gathered, Message("reduce", whole)] if whole else [gathered]
+
+
+def _tagc_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+    """Where the entries are, and as many as a union of all choices may have."""
+    if method.density >= 1.0:
+        return [Message("reduce", 4.0 * entries_of(shapes))]
+    index = Message(*tagc_index(shapes, method.density, replicas))
+    packed = tagc_packed(shapes, method.density, replicas) + sum(whole_sizes(shapes))
+    return [index, Message("reduce", 4.0 * packed)]
 
 
 def _left_whole(method: Method, shapes: Shapes) -> list[int]:
@@ -370,6 +384,7 @@ def _sparseloco_messages(method: Method, shapes: Shapes, replicas: int) -> list[
 
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
 # casts there and back, 12 more. Top-k: 12 for the residual added, 4 to select, 8 for what is kept and 4 for the mean.
+# TAGC: 12 for the residual added, 4 to select, 8 to pack, 8 for what is kept and 4 for the mean.
 # PowerSGD: 36 for the error added, two products, the approximation and the error kept; its products are thin enough for
 # memory to be the limit. Quantized: 16 for chunks filled and emptied, 8 to scale them, 8 to code and decode; with error
 # feedback 12 for the residual added and 16 for what the code loses. What an owner does is of n/N entries and left out.
@@ -384,6 +399,13 @@ VOLUMES: dict[str, Volumes] = {
         lambda method: TOPK_MOVED,
         "density",
         {"density": "density", "selection": "selection", "block_size": "block", "values": "values"},
+    ),
+    "tagc": _with_residual(
+        _tagc_messages,
+        lambda method: 36.0,
+        "density",
+        {"density": "density"},
+        packed=lambda method, shapes, replicas: tagc_packed(shapes, method.density, replicas),
     ),
     "powersgd": _with_residual(_powersgd_messages, lambda method: 36.0, "rank", {"rank": "rank"}),
     "radius": _with_residual(

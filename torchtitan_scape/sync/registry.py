@@ -17,6 +17,7 @@ from torchtitan_scape.sync.scape.loading import incoming_from_scape
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.sparseloco import Sparseloco, SparselocoOptions
 from torchtitan_scape.sync.streaming_diloco import StreamingDiloco, StreamingDilocoOptions
+from torchtitan_scape.sync.tagc import Tagc, TagcOptions
 from torchtitan_scape.sync.topk import Topk, TopkOptions
 
 
@@ -52,6 +53,7 @@ METHODS = {
     "dense": Entry(DenseOptions, ANY, Dense, adds_up=True),
     "scape": Entry(ScapeOptions, ("AdamS",), optimizer=make_scape, incoming=incoming_from_scape),
     "topk": Entry(TopkOptions, ANY, Topk),
+    "tagc": Entry(TagcOptions, ANY, Tagc),
     "powersgd": Entry(PowersgdOptions, ANY, Powersgd),
     "radius": Entry(RadiusOptions, ("AdamW", "AdamS"), Radius),
     "quantized": Entry(QuantizedOptions, ANY, Quantized),

@@ -1,0 +1,65 @@
+"""TAGC's passes in Triton against the torch twin, bit for bit, on any device."""
+
+import torch
+from torch import Tensor
+
+from kernels import tagc_passes
+from kernels.tagc import reference, triton_passes
+from kernels.tagc.formats import BLOCK
+from kernels.tagc.index import unite
+from kernels.tagc.sketch import Sketch
+
+
+def values(n: int, seed: int, ties: bool = False) -> Tensor:
+    """FP32 (n,) of many sizes; or small integers, whose sums are exact and of which many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    if ties:
+        return torch.randint(-3, 4, (n,), generator=generator).float()
+    return torch.randn(n, generator=generator) * torch.randint(-9, 9, (n,), generator=generator).float().exp2()
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def check_packed(n: int, k: int, ties: bool, device: str = "cpu") -> None:
+    """Selecting, packing all or the own choice, expanding what two ranks sent."""
+    twin, kernels = tagc_passes("torch"), tagc_passes("triton")
+    blocks = -(-n // BLOCK)
+    given = [values(n, seed, ties).to(device) for seed in (0, 1)]
+    own = [twin.select(x, k) for x in given]
+    assert all(torch.equal(kernels.select(x, k), bits) for x, bits in zip(given, own, strict=True))
+    index = unite(torch.stack(own))
+    for capacity in (2 * k, k):  # there may be less room than the index needs
+        packed = torch.full((2, 2, blocks, capacity), torch.nan, device=device)
+        for rank, x in enumerate(given):
+            left = [x.clone(), x.clone()]
+            for passes, x_left, out in zip((twin, kernels), left, packed[:, rank], strict=True):
+                passes.pack(x_left, index, own[rank] if rank else index, capacity, out)
+            assert same(*left)
+        assert same(*packed)
+        sums = [torch.full((n,), torch.nan, device=device) for _ in range(2)]
+        twin.expand(packed[0], index, sums[0])
+        kernels.expand(packed[0], index, sums[1])
+        assert same(*sums)
+
+
+def check_sketch(blocks: int, ratio: float, k: int, rounds: int, device: str = "cpu") -> None:
+    """Folding, which entries will be found, unfolding with and without estimates."""
+    twin, kernels = tagc_passes("torch"), tagc_passes("triton")
+    sketch, x = Sketch.of(blocks, ratio, torch.device(device)), values(blocks * BLOCK, 2).to(device)
+    bits = twin.select(x, k)
+    before, reference.ROUNDS, triton_passes.ROUNDS = reference.ROUNDS, rounds, rounds
+    try:
+        assert torch.equal(twin.solvable(bits, sketch), kernels.solvable(bits, sketch))
+        cells = [torch.full((sketch.rows, BLOCK), torch.nan, device=device) for _ in range(2)]
+        for passes, one in zip((twin, kernels), cells, strict=True):
+            passes.fold(x, bits, sketch, one)
+        assert same(*cells)
+        for estimate in (False, True):
+            found = [torch.full_like(x, torch.nan) for _ in range(2)]
+            for passes, one in zip((twin, kernels), found, strict=True):
+                passes.unfold(cells[0].clone(), bits, sketch, estimate, one)
+            assert same(*found)
+    finally:
+        reference.ROUNDS = triton_passes.ROUNDS = before

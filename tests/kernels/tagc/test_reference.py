@@ -1,0 +1,217 @@
+"""What TAGC's passes promise, of several ranks in one process, against plain forms of the same."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.scape.reference import pack_bits, unpack_bits
+from kernels.tagc import formats, reference
+from kernels.tagc.formats import BLOCK
+from kernels.tagc.index import (
+    THRESHOLDS,
+    from_nibbles,
+    select_above,
+    sum_bytes,
+    to_nibbles,
+    to_offsets,
+    unite,
+    unite_offsets,
+)
+from kernels.tagc.sketch import Sketch, murmur3
+from tests.kernels.tagc.checks import values
+
+
+def bools(bits: Tensor, n: int) -> list[bool]:
+    return unpack_bits(bits, n).tolist()
+
+
+def chosen(x: Tensor, k: int) -> list[bool]:
+    """The k largest of every block, ties to the lower index; zeros fill the last block."""
+    found = [False] * (-(-x.numel() // BLOCK) * BLOCK)
+    padded = x.abs().tolist() + [0.0] * (len(found) - x.numel())
+    for first in range(0, len(found), BLOCK):
+        order = sorted(range(first, first + BLOCK), key=lambda i: (-padded[i], i))
+        for i in order[:k]:
+            found[i] = True
+    return found
+
+
+def in_rank_order(tensors: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(tensors[0])
+    for one in tensors:
+        total += one
+    return total
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_largest_of_every_block_are_selected(ties: bool) -> None:
+    x = values(BLOCK + 300, 0, ties)
+    for k in (1, 102, 400, BLOCK):
+        assert bools(reference.select(x, k), 2 * BLOCK) == chosen(x, k)
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize(("ranks", "n", "k"), [(1, 100, 3), (3, 2 * BLOCK + 77, 51), (4, BLOCK, 300)])
+def test_what_is_sent_and_what_is_left_are_what_was_there(ranks: int, n: int, k: int, fill: bool) -> None:
+    """On every rank, and the owner has the sum of what was sent: to the last bit."""
+    given = [values(n, seed) for seed in range(ranks)]
+    own = [reference.select(x, k) for x in given]
+    index, room = unite(torch.stack(own)), formats.capacity(k / BLOCK, ranks)
+    union = torch.tensor([any(choices) for choices in zip(*(chosen(x, k) for x in given), strict=True)])[:n]
+    assert torch.equal(unpack_bits(index, n), union)
+    packed, sent = torch.empty(ranks, -(-n // BLOCK), room), []
+    for x, choice, out in zip(given, own, packed, strict=True):
+        left = x.clone()
+        reference.pack(left, index, index if fill else choice, room, out)
+        travels = union if fill else union & unpack_bits(choice, n)
+        sent.append(torch.where(travels, x, 0.0))
+        assert torch.equal(sent[-1] + left, x) and not left[travels].any()
+    found = torch.empty(n)
+    reference.expand(packed, index, found)
+    assert torch.equal(found, in_rank_order(sent))
+
+
+def test_all_entries_are_dense() -> None:
+    given = [values(BLOCK + 10, seed) for seed in range(3)]
+    index = unite(torch.stack([reference.select(x, BLOCK) for x in given]))
+    packed = torch.empty(3, 2, formats.capacity(1.0, 3))
+    for x, out in zip(given, packed, strict=True):
+        left = x.clone()
+        reference.pack(left, index, index, BLOCK, out)
+        assert not left.any()
+    found = torch.empty(BLOCK + 10)
+    reference.expand(packed, index, found)
+    assert torch.equal(found, in_rank_order(given))
+
+
+@pytest.mark.parametrize("k", [13, 205])
+def test_the_index_is_the_union_of_all_choices(k: int) -> None:
+    """As bits, as offsets, as counts of four bits; the published sum of bytes loses and makes up entries."""
+    own = torch.stack([reference.select(values(8 * BLOCK, seed), k) for seed in range(3)])
+    union = torch.stack([unpack_bits(bits, 8 * BLOCK) for bits in own]).any(0)
+    coded = torch.stack([to_offsets(bits, k) for bits in own])
+    assert coded.shape[1] == formats.index_bytes(k / BLOCK, 8)
+    counted = from_nibbles(sum_bytes(torch.stack([to_nibbles(bits) for bits in own])))
+    for index in (unite(own), unite_offsets(coded, 8, k), counted):
+        assert torch.equal(unpack_bits(index, 8 * BLOCK), union)
+    summed = unpack_bits(sum_bytes(own), 8 * BLOCK)
+    assert (union & ~summed).any() and (summed & ~union).any()
+
+
+def test_offsets_are_sent_where_they_are_shorter() -> None:
+    """Of 1024 bits 102 take 67 bytes in offsets: less than both ways of 128 of them from two or three ranks."""
+    assert [formats.sends_offsets(0.1, ranks) for ranks in (2, 3, 4)] == [True, True, False]
+    assert [formats.sends_offsets(0.0125, ranks) for ranks in (2, 18, 19)] == [True, True, False]
+    assert formats.capacity(0.1, 2) == 204 and formats.capacity(0.1, 11) == BLOCK
+    assert formats.bitmap_bytes(3, 5) == 400 and formats.index_bytes(0.1, 3) == 3 * 67
+
+
+# ---------------------------------------------------------------------------------------------------- the sketch
+
+
+def test_hashes_are_murmur3() -> None:
+    keys = torch.tensor([0, 0x87654321])
+    assert murmur3(keys, 0).tolist() == [0x2362F9DE, 0xF55B516B]
+    assert murmur3(keys[1:], 0x5082EDEE).tolist() == [0x2362F9DE]
+
+
+@pytest.mark.parametrize("blocks", [1, 40])
+def test_a_block_has_three_rows_and_rows_know_their_blocks(blocks: int) -> None:
+    sketch = Sketch.of(blocks, 4.0, torch.device("cpu"))
+    assert sketch.rows == max(3, -(-blocks // 4))
+    expected: list[list[int]] = [[] for _ in range(sketch.rows)]
+    for block in range(blocks):
+        rows = sketch.places[:, block].tolist()
+        assert len(set(rows)) == 3
+        for row, sign in zip(rows, sketch.signs[:, block].tolist(), strict=True):
+            expected[row].append(int(sign) * (block + 1))
+    assert [[m for m in row if m] for row in sketch.members.tolist()] == expected
+
+
+def peeled(bits: Tensor, sketch: Sketch) -> Tensor:
+    """Which entries come out, lane by lane, one at a time: the order does not matter."""
+    there = unpack_bits(bits, 8 * bits.numel()).view(-1, BLOCK)
+    found = torch.zeros_like(there)
+    for lane in range(BLOCK):
+        left = set(there[:, lane].nonzero().view(-1).tolist())
+        while True:
+            rows = [row for block in left for row in sketch.places[:, block].tolist()]
+            alone = [block for block in left if any(rows.count(row) == 1 for row in sketch.places[:, block].tolist())]
+            if not alone:
+                break
+            left.remove(alone[0])
+            found[alone[0], lane] = True
+    return found
+
+
+@pytest.mark.parametrize(("k", "ratio"), [(40, 2.0), (300, 2.0), (700, 1.0), (1024, 1.0)])
+def test_what_a_sketch_cannot_tell_is_known_beforehand(k: int, ratio: float) -> None:
+    """Left out, the rest arrives: nothing is lost, however full the sketch is."""
+    blocks, ranks = 9, 2
+    sketch, given = Sketch.of(blocks, ratio, torch.device("cpu")), [values(blocks * BLOCK, s, True) for s in (0, 1)]
+    index = unite(torch.stack([reference.select(x, k) for x in given]))
+    will = reference.solvable(index, sketch)
+    assert torch.equal(unpack_bits(will, blocks * BLOCK).view(-1, BLOCK), peeled(index, sketch))
+    cells = torch.empty(ranks, sketch.rows, BLOCK)
+    for x, one in zip(given, cells, strict=True):
+        reference.fold(x, will, sketch, one)
+    found = torch.empty(blocks * BLOCK)
+    reference.unfold(in_rank_order(list(cells)), will, sketch, False, found)
+    sent = [torch.where(unpack_bits(will, x.numel()), x, 0.0) for x in given]
+    assert torch.equal(found, in_rank_order(sent))  # they are integers
+
+
+def test_a_sketch_is_lossless_where_it_says_so() -> None:
+    """Two ranks, 512 blocks, half an entry a cell: every entry of the union comes out, up to rounding."""
+    sketch = Sketch.of(512, 2.0, torch.device("cpu"))
+    given = [values(512 * BLOCK, seed) for seed in (0, 1)]
+    index = unite(torch.stack([reference.select(x, 130) for x in given]))
+    assert torch.equal(reference.solvable(index, sketch), index)
+    cells = torch.zeros(sketch.rows, BLOCK)
+    for x in given:
+        one = torch.empty_like(cells)
+        reference.fold(x, index, sketch, one)
+        cells += one
+    found = torch.empty(512 * BLOCK)
+    reference.unfold(cells, index, sketch, False, found)
+    sums = torch.where(unpack_bits(index, found.numel()), given[0] + given[1], 0.0)
+    assert float((found - sums).norm() / sums.norm()) < 1e-6
+    assert float((found == sums).float().mean()) > 0.9
+
+
+def test_what_one_sketch_keeps_the_next_finds() -> None:
+    """Few rows: entries whose cells are no one's alone would wait for ever in the same sketch."""
+    left = pack_bits(torch.rand(64 * BLOCK, generator=torch.Generator().manual_seed(0)) < 0.05)
+    counts = []
+    for turn in range(4):
+        left = left & ~reference.solvable(left, Sketch.of(64, 10.0, torch.device("cpu"), turn))
+        counts.append(int(unpack_bits(left, 64 * BLOCK).sum()))
+    assert counts[0] > 1000 and all(2 * later < before for before, later in itertools.pairwise(counts))
+
+
+def test_the_published_estimate_is_the_median_of_three_cells() -> None:
+    blocks = 12
+    sketch, x = Sketch.of(blocks, 2.0, torch.device("cpu")), values(blocks * BLOCK, 3)
+    index = pack_bits(torch.ones(blocks * BLOCK, dtype=torch.bool))
+    assert not reference.solvable(index, sketch).any()  # each cell has several
+    cells, found = torch.empty(sketch.rows, BLOCK), torch.empty(blocks * BLOCK)
+    reference.fold(x, index, sketch, cells)
+    told = torch.stack([cells[rows.long()] * signs for rows, signs in sketch.each_hash()])
+    reference.unfold(cells.clone(), index, sketch, True, found)
+    assert torch.equal(found.view(-1, BLOCK), told.median(0).values)
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.9875])
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e4])
+def test_a_threshold_of_the_table_leaves_less_than_the_sparsity(sparsity: float, scale: float) -> None:
+    x = values(2 * BLOCK, 4) * scale
+    x[5] = 0.0
+    below = [float((x.abs() < torch.tensor(t)).float().mean()) for t in THRESHOLDS]
+    fitting = [t for t, share in zip(THRESHOLDS, below, strict=True) if share < sparsity]
+    expected = x.abs() >= torch.tensor(fitting[-1]) if fitting else x != 0
+    assert torch.equal(unpack_bits(select_above(x, sparsity), x.numel()), expected)
