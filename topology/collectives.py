@@ -20,8 +20,9 @@ from topology.codecs import Codec
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
 from topology.partition import CHUNK_ENTRIES
+from topology.primitives import all_gather_into
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
-from topology.stages import all_gather_into, place_of
+from topology.stages import place_of
 from topology.traffic import REPLICATE, SHARD, Traffic
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from topology.circles import Circle
 from topology.layout import Layout, Tier
 
 # Exchanges of several stages that may be in flight at once: while one is on the network the next is inside the node.
@@ -89,6 +90,58 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
 def build_tier_groups(tiers: Sequence[Tier], timeout: timedelta) -> list[ProcessGroup | None]:
     """This rank's group at every tier, None where it is in none. A collective call."""
     return [_own_group(tier.rings, timeout) for tier in tiers]
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The ranks among which FSDP2 shards a replica, as its stand-ins meet; in FSDP's order, which goes node by node.
+
+    whole: all of them, in nobody's group: FSDP2's own collectives are counted by it.
+    gathers, reductions: what gathers and reductions go over, from the inside out: the ranks of a node, then those of
+        equal place across nodes; or all at once. A circle of one is left out. Groups of their own, as FSDP2 has a
+        stream for each; () where FSDP2's own collectives run.
+    """
+
+    whole: Circle
+    gathers: tuple[Circle, ...] = ()
+    reductions: tuple[Circle, ...] = ()
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return any(level == "network" for level, _ in self.whole.levels)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for circle in (*self.gathers, *self.reductions):
+            if circle.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, circle.group)
+
+
+def build_shard_groups(layout: Layout, timeout: timedelta, gather_hops: int = 0, reduce_hops: int = 0) -> ShardGroups:
+    """Builds this rank's groups of the shard axis. A collective call: every rank of the world must make it.
+
+    gather_hops, reduce_hops: 1 for all ranks at once, 2 for the nodes first, 0 for no group.
+    """
+    whole = Circle.of(layout.shard_group(dist.get_rank()), dist.get_rank(), None, layout)
+    gathers, reductions = (_circles(layout, hops, timeout) if hops else () for hops in (gather_hops, reduce_hops))
+    return ShardGroups(whole, gathers, reductions)
+
+
+def _circles(layout: Layout, hops: int, timeout: timedelta) -> tuple[Circle, ...]:
+    every = layout.shard_groups()
+    if hops == 1:
+        stages = [every]
+    else:
+        nodes = [layout.by_node(group) for group in every]
+        across = tuple(ranks for units in nodes for ranks in zip(*units, strict=True))
+        stages = [tuple(ranks for units in nodes for ranks in units), across]
+    rank = dist.get_rank()
+    found = []
+    for stage in stages:
+        group = _own_group(stage, timeout)
+        own = next(ranks for ranks in stage if rank in ranks)
+        if len(own) > 1:
+            found.append(Circle.of(own, rank, group, layout))
+    return tuple(found)
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], timeout: timedelta) -> ProcessGroup | None:

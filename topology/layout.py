@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from topology.machines import Level, Machine
 
@@ -52,18 +53,17 @@ class Layout:
         return rank // self.ranks_per_node
 
     @cached_property
-    def _groups(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    def _groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         by_shard: dict[tuple[int, ...], list[int]] = {}
         by_replica: dict[int, list[int]] = {}
+        by_slice: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank)
             replica = place.pop("replicate")
             by_shard.setdefault(tuple(place.values()), []).append(rank)
             by_replica.setdefault(replica, []).append(rank)
-        return (
-            tuple(sorted(tuple(ranks) for ranks in by_shard.values())),
-            tuple(sorted(tuple(ranks) for ranks in by_replica.values())),
-        )
+            by_slice.setdefault((place["pipeline"], replica, place["tensor"]), []).append(rank)
+        return tuple(tuple(sorted(map(tuple, found.values()))) for found in (by_shard, by_replica, by_slice))
 
     def replicate_groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that hold the same parameters, each in replica order."""
@@ -78,6 +78,17 @@ class Layout:
 
     def model_group(self, rank: int) -> tuple[int, ...]:
         return next(ranks for ranks in self.model_groups() if rank in ranks)
+
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks among which FSDP2 shards parameters (shard x context), each in its order."""
+        return self._groups[2]
+
+    def shard_group(self, rank: int) -> tuple[int, ...]:
+        return next(ranks for ranks in self.shard_groups() if rank in ranks)
+
+    def by_node(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of a group node by node."""
+        return tuple(tuple(ranks) for _, ranks in groupby(group, self.node))
 
     def level(self, rank_a: int, rank_b: int) -> str:
         """The innermost level at which two ranks share a unit: what a byte between them crosses."""

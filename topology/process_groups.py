@@ -14,17 +14,8 @@ from topology.collectives import ReplicaCollectives, gathered_scalars, objects_o
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.lanes import Handle, Lane
-from topology.stages import (
-    Group,
-    all_gather_into,
-    gather_,
-    reduce_,
-    reduce_coded,
-    reduce_scatter_into,
-    scatter_,
-    scatter_coded,
-    unite_,
-)
+from topology.primitives import all_gather_into, reduce_scatter_into
+from topology.stages import Group, gather_, reduce_, reduce_coded, scatter_, scatter_coded, unite_
 from topology.traffic import REPLICATE
 
 

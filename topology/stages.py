@@ -13,10 +13,7 @@ from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
 from topology.groups import Ring
-
-# torch 2.13 renamed the collectives and warns about the old names.
-all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from topology.primitives import all_gather_into, reduce_scatter_into
 
 Group = tuple[Ring, ProcessGroup]
 

@@ -13,9 +13,11 @@ class Traffic:
 
     axis: "replicate" for what replicas say to each other, "shard" for what the ranks of one replica do.
     input_bytes: size of the tensors that collectives were given.
-    sent: what this rank puts on the wire to its successor in the ring, 2 * (N-1)/N of the input bytes for an all-reduce
-        and (N-1) times for an all-gather (every known ring and tree algorithm of that optimal volume sends as much). It
-        is filed under the level of the link to that successor, so the sum over ranks is what crosses each kind of link.
+    sent: what this rank puts on the wire: to its successor in the ring, 2 * (N-1)/N of the input bytes for an
+        all-reduce and (N-1) times for an all-gather (every known ring and tree algorithm of that optimal volume sends
+        as much). It is filed under the level of the link to that successor, so the sum over ranks is what crosses each
+        kind of link. Where every rank has a part for every other, as on the shard axis, a part is filed under the link
+        to whom it is for.
     """
 
     calls: dict[Entry, int] = field(default_factory=lambda: defaultdict(int))
@@ -36,9 +38,10 @@ class Traffic:
                 totals[level] += sent
         return dict(totals)
 
-    def sent_by_level_and_kind(self) -> dict[tuple[str, str], float]:
-        """The same by link level and kind, of both axes."""
+    def sent_by_level_and_kind(self, axis: str | None = None) -> dict[tuple[str, str], float]:
+        """The same by link level and kind."""
         totals: dict[tuple[str, str], float] = defaultdict(float)
-        for (_, level, kind), sent in self.sent.items():
-            totals[level, kind] += sent
+        for (of, level, kind), sent in self.sent.items():
+            if axis in (None, of):
+                totals[level, kind] += sent
         return dict(totals)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import parallelize_llama
 
-from topology.groups import ReplicaGroups
+from topology.groups import ReplicaGroups, ShardGroups
 from torchtitan_scape.config.job_config import JobConfig
 
 
@@ -23,6 +23,7 @@ class ReplicaParallelDims(ParallelDims):
     """
 
     groups: ReplicaGroups | None = None
+    shard_groups: ShardGroups | None = None
     bare: bool = False
 
     def _mesh_exist(self, name: str, degree: int) -> bool:

@@ -53,6 +53,7 @@ from torchtitan_scape.report.stragglers import timed_token_count  # noqa: E402
 from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E402
 from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa: E402
 from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
+from torchtitan_scape.sharding.build import groups_for  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
 from torchtitan_scape.sync.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
@@ -80,6 +81,7 @@ class ScapeTrainer(Trainer):
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
         check_layout(job_config.optimizer.name, self.layout)
+        job_config.sharding.check(self.layout)
         self.simulated = job_config.topology.simulate_replicas
         if self.simulated > 1 and job_config.training.global_batch_size < 0:
             readers = self.layout.shard * self.simulated
@@ -126,8 +128,8 @@ class ScapeTrainer(Trainer):
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
         logger.info(self.described)
-        if not layout.shard_axis_inside_node:
-            logger.warning("the shard axis crosses nodes: FSDP's dense collectives will run over the network")
+        for line in config.sharding.remarks(layout, config.validation.enable):
+            logger.warning(line)
         parallel_dims = ReplicaParallelDims(
             dp_replicate=layout.replicate,
             dp_shard=layout.shard,
@@ -143,6 +145,7 @@ class ScapeTrainer(Trainer):
                 hierarchical=config.topology.exchange == "hierarchical",
                 staged=options_of(config.sync).stages_one_ring(),
             ),
+            shard_groups=groups_for(config.sharding, layout, timedelta(seconds=config.comm.init_timeout_seconds)),
         )
         # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.
         parallel_dims.build_mesh()
@@ -178,8 +181,11 @@ class ScapeTrainer(Trainer):
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         if self._micro_batches == 0 and self.checkpointer.enable:
             self.checkpointer.restore_random()
+        number = self._micro_batches % self.gradient_accumulation_steps
         self._micro_batches += 1
-        if self._micro_batches % self.gradient_accumulation_steps == 0:
+        last = number + 1 == self.gradient_accumulation_steps
+        self.optimizers.sharding.before_micro_batch(self.step, number, last)
+        if last:
             self.optimizers.before_last_backward()
         with self.optimizers.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
@@ -221,6 +227,7 @@ class ScapeTrainer(Trainer):
             # TorchTitan shortens its own groups' timeout after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.optimizers.collectives.groups.set_timeout(timeout)
+            self.optimizers.sharding.set_timeout(timeout)
             if self.step > 1:  # a resumed run has no step 1, after which TorchTitan does this
                 dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(self._a_step_follows())
@@ -245,7 +252,7 @@ class ScapeTrainer(Trainer):
     def _model_shown(self) -> Iterator[None]:
         """What is to be validated, and exported, in the model."""
         self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
-        with self.optimizers.model_shown():
+        with self.optimizers.sharding.uncounted(), self.optimizers.model_shown():
             yield
 
     def _check_replicas(self) -> None:

@@ -5,7 +5,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from kernels.codec.formats import BLOCK, FORMATS, message_bytes
+from kernels.codec.formats import BLOCK, FORMATS, STOCHASTIC, TURN, message_bytes
 
 _PASSES = {"torch": "reference", "triton": "triton_passes"}
 
@@ -43,10 +43,25 @@ class BlockCode:
             raise ValueError(f"{m} entries in blocks of {self.unit}; fill them up with zeros to whole blocks")
         return message_bytes(self.name, m, self.unit, self.scale.itemsize)
 
-    def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
-        """uint8 (rows, bytes_of(m)) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
+    def encode(self, x: Tensor, error: Tensor | None = None, key: int | None = None) -> Tensor:
+        """uint8 (rows, bytes_of(m)) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded.
+
+        key: 0 to 2^63 - 1, rounds up or down with a chance that leaves the mean where it is, by this key and an entry's
+            place in x; None rounds to nearest. ValueError for a code whose levels are not whole multiples of its scale.
+        """
         self.bytes_of(x.shape[1])
-        return self._passes.encode(x, self.name, self.unit, self.scale, error)
+        if key is not None and self.name not in STOCHASTIC:
+            raise ValueError(f"{self.name!r} is not rounded stochastically; {' and '.join(STOCHASTIC)} are")
+        return self._passes.encode(x, self.name, self.unit, self.scale, error, key)
+
+    def turn(self, x: Tensor) -> None:
+        """x, FP32, contiguous, becomes H x / sqrt(32), 32 entries at a time (Hadamard); a second turn takes it back.
+
+        ValueError for a number of entries that is no multiple of 32.
+        """
+        if x.numel() % TURN:
+            raise ValueError(f"{x.numel()} entries to turn; there must be a multiple of {TURN}")
+        self._passes.turn(x.view(-1))
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """out, FP32 (rows, m), becomes what the messages, uint8 (rows, bytes_of(m)), say."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 BLOCK = 128  # entries that share scales
+TURN = 32  # entries that a Hadamard matrix turns together
+STOCHASTIC = ("int8", "int4")  # what can be rounded so
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.codec.formats import FORMATS, Format, message_bytes
+from kernels.codec.rounding import turn as turn
+from kernels.codec.rounding import uniform
 
 # Blocks whose largest magnitude is below arrive as zeros (of signs): their scale's inverse would overflow.
 LEAST = 2.0**-100
@@ -28,8 +30,13 @@ WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 CHUNK = 1 << 17  # entries that a CPU has in its cache with what is made of them
 
 
-def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None) -> Tensor:
-    """uint8 (rows, message_bytes) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
+def encode(
+    x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None, key: int | None = None
+) -> Tensor:
+    """uint8 (rows, message_bytes) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded.
+
+    key: of stochastic rounding, by `rounding.uniform`; None rounds to nearest.
+    """
     form, (rows, m) = FORMATS[name], x.shape
     codes_end, scales_end = parts(form, m, block, scale)
     blocks, lost = x.reshape(-1, block), None if error is None else error.view(-1, block)
@@ -37,7 +44,8 @@ def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor |
     scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=x.device)
     for part in chunks_of(blocks):
         scales[part] = scales_of(blocks[part], form, scale)
-        packed[part] = pack(codes_of(blocks[part], scales[part], form), form).view(-1, packed.shape[1])
+        shift = None if key is None else uniform(key, (part.start or 0) * block, blocks[part])
+        packed[part] = pack(codes_of(blocks[part], scales[part], form, shift), form).view(-1, packed.shape[1])
         if lost is not None:
             torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=lost[part])
     size = message_bytes(name, m, block, scale.itemsize)
@@ -108,8 +116,8 @@ def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     return torch.where(largest.isfinite(), scales, torch.nan)
 
 
-def codes_of(blocks: Tensor, scales: Tensor, form: Format) -> Tensor:
-    """uint8 (blocks, block): the code of every entry."""
+def codes_of(blocks: Tensor, scales: Tensor, form: Format, shift: Tensor | None = None) -> Tensor:
+    """uint8 (blocks, block): the code of every entry. shift: in [0, 1), of the rounding; None rounds to nearest."""
     if form.largest is None:
         codes = torch.lt(blocks, 0.0, out=torch.empty_like(blocks))  # a CPU takes far longer for bool
         if form.name == "2bit":
@@ -119,6 +127,9 @@ def codes_of(blocks: Tensor, scales: Tensor, form: Format) -> Tensor:
         return codes.to(torch.int8).view(torch.uint8)
     unit = MAGNITUDES[form.name][1] / 2 if form.name in MAGNITUDES else 1.0
     ratio = blocks / torch.where(scales > 0, scales * unit, torch.inf)
+    if shift is not None:
+        assert form.largest is not None
+        ratio.nan_to_num_(0.0).add_(shift).floor_().clamp_(-form.largest, form.largest)
     if form.name not in MAGNITUDES:  # the scale is no less than the largest magnitude's share
         return ratio.round_().nan_to_num_(0.0).to(torch.int8).view(torch.uint8) & (2**form.bits - 1)
     # Ties are whole multiples of the first one, the unit. The sum is even on a multiple, odd between two.

@@ -104,8 +104,8 @@ def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constex
 
 
 @triton.jit
-def codes_of(x, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
-    """int32 [ROWS, WORDS, EACH]: the code of every entry."""
+def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr):
+    """int32 [ROWS, WORDS, EACH]: the code of every entry. shift: as x, of the rounding; None rounds to nearest."""
     negative = (x < 0).to(tl.int32)
     if FORM == "1bit":
         codes = negative
@@ -126,6 +126,9 @@ def codes_of(x, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
             codes = (y > 0.125).to(tl.int32) + (y >= 0.375).to(tl.int32) + (y > 0.75).to(tl.int32)
             codes += (y >= 1.5).to(tl.int32) + (y > 3.0).to(tl.int32) + (y >= 6.0).to(tl.int32)
             codes = (codes + (y > 12.0).to(tl.int32)) | (negative << 3)
+        elif shift is not None:
+            level = tl.minimum(tl.maximum(tl.floor(ratio + shift), -LARGEST), LARGEST)
+            codes = level.to(tl.int32) & ((1 << BITS) - 1)
         else:
             # The scale is no less than the largest magnitude's share: no level is beyond the largest.
             codes = ((ratio + _ROUNDS).to(tl.int32, bitcast=True) - _ROUNDS_BITS) & ((1 << BITS) - 1)
@@ -245,7 +248,20 @@ def store_values(out, message, first, blocks, values, BLOCK: tl.constexpr, ROWS:
     tl.store(at, values, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["blocks", "size"])
+@triton.jit
+def uniform(key, first, ROWS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
+    """FP32 [ROWS, WORDS, EACH] of the entries from `first`, int64, on; as `rounding.uniform`."""
+    FOURS: tl.constexpr = EACH // 4
+    row, word = tl.arange(0, ROWS)[:, None, None], tl.arange(0, WORDS)[None, :, None]
+    counter = first // 4 + (row * WORDS + word) * FOURS + tl.arange(0, FOURS)[None, None, :]
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    first_word, second, third, fourth = tl.philox(key, low, high, zero, zero)
+    words = tl.join(tl.join(first_word, third), tl.join(second, fourth))
+    return (tl.reshape(words, (ROWS, WORDS, EACH)) >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit(do_not_specialize=["blocks", "size", "key"])
 def encode_kernel(
     x,
     words,
@@ -253,6 +269,7 @@ def encode_kernel(
     error,
     blocks,
     size,
+    key,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -260,10 +277,11 @@ def encode_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_ERROR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):
     """Rows of x to messages of `size` times 16 bytes, of `blocks` blocks each.
 
-    HAS_ERROR: x minus what is decoded goes to `error`.
+    HAS_ERROR: x minus what is decoded goes to `error`. STOCHASTIC: rounds by `key`.
     """
     EACH: tl.constexpr = 32 // BITS
     message, first = tile_of(blocks, ROWS)
@@ -273,7 +291,10 @@ def encode_kernel(
     start = (message * blocks + first) * BLOCK
     value = tl.load(x + start + entry, mask=inside[:, None, None], other=0.0)
     low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
-    codes = codes_of(value, low, high, FORM, BITS)
+    shift = None
+    if STOCHASTIC:
+        shift = uniform(key, start, ROWS, BLOCK // EACH, EACH)
+    codes = codes_of(value, low, high, shift, FORM, BITS, LARGEST)
     if HAS_ERROR:
         left = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
         tl.store(error + start + entry, left, mask=inside[:, None, None])
@@ -327,3 +348,16 @@ def add_up_kernel(
     for i in range(messages):
         total += decoded(words, scales, message + i, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     store_values(out, message, first, blocks, total, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=["turns"])
+def turn_kernel(x, turns, FACTOR: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr):
+    """As `rounding.turn`: of so many turns of TURN entries, ROWS to a program. A stage is neighbours' sums, then their
+    differences, so that after all five every entry is back in its place."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = x + row[:, None] * TURN + tl.arange(0, TURN)[None, :]
+    values = tl.load(at, mask=(row < turns)[:, None], other=0.0)
+    for _ in tl.static_range(5):
+        even, odd = tl.split(tl.reshape(values, (ROWS, TURN // 2, 2)))
+        values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (ROWS, TURN))
+    tl.store(at, values * FACTOR, mask=(row < turns)[:, None])

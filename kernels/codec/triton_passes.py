@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from kernels.codec import triton_kernels
-from kernels.codec.formats import FORMATS, message_bytes
+from kernels.codec.formats import FORMATS, TURN, message_bytes
 from kernels.common import launching
 from kernels.common.launching import aligned
 
 _TILE = 2048  # entries of a tile, and no fewer than a block has
 
 
-def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None) -> Tensor:
+def encode(
+    x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None, key: int | None = None
+) -> Tensor:
     """As `reference.encode`, of contiguous tensors."""
     assert x.is_contiguous() and (error is None or error.is_contiguous())
     rows, m = x.shape
@@ -25,9 +27,11 @@ def encode(x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor |
         (m // block, messages.shape[1] // 16),
         name,
         block,
+        (1 << 62 if key is None else key,),
         warps=4,
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
+        STOCHASTIC=key is not None,
     )
     return messages
 
@@ -48,6 +52,13 @@ def add_up(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
     _launch(triton_kernels.add_up_kernel, 1, (*_parts(messages, scale), out), sizes, name, block)
 
 
+def turn(x: Tensor) -> None:
+    """As `reference.turn`, of a contiguous tensor."""
+    turns, rows = x.numel() // TURN, _TILE // TURN
+    grid, factor = (-(-turns // rows),), float(torch.tensor(TURN**-0.5, dtype=torch.float32))
+    launching.launch(triton_kernels.turn_kernel, grid, x, turns, warps=4, FACTOR=factor, TURN=TURN, ROWS=rows)
+
+
 def _parts(messages: Tensor, scale: torch.dtype) -> tuple[Tensor, Tensor]:
     """The messages in words, int32, and in scales, int16 or int32."""
     flat = messages.reshape(-1)
@@ -63,16 +74,18 @@ def _launch(
     sizes: tuple[int, ...],
     name: str,
     block: int,
+    more: tuple[int, ...] = (),
     warps: int | None = None,
     **constants: Any,
 ) -> None:
-    """A program for every tile of every row; sizes[-2] are the blocks of a row."""
+    """A program for every tile of every row; sizes[-2] are the blocks of a row. more: numbers after the sizes."""
     form, per_tile = FORMATS[name], _TILE // block
     launching.launch(
         kernel,
         (rows * -(-sizes[-2] // per_tile),),
         *tensors,
         *sizes,
+        *more,
         warps=warps or min(4, _TILE * form.bits // 1024),  # no thread without a word
         FORM=name,
         BITS=form.bits,

@@ -26,7 +26,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels import TRITON_DTYPES, block_code, tagc_passes
-from kernels.codec.formats import FORMATS
+from kernels.codec.formats import FORMATS, STOCHASTIC
 from kernels.common import launching
 from kernels.common.rates import Rates
 from kernels.dense.triton_passes import Finite, TritonAdams
@@ -206,6 +206,9 @@ def _dense_step(dtype: torch.dtype) -> None:
 def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
     code, x = block_code("triton", name, block, scale), torch.zeros(2, 4 * block)
     messages = code.encode(x, torch.empty_like(x))
+    if name in STOCHASTIC:
+        code.encode(x, key=1 << 62)
+        code.turn(x)
     code.decode(messages, x)
     code.add_up(messages, x[0])
 

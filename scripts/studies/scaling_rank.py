@@ -37,7 +37,7 @@ from scripts.studies.scaling_peers import PEERS, unwrapped
 from topology.dry_run import DryRunCollectives
 from topology.groups import Ring
 from topology.lanes import Handle
-from topology.stages import all_gather_into
+from topology.primitives import all_gather_into
 from torchtitan_scape import train
 from torchtitan_scape.report.metrics import LEVELS
 from torchtitan_scape.sync.shards import local

@@ -14,4 +14,3 @@ def test_figures_have_the_unit_that_fits() -> None:
 def test_what_is_sent_is_put_beside_dense() -> None:
     assert sent_text({"node": 1e6, "network": 3e6}, 8e6) == "node 1.00 MB, network 3.00 MB (dense 8.00 MB, 2.0 x)"
     assert sent_text({}, 0.0) == "nothing (one replica)"
-    assert sent_text({"node": 12.0}, 0.0) == "node 12 B (one replica: scalars alone)"

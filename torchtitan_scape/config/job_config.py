@@ -10,6 +10,7 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
+from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sync.options import MethodOptions, Options
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.scape.options import ScapeOptions
@@ -140,10 +141,11 @@ class Data(Options):
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync], [topology] and [data], and more under [checkpoint]."""
+    """TorchTitan's configuration with [sync], [sharding], [topology] and [data], and more under [checkpoint]."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)
     data: Data = field(default_factory=Data)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)

@@ -7,6 +7,7 @@ import torch.nn as nn
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
+from kernels import choose
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica, SimulatedReplicas
@@ -17,6 +18,7 @@ from torchtitan_scape.optimizer.container import OwnStepOptimizers, ReplicaOptim
 from torchtitan_scape.optimizer.local import LocalOptimizers
 from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.parallelize import ReplicaParallelDims
+from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sync.registry import METHODS
 
 
@@ -42,6 +44,15 @@ def build_optimizers(
     )
     options = options_of(sync)
     replicas = _replicas(groups, job_config.topology.simulate_replicas, entry.adds_up)
+    assert parallel_dims.shard_groups is not None
+    sharding = build_sharding(
+        model_parts[0],
+        job_config.sharding,
+        parallel_dims.shard_groups,
+        replicas.all.traffic,
+        kernels=choose(sync.kernels, next(model_parts[0].parameters()).device),
+        seed=job_config.debug.seed or 0,
+    )
     optimizers: ReplicaOptimizers
     if entry.optimizer is not None:
         assert groups.layout is not None
@@ -61,6 +72,7 @@ def build_optimizers(
         method, steps = partial(entry.method, options=options), job_config.training.steps
         optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps, overlap=sync.overlap)
     optimizers.repairs = sync.on_inconsistency == "repair"
+    optimizers.sharding = sharding
     return optimizers
 
 

@@ -26,6 +26,7 @@ from torchtitan_scape.optimizer.clip import clip, norm_over_model, update
 from torchtitan_scape.optimizer.loading import load_synced
 from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.optimizer.rows import mean_of_rows, rows_of
+from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
@@ -43,6 +44,7 @@ class ReplicaOptimizers(OptimizersContainer):
 
     Attributes:
         replicas: those that this process plays.
+        sharding: what stands in for FSDP2's collectives.
         grad_norm: FP32 (), of the synchronised gradient over the model, before clipping.
         repairs: whether replicas that differ from the others are repaired.
     """
@@ -50,11 +52,13 @@ class ReplicaOptimizers(OptimizersContainer):
     replicas: Replicas
     timer: PhaseTimer
     guard: FiniteGuard
+    sharding: Sharding
     grad_norm: Tensor
     repairs = False
     _shards: list[Shard]
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        self.sharding = Sharding()
         self.model_parts = model_parts
         self.optimizers = [optimizer]
         self._collected: list[list[Tensor]] = []
@@ -118,6 +122,7 @@ class ReplicaOptimizers(OptimizersContainer):
 
     def model_loaded(self) -> None:
         """Takes the model's parameters, which have been loaded, for those of all."""
+        self.sharding.version.changed()
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -180,7 +185,8 @@ class ReplicaOptimizers(OptimizersContainer):
             return
         with self.timer.phase("compare"):
             self.settle()
-            check_replicas_equal(self.collectives, self.shared(), self.grad_norm.device, step, self.repairs)
+            if not check_replicas_equal(self.collectives, self.shared(), self.grad_norm.device, step, self.repairs):
+                self.sharding.version.changed()
 
     @abstractmethod
     def planned_bytes(self) -> float:
@@ -263,6 +269,7 @@ class SyncedOptimizers(ReplicaOptimizers):
             update(self.optimizers[0], step.applied)
         with phase("exchange"):
             self.replicas.run(lambda i: self.methods[i].updated(step))
+        self.sharding.version.changed_if(self.guard.last_applied)
 
     def _checked(self) -> tuple[list[list[Tensor]], Step]:
         """The gradients of every replica of this process, FP32 (n,) a shard, and the step that begins with them."""
@@ -404,6 +411,7 @@ class OwnStepOptimizers(ReplicaOptimizers):
     def step(self, *args: Any, **kwargs: Any) -> None:
         rows = self._gradients()
         self.replicas.run(lambda i: self.each[i].step(gradients=rows[i]))
+        self.sharding.version.changed_if(self.guard.last_applied)
 
     def settle(self) -> None:
         self.replicas.run(lambda i: self.each[i].settle())

@@ -83,6 +83,7 @@ class LocalOptimizers(SyncedOptimizers):
                 values.copy_(theirs)
                 theirs.copy_(kept)
         self._turn = replica
+        self.sharding.version.changed()
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -107,6 +108,7 @@ class LocalOptimizers(SyncedOptimizers):
             one.optimizer.zero_grad()
         with phase("exchange"):
             self.replicas.run(lambda i: self.methods[i].updated(step))
+        self.sharding.version.changed()  # an exchange may land at a step that is skipped
 
     def _follow_the_schedule(self) -> None:
         """The rates of the first optimizer, which the schedule sets, are those of all."""
@@ -132,6 +134,7 @@ class LocalOptimizers(SyncedOptimizers):
 
     def _put(self, values: list[Tensor]) -> None:
         """Into the model's parameters."""
+        self.sharding.version.changed()
         for shard, value in zip(self._shards, values, strict=True):
             stored(shard.parameter).copy_(value)
         for module in (module for part in self.model_parts for module in part.modules()):
@@ -143,6 +146,7 @@ class LocalOptimizers(SyncedOptimizers):
 
     @torch.no_grad()
     def model_loaded(self) -> None:
+        super().model_loaded()
         for i, one in enumerate(self.each):
             anchors = self._anchors(i)
             for shard, own in zip(self._shards, one.shards, strict=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
 from torchtitan_scape.planner.payload import coded_by
+from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, shard_stages
 from torchtitan_scape.planner.volumes import (
     Method,
     host_link_bytes,
@@ -188,11 +189,13 @@ def predict(
     assumptions: Assumptions | None = None,
     compute_seconds: float | None = None,
     fixed_seconds: float = 0.0,
+    sharding: ShardPlan | None = None,
 ) -> Prediction:
     """A step of `workload` on `layout` (replicate x shard), from bytes, FLOPs and `assumptions`.
 
     batch: sequences a step, over all ranks. micro_batch: sequences at a time on a rank.
     compute_seconds: forward and backward of a step, where it is known.
+    sharding: what stands in for FSDP's own collectives; None for these.
 
     Of FSDP's traffic what exceeds compute is exposed. Raises ValueError for a batch that the ranks do not divide.
     """
@@ -221,7 +224,11 @@ def predict(
         for group in (layout.model_group(0), layout.replicate_group(0))
     )
     micro_batches = batch // (ranks * micro_batch)
-    traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
+    if sharding is not None and sharding.active:
+        stages = shard_stages(sharding, flat_rows(workload, layout.shard), layout, micro_batches)
+        traffic = sum(stage_seconds(stages, links))
+    else:
+        traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
     predicted = predict_step(
         method,
         tiers,

@@ -12,6 +12,7 @@ from topology.links import Links
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
+from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
@@ -44,6 +45,12 @@ def workload_of(config: JobConfig) -> Workload:
     )
     assert sorted(workload.shapes()) == sorted(shapes)
     return workload
+
+
+def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[ShardPlan, tuple[FlatRow, ...]]:
+    """The config's shard axis as the planner knows it."""
+    rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor)
+    return config.sharding.planned(layout, config.training.mixed_precision_param, on_cpu), rows
 
 
 def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int) -> None:
@@ -83,6 +90,7 @@ class Forecast:
         """layout: of the process or group of shards that plays the replicas."""
         simulated = simulated_layout(layout, config.topology.simulate_replicas)
         workload, links = workload_of(config), Links.from_machine(layout.machine)
+        plan, _ = shard_axis_of(config, layout, on_cpu=False)
         run, dense = (
             predict(
                 method,
@@ -91,8 +99,9 @@ class Forecast:
                 links,
                 batch=workload.batch,
                 micro_batch=config.training.local_batch_size,
+                sharding=sharding,
             )
-            for method in (method_of(config), Method("adams"))
+            for method, sharding in ((method_of(config), plan), (Method("adams"), None))
         )
         return cls(simulated, run, dense)
 

@@ -27,8 +27,8 @@ class InterfaceCount:
 
     What no rank counts but the wires carry: headers and acknowledgements (1 %), gloo's own messages (2 to 5 kB a
     collective on four nodes, whatever its size), TorchTitan's scalars (a token count at every step, 0.6 kB; losses
-    and our figures where it logs, 7 kB), torchrun's heartbeat, and FSDP's own collectives where the shard axis has
-    more than one rank. Where a step sends a few hundred kB or more all this is below 5 %; below that it is not.
+    and our figures where it logs, 7 kB), and torchrun's heartbeat. Where a step sends a few hundred kB or more all this
+    is below 5 %; below that it is not.
     """
 
     def __init__(self, layout: Layout, optimizers: ReplicaOptimizers) -> None:
@@ -65,7 +65,7 @@ class InterfaceCount:
             return None
         own = RankBytes(self._layout.node(dist.get_rank()), dict(self._counted), dict(self._moved))
         ranks = self._optimizers.collectives.gather_objects(own)
-        others = {"shard": self._layout.shard, "context": self._layout.context, "tensor": self._layout.tensor}
+        others = {"context": self._layout.context, "tensor": self._layout.tensor}
         return {
             "steps": self._steps,
             "sent_per_step": compare(ranks, self._steps),

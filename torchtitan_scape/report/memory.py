@@ -6,13 +6,14 @@ from typing import Any
 from topology.layout import Layout
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.planner.sharding import shard_memory
 from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
-from torchtitan_scape.report.forecast import method_of, workload_of
+from torchtitan_scape.report.forecast import method_of, shard_axis_of, workload_of
 from torchtitan_scape.report.text import kinds_text, size_text
 
 # Of the model's shape and the recomputation chosen: not known as bytes of tensors are.
-ESTIMATED = ("working copy", "activations")
+ESTIMATED = ("working copy", "activations", "shard messages")
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ class MemoryReport:
         def kinds_of(method: Method) -> dict[str, float]:
             return memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size)
 
-        kinds, shapes = kinds_of(method), local_shapes(workload.shapes(), shards)
+        plan, rows = shard_axis_of(config, layout, on_cpu=False)
+        kinds, shapes = kinds_of(method) | shard_memory(plan, rows, layout), local_shapes(workload.shapes(), shards)
         host = host_bytes(method, shapes, layout.replicate)
         preset, against = layout.machine.device, ""
         values = "float32" if method.sharded else method.values  # what a top-k message has is no state
         plain = replace(method, update="replicated", values=values, weights="float32", offload=())
         if method != plain:
-            saved = sum(kinds_of(plain).values()) - sum(kinds.values())
+            saved = sum(kinds_of(plain).values()) - sum(kinds_of(method).values())
             than = "a replicated update with FP32 weights and nothing offloaded"
             against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
             if moved := sum(host_link_bytes(method, shapes, layout.replicate)):

@@ -2,7 +2,8 @@
 
 import socket
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 
+from topology.traffic import REPLICATE, SHARD, Entry, Traffic
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits_text
-from torchtitan_scape.report.text import sent_text
+from torchtitan_scape.report.text import sent_text, shards_text
+from torchtitan_scape.sharding.base import KINDS
 
 LEVELS = ("gcd_pair", "node", "network")
 # Figures of a method that keeps what it did not send: label and format in the log.
@@ -27,12 +30,20 @@ SPARSE = {
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare")
 
 
-class ReplicaMetrics(MetricsProcessor):
-    """TorchTitan's metrics, and one line more about the replicate axis.
+class Sent(NamedTuple):
+    """Bytes that a rank sends in a step, averaged over ranks.
 
-    Bytes are what a rank sends on the replicate axis in a step, averaged over ranks and over the steps since
-    the last line, by the level of the link; FSDP's own collectives on the shard axis are not among them.
+    replicas: on the replicate axis, by level. shards: of FSDP's collectives, or of what stands in for them, by level
+    and kind; those of a validation are not among them. dense: of an exchange of all gradients on the replicate axis.
     """
+
+    replicas: dict[str, float]
+    shards: dict[tuple[str, str], float]
+    dense: float
+
+
+class ReplicaMetrics(MetricsProcessor):
+    """TorchTitan's metrics, and one line more about what ranks send: `Sent`, over the steps since the last line."""
 
     optimizers: ReplicaOptimizers
 
@@ -43,7 +54,7 @@ class ReplicaMetrics(MetricsProcessor):
         self._peak = 0.0
         self._hosts: list[str] = []  # of all ranks
         self.forecast = ""  # what a simulation is predicted to take, for every line
-        self._sent_before: dict[str, float] = {}
+        self._sent_before: dict[Entry, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
 
     def log(
@@ -58,19 +69,20 @@ class ReplicaMetrics(MetricsProcessor):
         self.last_loss = global_avg_loss
         self.take_peak()  # which logging resets
         figures = self.optimizers.statistics()
-        sent, dense = self.bytes_per_step(steps, self._sent_before)
-        self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
+        sent = self.bytes_per_step(steps, self._sent_before)
+        self._sent_before = dict(self.optimizers.collectives.traffic.sent)
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
         extra |= {f"sync/{name}": value for name, value in figures.items()}
-        extra |= {f"sync/bytes_sent/{level}": value for level, value in sent.items()}
-        extra["sync/bytes_sent/dense_equivalent"] = dense
+        extra |= {f"sync/bytes_sent/{level}": value for level, value in sent.replicas.items()}
+        extra["sync/bytes_sent/dense_equivalent"] = sent.dense
+        extra |= {f"shard/bytes_sent/{level}/{kind}": value for (level, kind), value in sent.shards.items()}
         extra |= {f"step_time/{name}(s)": seconds.get(name, 0.0) for name in PHASES}
         waits, step_seconds = self._gather_waits(seconds)
         extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        line = _sync_line(step, figures, sent, dense, seconds)
+        line = _sync_line(step, figures, sent, seconds)
         logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
         if len(waits) > 1:
             logger.info(waits_text(waits, step_seconds, self._hosts))
@@ -103,20 +115,27 @@ class ReplicaMetrics(MetricsProcessor):
             self._hosts = [host for _, host in sorted(found)]
         return gather_waits(collectives, seconds.get("wait", 0.0), sum(seconds.values()), device)
 
-    def bytes_per_step(self, steps: int, since: dict[str, float]) -> tuple[dict[str, float], float]:
-        """(bytes sent by level, bytes a dense exchange sends), per step and rank, over the last `steps` steps.
+    def bytes_per_step(self, steps: int, since: Mapping[Entry, float]) -> Sent:
+        """What a rank has sent a step over the last `steps` steps, for one replica where it plays several.
 
-        since: what this rank had sent before those steps, by level. A collective call: the mean over all ranks.
+        since: of the ledger before those steps. A collective call: the mean over all ranks.
         """
-        collectives = self.optimizers.collectives
-        sent = collectives.traffic.sent_by_level()
-        grown = [sent.get(level, 0.0) - since.get(level, 0.0) for level in LEVELS]
+        collectives, simulated = self.optimizers.collectives, self.job_config.topology.simulate_replicas
+        grown = Traffic(sent=defaultdict(float))
+        for entry, sent in collectives.traffic.sent.items():
+            grown.sent[entry] = sent - since.get(entry, 0.0)
+        replicas, shards = grown.sent_by_level(REPLICATE), grown.sent_by_level_and_kind(SHARD)
+        pairs = [(level, kind) for level in LEVELS for kind in KINDS]
+        own = [replicas.get(level, 0.0) for level in LEVELS] + [shards.get(pair, 0.0) / simulated for pair in pairs]
         device = self.optimizers.grad_norm.device
-        values = torch.tensor([*grown, self.optimizers.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device)
+        values = torch.tensor([*own, self.optimizers.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device)
         total = collectives.sum_over_all(values).tolist()
         mean = [value / total[-1] / steps for value in total[:-1]]
-        by_level = {level: value for level, value in zip(LEVELS, mean[:-1], strict=True) if value > 0}
-        return by_level, mean[-1]
+        return Sent(
+            {level: value for level, value in zip(LEVELS, mean, strict=False) if value > 0},
+            {pair: value for pair, value in zip(pairs, mean[len(LEVELS) : -1], strict=True) if value > 0},
+            mean[-1],
+        )
 
 
 def build_metrics_processor(
@@ -125,10 +144,10 @@ def build_metrics_processor(
     return ReplicaMetrics(job_config, parallel_dims, tag)
 
 
-def _sync_line(
-    step: int, figures: dict[str, float], sent: dict[str, float], dense: float, seconds: dict[str, float]
-) -> str:
-    parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent, dense)}"]
+def _sync_line(step: int, figures: dict[str, float], sent: Sent, seconds: dict[str, float]) -> str:
+    parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent.replicas, sent.dense)}"]
+    if sent.shards:
+        parts.append(f"FSDP: {shards_text(sent.shards)}")
     if "residual_norm" in figures:  # of a method that does not send everything
         parts += [f"{label}: {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
     parts.append(f"clip: {figures['clip_factor']:.3f}")

@@ -8,19 +8,24 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.report.forecast import Forecast
+from torchtitan_scape.planner.sharding import shard_bytes
+from torchtitan_scape.report.forecast import Forecast, shard_axis_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.metrics import ReplicaMetrics
-from torchtitan_scape.report.text import sent_text, size_text
+from torchtitan_scape.report.text import sent_text, shards_text, size_text
 
 
 class Run(Protocol):
     """What is asked of a trainer."""
 
     job_config: JobConfig
+    layout: Layout
+    device: torch.device
+    gradient_accumulation_steps: int
     optimizers: ReplicaOptimizers
     metrics_processor: ReplicaMetrics
     interfaces: InterfaceCount
@@ -44,13 +49,14 @@ def summarise(trainer: Run) -> None:
     """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
     trainer.optimizers.settle()
     traffic = trainer.optimizers.collectives.traffic
-    sent, dense = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
+    sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
     own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
     read = torch.tensor(own, dtype=torch.float64, device=trainer.optimizers.grad_norm.device)
     # Ranks of one data-parallel index read the same tokens.
     read = trainer.optimizers.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
     steps, total = trainer.steps_taken, trainer.step
+    shards = _planned_on_shard_axis(trainer)
     interfaces = trainer.interfaces.summary()
     tokens_per_second = tokens_seen / total * steps / trainer.train_seconds
     validation = trainer.validator.last_loss if trainer.job_config.validation.enable else None
@@ -67,10 +73,12 @@ def summarise(trainer: Run) -> None:
         "tokens_per_second": tokens_per_second,
         "seconds_per_step": trainer.train_seconds / steps,
         "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
-        "bytes_sent_per_step_and_rank": sent,
+        "bytes_sent_per_step_and_rank": sent.replicas,
+        "shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in sent.shards.items()},
         "payload_parts": trainer.optimizers.payload_parts(),
         "planned_bytes_per_step_and_rank": trainer.optimizers.planned_bytes(),
-        "dense_bytes_per_step_and_rank": dense,
+        "dense_bytes_per_step_and_rank": sent.dense,
+        "planned_shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in shards.items()},
         "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
         "messages_per_step": {" ".join(entry): calls / steps for entry, calls in sorted(traffic.calls.items())},
         "interfaces": interfaces,
@@ -100,7 +108,8 @@ def summarise(trainer: Run) -> None:
         f"  empty documents   {empty:,.0f} passed over",
         f"  training loss     {_loss_text(trainer.metrics_processor.last_loss)} (last logged step)",
         f"  validation loss   {_loss_text(validation)}",
-        f"  sent per step and rank, replicate axis: {sent_text(sent, dense)}",
+        f"  sent per step and rank, replicate axis: {sent_text(sent.replicas, sent.dense)}",
+        *([f"  sent per step and rank, shard axis: {shards_text(sent.shards)}"] if sent.shards else ()),
         *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
         *(f"  {line}" for line in (trainer.forecast.lines() if trainer.forecast else ())),
         *([f"  {trainer.memory.line(peak)}"] if trainer.memory else ()),
@@ -119,8 +128,16 @@ def report_dry_run(trainer: Run) -> None:
         f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
         f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
     )
+    if shards := _planned_on_shard_axis(trainer):
+        logger.info(f"FSDP's collectives of a step, or what stands in for them, per rank: {shards_text(shards)}")
     for line in trainer.forecast.lines() if trainer.forecast else ():
         logger.info(line)
+
+
+def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
+    """Bytes a step and rank, by level and kind, in closed form."""
+    plan, rows = shard_axis_of(trainer.job_config, trainer.layout, trainer.device.type == "cpu")
+    return shard_bytes(plan, rows, trainer.layout, trainer.gradient_accumulation_steps // trainer.simulated)
 
 
 def _loss_text(loss: float | None) -> str:

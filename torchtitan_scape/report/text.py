@@ -15,9 +15,15 @@ def sent_text(sent: dict[str, float], dense: float) -> str:
     if not sent:
         return "nothing (one replica)"
     levels = ", ".join(f"{level} {size_text(value)}" for level, value in sent.items())
-    if dense == 0:
-        return f"{levels} (one replica: scalars alone)"
     return f"{levels} (dense {size_text(dense)}, {dense / sum(sent.values()):.1f} x)"
+
+
+def shards_text(sent: dict[tuple[str, str], float]) -> str:
+    """Bytes by level and kind, level by level."""
+    levels: dict[str, list[str]] = {}
+    for (level, kind), value in sent.items():
+        levels.setdefault(level, []).append(f"{kind} {size_text(value)}")
+    return "; ".join(f"{level} {', '.join(kinds)}" for level, kinds in levels.items())
 
 
 def seconds_text(seconds: float) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import kernels
 import topology
 import torchtitan_scape
-from topology.stages import all_gather_into
+from topology.primitives import all_gather_into
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import standard_library
 

@@ -72,3 +72,15 @@ def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: 
             code.decode(given, value)
             code.add_up(given, total)
         assert same(*values) and same(*sums)
+
+
+def check_rounding_follows(name: str, block: int, rows: int, blocks: int, device: str = "cpu") -> None:
+    """Stochastic rounding and the Hadamard turn."""
+    twin, kernel = (BlockCode(name, block, torch.float32, backend) for backend in ("torch", "triton"))
+    x = rows_of(rows, blocks, block, device)
+    for key in (1 << 62, (1 << 63) - 1):
+        assert torch.equal(twin.encode(x, key=key), kernel.encode(x, key=key))
+    turned = [x.clone(), x.clone()]
+    twin.turn(turned[0])
+    kernel.turn(turned[1])
+    assert same(*turned)

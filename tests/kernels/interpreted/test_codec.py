@@ -9,7 +9,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
 from kernels.codec.formats import FORMATS
-from tests.kernels.codec.checks import check_follows
+from tests.kernels.codec.checks import check_follows, check_rounding_follows
 
 # Sums of the largest numbers, as NumPy sees them.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -29,3 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernels_follow_the_twin(name: str, block: int, scale: torch.dtype, rows: int, blocks: int) -> None:
     check_follows(name, block, scale, rows, blocks)
+
+
+@pytest.mark.parametrize(("name", "block", "rows", "blocks"), [("int8", 256, 2, 9), ("int4", 32, 3, 65)])
+def test_stochastic_rounding_and_the_turn_follow_the_twin(name: str, block: int, rows: int, blocks: int) -> None:
+    check_rounding_follows(name, block, rows, blocks)

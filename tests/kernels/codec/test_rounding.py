@@ -1,0 +1,80 @@
+"""Stochastic rounding and the Hadamard turn: against what they are by definition."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.codec.codes import BlockCode
+from kernels.codec.rounding import philox
+from tests.kernels.codec.checks import NAN, blocks_of
+
+
+def test_philox_is_the_published_one() -> None:
+    """Two of the known answers of Random123 1.14 (kat_vectors)."""
+    assert [int(word) for word in philox(0, torch.tensor([0]))] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+
+    def literal(counter: list[int], key: list[int]) -> list[int]:
+        for _ in range(10):
+            first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+            counter = [
+                second >> 32 ^ counter[1] ^ key[0],
+                second & ones,
+                first >> 32 ^ counter[3] ^ key[1],
+                first & ones,
+            ]
+            key = [(key[0] + 0x9E3779B9) & ones, (key[1] + 0xBB67AE85) & ones]
+        return counter
+
+    assert literal([0, 0, 0, 0], [0, 0])[0] == 0x6627E8D5
+    key, counter = 0x7A0B5F2390C1D2E3, 0x123456789ABC
+    found = [int(word) for word in philox(key, torch.tensor([counter]))]
+    assert found == literal([counter & ones, counter >> 32, 0, 0], [key & ones, key >> 32])
+
+
+@pytest.mark.parametrize("name, largest", [("int8", 127.0), ("int4", 7.0)])
+def test_stochastic_rounding_has_no_bias_and_repeats(name: str, largest: float) -> None:
+    """Over 4,096 keys the mean is within 5 standard errors; every value is a neighbour; same key, same bytes."""
+    code = BlockCode(name, 32, torch.float32)
+    x = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    rows, out = x.expand(4096, 32).contiguous(), torch.empty(4096, 32)
+    # The rows of one call have places of their own, as other keys would have it.
+    messages = code.encode(rows, key=12345)
+    assert torch.equal(messages, code.encode(rows, key=12345)) and not torch.equal(
+        messages, code.encode(rows, key=12346)
+    )
+    code.decode(messages, out)
+    step = x.abs().max() / largest
+    assert ((out - x).abs() < step * (1 + 1e-5)).all()
+    assert ((out.mean(0) - x).abs() <= 5 * step / 2 / math.sqrt(4096) + 1e-6).all()
+    assert out.std(0).max() > step / 4
+
+
+def test_stochastic_rounding_of_what_is_not_ordinary() -> None:
+    code = BlockCode("int4", 32, torch.float32)
+    kinds = blocks_of(32)
+    x = torch.stack([kinds[name] for name in ("zeros", "denormal", "nan", "inf", "largest")])
+    out = torch.empty_like(x)
+    code.decode(code.encode(x, key=7), out)
+    assert not out[:2].any() and out[2:4].isnan().all() and (out[4].abs() <= x[4].abs()).all()
+    assert code.encode(torch.empty(1, 0), key=7).shape == (1, 0)
+    with pytest.raises(ValueError, match="int8 and int4"):
+        BlockCode("e2m1", 32).encode(x, key=7)
+
+
+def test_the_turn_is_hadamard_and_its_own_inverse() -> None:
+    code, x = BlockCode("int4", 32, torch.float32), torch.randn(3 * 32, generator=torch.Generator().manual_seed(1))
+    signs = np.array([[(-1) ** bin(i & j).count("1") for j in range(32)] for i in range(32)], dtype=np.float64)
+    expected = torch.from_numpy(signs @ x.view(3, 32).double().numpy().T / math.sqrt(32)).T.reshape(-1)
+    turned = x.clone()
+    code.turn(turned)
+    torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-6)
+    code.turn(turned)
+    torch.testing.assert_close(turned, x, rtol=0, atol=1e-6)
+    x[5] = NAN
+    code.turn(x)
+    assert x[:32].isnan().all() and x[32:].isfinite().all()  # its block is known as not finite still
+    with pytest.raises(ValueError, match="multiple of 32"):
+        code.turn(torch.zeros(33))

@@ -1,0 +1,131 @@
+"""ZeRO++ in training: what it goes with, resuming to the last bit, and the bytes that the planner foretells."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.test_training import METHODS, SMALL, TWELVE, train
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from torchtitan_scape.sharding import build
+from torchtitan_scape.sharding.options import ShardingOptions
+
+INT8 = ["--sharding.weights=int8", "--sharding.gradients=int8"]
+# Two nodes of two ranks, a replica over all of them.
+NODES = ["--topology.ranks_per_node=2", "--parallelism.data_parallel_shard_degree=4"]
+ALL = ["--sharding.weights=int8", "--sharding.secondary", "--sharding.gradients=int8+int4"]
+
+
+def train_raw(folder: str, arguments: list[str], **more: Any) -> dict[str, Any]:
+    """What would be coded goes as it is."""
+    with patch.object(build, "_code", lambda *_: None):
+        return train(folder, arguments, **more)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> None:
+    """Stochastic rounding and the secondary included, and a skipped step; and what is sent is what was foretold."""
+    keep = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
+    micro = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
+    arguments = [*SMALL, *METHODS["adamw"], *NODES, *ALL, "--sharding.rounding=stochastic", *micro, *keep]
+    arguments.append("--training.steps=8")
+    whole = pool4(train, str(tmp_path / "whole"), arguments, nan_at=6)
+    step = Path("checkpoint", "step-4")
+    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    resumed = pool4(train, str(tmp_path / "resumed"), arguments, nan_at=6)
+    for a, b in zip(whole, resumed, strict=True):
+        assert len(b["losses"]) == 4 and b["losses"] == a["losses"][4:]
+        assert torch.equal(a["parameters"], b["parameters"])
+    found = summary(tmp_path / "resumed")
+    sent, planned = (found[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
+    assert sent.keys() == planned.keys() == {f"{a} {b}" for a in ("node", "network") for b in ("weights", "gradients")}
+    # The step after the skipped one has kept its weights.
+    planned["network weights"] *= 3 / 4
+    assert sent == pytest.approx(planned)
+
+
+def test_dense_collectives_are_as_planned_and_int8_follows_them(pool4: Pool, tmp_path: Path) -> None:
+    arguments = [*SMALL, *METHODS["scape"], *NODES, "--training.steps=4"]
+    dense = pool4(train, str(tmp_path / "dense"), arguments)
+    found = summary(tmp_path / "dense")
+    assert found["shard_axis_bytes_per_step_and_rank"] == pytest.approx(
+        found["planned_shard_axis_bytes_per_step_and_rank"]
+    )
+    coded = pool4(train, str(tmp_path / "coded"), [*arguments, *ALL])
+    assert coded[0]["losses"] == pytest.approx(dense[0]["losses"], rel=0.02)
+
+
+def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Path) -> None:
+    """Raw messages are FSDP2's default to the last bit; coded ones follow it."""
+    tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+    more = ["--training.mixed_precision_param=bfloat16", "--activation_checkpoint.mode=selective"]
+    arguments = [*SMALL, *METHODS["adamw"], *tensor, *more, "--training.steps=4"]
+    dense = pool4(train, str(tmp_path / "dense"), arguments)
+    raw = pool4(train_raw, str(tmp_path / "raw"), [*arguments, *INT8])
+    coded = pool4(train, str(tmp_path / "coded"), [*arguments, *INT8])
+    for one, other, third in zip(dense, raw, coded, strict=True):
+        assert one["losses"] == other["losses"] and torch.equal(one["parameters"], other["parameters"])
+        assert third["losses"] == pytest.approx(one["losses"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "more, least", [(["--topology.simulate_replicas=2"], 0.35), (["--sync.scape.weights_dtype=bfloat16"], 0.65)]
+)
+def test_the_secondary_outlives_a_replicas_turn(more: list[str], least: float, pool2: Pool, tmp_path: Path) -> None:
+    """Weights in BF16 besides. Raw messages give the default's bits; weights cross nodes once a step."""
+    nodes = ["--topology.ranks_per_node=1", "--parallelism.data_parallel_shard_degree=2"]
+    arguments = [*SMALL, *METHODS["scape"], *nodes, *more, "--training.steps=4"]
+    dense = pool2(train, str(tmp_path / "dense"), arguments)
+    raw = pool2(train_raw, str(tmp_path / "raw"), [*arguments, *INT8, "--sharding.secondary"])
+    for one, other in zip(dense, raw, strict=True):
+        assert one["losses"] == other["losses"] and torch.equal(one["parameters"], other["parameters"])
+    sent = [summary(tmp_path / name)["shard_axis_bytes_per_step_and_rank"] for name in ("dense", "raw")]
+    assert sent[1]["network weights"] < least * sent[0]["network weights"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
+    """Stand-ins lie outside of what is compiled."""
+    arguments = [*SMALL, *METHODS["adamw"], "--parallelism.data_parallel_shard_degree=2", "--training.steps=3", *INT8]
+    plain = pool2(train, str(tmp_path / "plain"), arguments)
+    compiled = pool2(train, str(tmp_path / "compiled"), [*arguments, "--compile.enable"], timeout=600)
+    assert compiled[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options, world, per_node, message",
+    [
+        ({"weights": "int8"}, 1, 1, "one rank on the shard axis.*raise parallelism.data_parallel_shard_degree"),
+        ({"secondary": True}, 2, 2, "secondary = True; it saves bytes between nodes.*1 node.* of 2 rank"),
+        ({"secondary": True, "hops": 1}, 4, 2, "secondary = True; it needs two hops"),
+        ({"gradients": "int8+int4"}, 2, 2, "gradients = 'int8\\+int4'; two codes need two hops"),
+        ({"gradients": "int8", "hops": 2}, 2, 1, "hops = 2; two need several ranks on each of several nodes"),
+    ],
+)
+def test_what_has_nothing_to_do_is_refused(options: dict[str, Any], world: int, per_node: int, message: str) -> None:
+    layout = plan_layout(world, ranks_per_node=per_node, machine=get_machine("local"), replicate=1, shard=world)
+    with pytest.raises(ValueError, match=message):
+        ShardingOptions(**options).check(layout)
+
+
+def test_wrong_options_are_refused() -> None:
+    for options, message in (
+        ({"weights_block": 48}, "weights_block = 48; it must be one of 32"),
+        ({"hops": 3}, "hops = 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ShardingOptions(**options)
+
+
+def test_a_run_is_refused_at_its_start(pool2: Pool, tmp_path: Path) -> None:
+    for good, text in pool2.outcomes(train, str(tmp_path), [*SMALL, *METHODS["adamw"], *INT8, TWELVE]):
+        assert not good and "ValueError" in text and "one rank on the shard axis" in text.splitlines()[-1], text

@@ -1,0 +1,163 @@
+"""A tiny model under FSDP2 in real ranks: uneven rows, norms beside matrices, a group of two modules, empty shards."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from topology.layout import Layout, plan_layout
+from topology.machines import get_machine
+from topology.traffic import SHARD, Traffic
+from torchtitan_scape.sharding import build
+from torchtitan_scape.sharding.base import Sharding, flat_groups
+from torchtitan_scape.sharding.options import ShardingOptions
+
+# Of row sizes that no number of ranks divides, and a matrix of a single row: all but one rank have nothing of it.
+ROWS, WIDTH = 13, 40
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 50)
+        self.down = nn.Linear(50, WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 1, bias=False)
+        self.unused = nn.Parameter(torch.ones(3, 5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.relu(self.up(h))) * self.gate(h)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, ROWS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+@dataclass
+class Run:
+    """gathers: what every gather left in the flat, in order. gradients: of every step. weights: after the last one."""
+
+    model: nn.Module
+    sharding: Sharding
+    traffic: Traffic
+    gathers: list[tuple[str, Tensor]] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def sent(self) -> dict[tuple[str, str], float]:
+        return self.traffic.sent_by_level_and_kind(SHARD)
+
+
+def layout_of(ranks_per_node: int) -> Layout:
+    world = dist.get_world_size()
+    return plan_layout(world, ranks_per_node=ranks_per_node, machine=get_machine("local"), replicate=1, shard=world)
+
+
+def make(
+    ranks_per_node: int,
+    options: ShardingOptions,
+    raw: bool = False,
+    param_dtype: torch.dtype | None = None,
+    hold: Any = None,
+) -> Run:
+    """raw: what would be coded goes as it is. hold: called with the model after `fully_shard`."""
+    torch.manual_seed(3)
+    model = Model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32)}
+    fully_shard(model.embedding, **policy)
+    for layer in model.layers:
+        fully_shard(layer, **policy)
+    fully_shard([model.norm, model.output], **policy, reshard_after_forward=False)
+    fully_shard(model, **policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if hold:
+        hold(model)
+    layout, traffic = layout_of(ranks_per_node), Traffic()
+    options.check(layout)
+    with patch.object(build, "_code", lambda *_: None) if raw else nullcontext():
+        groups = build.groups_for(options, layout, timedelta(seconds=60))
+        sharding = build.build_sharding(model, options, groups, traffic, kernels="torch", seed=0)
+    return Run(model, sharding, traffic)
+
+
+def train(run: Run, steps: int = 2, micro_batches: int = 2, first: int = 1, skip: int = 0, lr: float = 0.1) -> Run:
+    """Plain steps of the sum of gradients. skip: a step whose gradients are dropped, as a skipped one's are."""
+    rank = dist.get_rank()
+    for step in range(first, first + steps):
+        for number in range(micro_batches):
+            run.sharding.before_micro_batch(step, number, number + 1 == micro_batches)
+            generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+            tokens = (torch.randint(0, ROWS, (2, 1), generator=generator) + 3 * torch.arange(6)) % ROWS
+            logits = run.model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / 20
+            loss.backward()
+            run.losses.append(loss.item())
+        trained = [p for p in run.model.parameters() if p.requires_grad]
+        run.gradients.append(torch.cat([own(p.grad).reshape(-1) for p in trained]))
+        with torch.no_grad():
+            for p in trained if step != skip else ():
+                own(p).sub_(own(p.grad), alpha=lr)
+        for p in trained:
+            p.grad = None
+        run.sharding.version.changed_if(lambda step=step: step != skip)
+    return run
+
+
+def own(tensor: Any) -> Tensor:
+    return tensor.to_local()
+
+
+def weights(run: Run) -> Tensor:
+    return torch.cat([own(p).detach().reshape(-1) for p in run.model.parameters()])
+
+
+def watch(run: Run) -> Run:
+    """From now on `run.gathers` grows by what every gather leaves."""
+    for flat in flat_groups(run.model):
+        group = param_group(flat.modules[0])
+        gather = group._all_gather_comm
+
+        def keep(*, _gather: Any = gather, _name: str = flat.name, **arguments: Any) -> Any:
+            done = _gather(**arguments)
+            run.gathers.append((_name, arguments["output_tensor"].clone()))
+            return done
+
+        group._all_gather_comm = _Watching(gather, keep)
+    return run
+
+
+class _Watching:
+    def __init__(self, gather: Any, call: Any) -> None:
+        self.allocate, self._call = gather.allocate, call
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._call(**arguments)
+
+
+def param_group(module: Any) -> Any:
+    state = module._get_fsdp_state()
+    return state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group

@@ -1,0 +1,7 @@
+"""Collectives whose names differ between releases of PyTorch."""
+
+import torch.distributed as dist
+
+# torch 2.13 renamed them and warns about the old names.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,188 @@
+"""What the shard axis sends and keeps, in closed form: FSDP2's own collectives and ZeRO++. Plain arithmetic: no torch.
+
+Messages are those of `sharding.messages`, padding included; a circle is filed as `topology.circles` counts it, in the
+mean over the ranks of the group.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kernels.codec.formats import FORMATS
+from topology.layout import Layout
+from topology.links import Stage
+from torchtitan_scape.planner.workloads import Shape, Workload
+
+_ALIGNED = 16
+_SCALE = 4  # bytes
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How weights are gathered and gradients are reduced.
+
+    weights: a code, or "dense". gradients: of the hops, from the inside out; () for dense. hops: 1 or 2.
+    weight_bytes, gradient_bytes: of an entry that is not coded.
+    exchanged: dense gradients go part by part, as on gloo, not round a ring.
+    """
+
+    weights: str = "dense"
+    weights_block: int = 256
+    secondary: bool = False
+    gradients: tuple[str, ...] = ()
+    gradients_block: int = 128
+    hops: int = 1
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    exchanged: bool = False
+
+    @property
+    def active(self) -> bool:
+        return self.weights != "dense" or self.secondary or bool(self.gradients)
+
+
+@dataclass(frozen=True)
+class FlatRow:
+    """What a rank keeps of one of FSDP's groups: the shapes of its shards. gathers: in a micro-batch."""
+
+    shapes: tuple[Shape, ...]
+    gathers: int = 2
+
+    @property
+    def entries(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def message_bytes(self, code: str, block: int, raw: int) -> int:
+        """Of the row; "dense" for all of it as it is. raw: bytes of an entry that is not coded."""
+        coded = 0 if code == "dense" else sum(-(-math.prod(s) // block) * block for s in self.shapes if len(s) > 1)
+        rest = sum(math.prod(s) for s in self.shapes if code == "dense" or len(s) == 1)
+        size = coded * FORMATS[code].bits // 8 + coded // block * _SCALE if coded else 0
+        return _padded(size) + _padded(rest * raw)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def flat_rows(workload: Workload, ranks: int, tensor: int = 1) -> tuple[FlatRow, ...]:
+    """TorchTitan's groups over so many ranks: embeddings, every layer, then what follows, which a forward pass keeps.
+
+    tensor: of tensor parallelism, which divides matrices besides.
+    """
+    shapes = []
+    for rows, *rest in workload.shapes():
+        own = -(-rows // tensor) if rest else rows
+        shapes.append((-(-own // ranks), *rest))
+    first = 2 if workload.gpt2 else 1
+    each = (len(shapes) - first - 2) // workload.layers
+    layers = [shapes[first + i * each : first + (i + 1) * each] for i in range(workload.layers)]
+    return (
+        FlatRow(tuple(shapes[:first])),
+        *(FlatRow(tuple(layer)) for layer in layers),
+        FlatRow(tuple(shapes[first + workload.layers * each :]), gathers=1),
+    )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A collective: its stage of one rank in the mean, and how often a step has it."""
+
+    kind: str
+    stage: Stage
+    times: float
+
+
+def _round(circles: Sequence[tuple[int, ...]], own: float, layout: Layout) -> Iterator[Stage]:
+    """A gather of `own` bytes a rank, round every circle."""
+    for level, share in _shares([layout.ring_level(rank, ranks) for ranks in circles for rank in ranks]):
+        others = len(circles[0]) - 1
+        yield Stage(level, share * others, share * others * own)
+
+
+def _parts(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
+    """An exchange of parts of `given` bytes in every circle."""
+    pairs = [layout.level(a, b) for ranks in circles for a in ranks for b in ranks if a != b]
+    others = len(circles[0]) - 1
+    for level, share in _shares(pairs):
+        yield Stage(level, share * others, share * others / len(circles[0]) * given)
+
+
+def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
+    return [(level, levels.count(level) / len(levels)) for level in dict.fromkeys(levels)]
+
+
+def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> Iterator[_Sent]:
+    group = layout.shard_group(0)
+    whole, nodes = [group], list(layout.by_node(group))
+    across = [tuple(ranks) for ranks in zip(*nodes, strict=plan.hops == 2)]
+    ranks = len(group)
+    # From the inside out; a circle of one sends nothing.
+    circles = [one for one in ((nodes, across) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
+    for row in rows:
+        gathers = micro_batches * row.gathers
+        if plan.weights == "dense" and not plan.secondary:
+            yield from (_Sent("weights", s, gathers) for s in _round(whole, row.entries * plan.weight_bytes, layout))
+        else:
+            own = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
+            for number, circle in enumerate(reversed(circles)):
+                times = 1 if plan.secondary and number == 0 else gathers
+                yield from (_Sent("weights", stage, times) for stage in _round(circle, own, layout))
+                own *= len(circle[0])
+        if not plan.gradients:
+            stages = _parts if plan.exchanged else _ring
+            given = row.entries * ranks * plan.gradient_bytes
+            yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, given, layout))
+            continue
+        left = ranks
+        for number, circle in enumerate(circles):
+            code = plan.gradients[min(number, len(plan.gradients) - 1)]
+            given = left * row.message_bytes(code, plan.gradients_block, 4)
+            yield from (_Sent("gradients", stage, micro_batches) for stage in _parts(circle, given, layout))
+            left //= len(circle[0])
+
+
+def _ring(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
+    """A reduce-scatter of `given` bytes round every circle."""
+    return _round(circles, given / len(circles[0]), layout)
+
+
+def shard_bytes(
+    plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int
+) -> dict[tuple[str, str], float]:
+    """Bytes that a rank of the first group sends in a step, in the mean, by (level, kind)."""
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    if layout.shard * layout.context > 1:
+        for one in _collectives(plan, rows, layout, micro_batches):
+            sent[one.stage.level, one.kind] += one.times * one.stage.sent
+    return dict(sent)
+
+
+def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> list[Stage]:
+    """The same as stages that follow one another."""
+    if layout.shard * layout.context == 1:
+        return []
+    found = _collectives(plan, rows, layout, micro_batches)
+    return [Stage(one.stage.level, one.times * one.stage.rounds, one.times * one.stage.sent) for one in found]
+
+
+def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
+    """Bytes that stand-ins keep ("secondary weights"), and need at once for the largest group ("shard messages")."""
+    group = layout.shard_group(0)
+    ranks, nodes = len(group), layout.by_node(group)
+    if ranks == 1 or not plan.active:
+        return {}
+    kinds: dict[str, float] = {}
+    messages = [0.0]
+    for row in rows:
+        own = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
+        if plan.secondary:
+            kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * own
+        if plan.weights != "dense" or plan.secondary:
+            passing = len(nodes) if plan.hops == 2 and not plan.secondary else 0
+            messages.append((1 + ranks + passing) * own + 4.0 * row.entries)
+        if plan.gradients:
+            given = ranks * row.message_bytes(plan.gradients[0], plan.gradients_block, 4)
+            sums = 4.0 * row.entries * (len(nodes) if plan.hops == 2 else 1)
+            messages.append(2 * given + sums + 4.0 * row.entries)
+    return kinds | {"shard messages": max(messages)}

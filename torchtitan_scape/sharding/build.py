@@ -1,0 +1,70 @@
+"""What `[sharding]` asks for, put in the place of FSDP2's own collectives."""
+
+from datetime import timedelta
+
+import torch
+import torch.nn as nn
+
+from kernels import block_code
+from kernels.codec.codes import BlockCode
+from topology.circles import ShardLedger
+from topology.groups import ShardGroups, build_shard_groups
+from topology.layout import Layout
+from topology.traffic import Traffic
+from torchtitan_scape.sharding.base import (
+    DenseGather,
+    DenseReduce,
+    FlatGroup,
+    Gather,
+    Reduce,
+    Sharding,
+    flat_groups,
+    install,
+)
+from torchtitan_scape.sharding.messages import RowMessages
+from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.zeropp import MessageGather, MessageReduce
+
+
+def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> ShardGroups:
+    """The process groups that these options need, which have been checked. A collective call."""
+    hops = options.hops_over(layout) if options.active else 0
+    gathers = hops if options.weights != "dense" or options.secondary else 0
+    return build_shard_groups(layout, timeout, gathers, hops if options.gradients != "dense" else 0)
+
+
+def build_sharding(
+    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: Traffic, *, kernels: str, seed: int
+) -> Sharding:
+    """Installs the stand-ins on a model after `fully_shard`, before its first forward pass.
+
+    kernels: "triton" or "torch". seed: of stochastic rounding.
+    """
+    sharding = Sharding(groups, ShardLedger(traffic), seed)
+    ledger = sharding.ledger
+
+    def gather(flat: FlatGroup) -> Gather:
+        if not groups.gathers:
+            return DenseGather(groups.whole, ledger)
+        code = None if options.weights == "dense" else _code(kernels, options.weights, options.weights_block)
+        rows, keeps = RowMessages(flat.gathered, code), sharding.version if options.secondary else None
+        return MessageGather(flat, groups.gathers, rows, ledger, keeps)
+
+    def reduce(flat: FlatGroup) -> Reduce:
+        if not groups.reductions:
+            return DenseReduce(groups.whole, ledger)
+        names = (*options.gradient_codes, options.gradient_codes[-1])
+        codes = [
+            _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
+        ]
+        rows = [RowMessages(flat.reduced, code, options.turns) for code in codes]
+        keyed = sharding.moment if options.rounding == "stochastic" else None
+        return MessageReduce(flat, groups.reductions, rows, ledger, keyed)
+
+    for flat in flat_groups(model):
+        install(flat, gather(flat), reduce(flat))
+    return sharding
+
+
+def _code(kernels: str, name: str, block: int) -> BlockCode:
+    return block_code(kernels, name, block, torch.float32)

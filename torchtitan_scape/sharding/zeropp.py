@@ -1,0 +1,114 @@
+"""ZeRO++ (arXiv:2306.10209): weights and gradients travel coded, and weights cross nodes once an update.
+
+qwZ: the all-gather carries every row as one message; all ranks decode all messages, their own included, so that all
+compute with the same bits. Over two circles rows cross nodes once for each rank's place, then go round the node.
+
+hpZ: what has crossed nodes is kept, coded (n c / P bytes), until parameters change; the gathers in between stay in the
+node. The paper gathers across nodes in every forward pass.
+
+qgZ: the reduce-scatter is an all-to-all of messages, decoded and added in rank order: in the node, then across nodes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from topology.circles import Circle, ShardLedger
+from torchtitan_scape.sharding.base import GRADIENTS, WEIGHTS, Allocates, FlatGroup, Moment, Version
+from torchtitan_scape.sharding.messages import RowMessages, gather_across, gather_inside, sum_over
+
+
+class MessageGather(Allocates):
+    """Stands in for the all-gather of one group.
+
+    Args:
+        circles: what rows go over, from the inside out.
+        rows: how they are coded.
+        keeps: what has come over the last circle stays for later gathers of the same version of the weights.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGroup,
+        circles: Sequence[Circle],
+        rows: RowMessages,
+        ledger: ShardLedger,
+        keeps: Version | None = None,
+    ) -> None:
+        self._flat, self._circles, self._rows, self._ledger, self._version = flat, circles, rows, ledger, keeps
+        self._kept: tuple[int, Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        ranks = group.size()
+        self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._circles))
+        messages = self._across(input_tensor)
+        every = gather_inside(messages, self._circles, self._ledger, WEIGHTS)
+        if dist.get_backend(group) == "fake":  # what has been received is no message
+            output_tensor.zero_()
+            return
+        for message, row in zip(every, output_tensor.view(ranks, -1), strict=True):
+            self._rows.paste(self._rows.decode(message, row.dtype), row)
+
+    def _across(self, row: Tensor) -> Tensor:
+        """What has come over the last circle, now or before."""
+        if self._kept is not None and self._version is not None:
+            version, messages = self._kept
+            if version == self._version.now():
+                if messages.is_cuda:  # they may be of another stream than this gather
+                    messages.record_stream(torch.cuda.current_stream())
+                return messages
+            self._kept = None  # before there is another
+        own = torch.empty(self._rows.bytes_of(row.dtype), dtype=torch.uint8, device=row.device)
+        self._rows.encode(self._rows.cut(row), own)
+        messages = gather_across(own, self._circles, self._ledger, WEIGHTS)
+        if self._version is not None:
+            self._kept = self._version.now(), messages
+        return messages
+
+
+class MessageReduce(Allocates):
+    """Stands in for the reduce-scatter of one group. FP32 inside; a flat of another dtype is converted once.
+
+    Args:
+        circles: of the hops, from the inside out. rows: how each codes what it sends.
+        moment: for the keys of stochastic rounding; None to round to nearest.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGroup,
+        circles: Sequence[Circle],
+        rows: Sequence[RowMessages],
+        ledger: ShardLedger,
+        moment: Moment | None = None,
+    ) -> None:
+        self._flat, self._circles, self._rows, self._ledger, self._moment = flat, circles, rows, ledger, moment
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._circles))
+        flat = input_tensor.float().view(group.size(), -1)
+        parts = sum_over(flat, self._circles, self._rows, self._ledger, GRADIENTS, self._key)
+        if dist.get_backend(group) == "fake":
+            output_tensor.zero_()
+            return
+        self._rows[0].paste(parts, output_tensor)
+
+    def _key(self, hop: int, message: int) -> int | None:
+        return None if self._moment is None else self._moment.key(hop, dist.get_rank(), self._flat.number, message)
+
+
+def _ranks(circles: Sequence[Circle]) -> int:
+    ranks = 1
+    for circle in circles:
+        ranks *= circle.size
+    return ranks
