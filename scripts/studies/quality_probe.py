@@ -131,7 +131,7 @@ class Probe:
 
     def __init__(self, optimizers: Any, steps: int) -> None:
         # Late: TorchTitan is imported after the device has been decided.
-        from torchtitan_scape.optimizer.container import OwnStepOptimizers
+        from torchtitan_scape.optimizer.own_step import OwnStepOptimizers
 
         optimizer = optimizers.optimizers[0]
         replicas = optimizers.each if isinstance(optimizers, OwnStepOptimizers) else []

@@ -14,8 +14,9 @@ from topology.in_process import OneReplica, SimulatedReplicas
 from topology.layout import simulated_layout
 from topology.process_groups import collectives_of
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.optimizer.container import OwnStepOptimizers, ReplicaOptimizers, Replicas, SyncedOptimizers
+from torchtitan_scape.optimizer.container import ReplicaOptimizers, Replicas, SyncedOptimizers
 from torchtitan_scape.optimizer.local import LocalOptimizers
+from torchtitan_scape.optimizer.own_step import OwnStepOptimizers
 from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.sharding.build import build_sharding

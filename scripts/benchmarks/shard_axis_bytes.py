@@ -1,0 +1,158 @@
+"""Bytes of ZeRO++ against FSDP2's own collectives, a shard axis over two nodes, on an emulated cluster's counters.
+
+    python -m scripts.benchmarks.shard_axis_bytes run        # every form: three minutes, as root
+    python -m scripts.benchmarks.shard_axis_bytes report     # table.md, from the stored runs alone
+
+A run trains a few steps of the embedded recipe, gathers in BF16, on scripts/emulated_cluster.py: 2 nodes of 2 ranks,
+links not limited. Bytes are those of the training steps after the first ("interfaces" in summary.json), in the mean
+over nodes.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.common import EMBEDDED, OUTPUTS, RESULTS, RunError, command_of, guarded, markdown, megabytes, parser, write
+from scripts.emulated_cluster import Cluster
+
+NODES, RANKS_PER_NODE = 2, 2
+KINDS = ("weights", "gradients")
+
+
+class Form(NamedTuple):
+    title: str
+    options: tuple[str, ...] = ()
+
+
+WEIGHTS, SECONDARY = "--sharding.weights=int8", "--sharding.secondary"
+GRADIENTS = "--sharding.gradients=int8+int4"
+FORMS = {
+    "dense": Form("FSDP2's own"),
+    "weights": Form("weights in INT8", (WEIGHTS,)),
+    "secondary": Form("weights in INT8, across nodes once an update", (WEIGHTS, SECONDARY)),
+    "gradients": Form("gradients in INT8, across nodes INT4", (GRADIENTS,)),
+    "all": Form("all three", (WEIGHTS, SECONDARY, GRADIENTS)),
+}
+# Bytes on the network at most, all three against the closed form of FSDP2's own, by micro-batches a step.
+TARGETS = {1: 0.25, 2: 0.20}
+OPTIONS = f"""
+    --training.local_batch_size=1 --validation.steps=1 --validation.local_batch_size=1 --metrics.log_freq=100
+    --training.mixed_precision_param=bfloat16 --sync.method=dense --optimizer.name=AdamW
+    --parallelism.data_parallel_shard_degree={NODES * RANKS_PER_NODE}
+"""
+
+
+def train(micro_batches: int, form: Form, steps: int, folder: Path, timeout: float) -> dict[str, Any]:
+    """One run, its dump and logs in `folder`. Raises RunError where it fails."""
+    batch = f"--training.global_batch_size={micro_batches * NODES * RANKS_PER_NODE}"
+    options = [f"--training.steps={steps}", batch, *OPTIONS.split(), *form.options]
+    (folder / "summary.json").unlink(missing_ok=True)
+    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", *options]
+    with Cluster(NODES) as cluster:
+        cluster.torchrun(given, RANKS_PER_NODE, folder, timeout)
+    summary = json.loads((folder / "summary.json").read_text())
+    if summary["interfaces"] is None or summary["skipped_steps"]:
+        raise RunError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")
+    kept = ("layout", "validation_loss", "interfaces", "planned_shard_axis_bytes_per_step_and_rank")
+    return {"options": options, **{key: summary[key] for key in kept}}
+
+
+def run(args: argparse.Namespace) -> None:
+    runs: dict[str, dict[str, Any]] = {}
+    for micro_batches in TARGETS:
+        for name, form in FORMS.items():
+            print(f"{micro_batches} micro-batch(es): {form.title} ...", flush=True)
+            folder = args.work.resolve() / f"{micro_batches}-{name}"
+            runs.setdefault(str(micro_batches), {})[name] = train(micro_batches, form, args.steps, folder, args.timeout)
+    write(args.output / "runs.json", {"command": command_of("scripts.benchmarks.shard_axis_bytes"), "runs": runs})
+    report(args)
+
+
+# -------------------------------------------------------------------------------------------------- report
+
+
+class Volume(NamedTuple):
+    """Bytes a step and node over one kind of link: on the interfaces, as its ranks count them, and in closed form."""
+
+    counter: float
+    counted: float
+    planned: float
+
+
+def volume(one: Mapping[str, Any], level: str) -> Volume:
+    nodes = one["interfaces"]["sent_per_step"][level]
+    counter, counted = (sum(node[key] for node in nodes) / len(nodes) for key in ("interface", "counted"))
+    planned = one["planned_shard_axis_bytes_per_step_and_rank"]
+    return Volume(counter, counted, RANKS_PER_NODE * sum(planned.get(f"{level} {kind}", 0.0) for kind in KINDS))
+
+
+def rows_of(runs: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A row for every form and number of micro-batches."""
+    rows = []
+    for micro_batches, forms in runs.items():
+        ideal = volume(forms["dense"], "network").planned
+        for name, one in forms.items():
+            network, inside = volume(one, "network"), volume(one, "node")
+            target = TARGETS[int(micro_batches)] if name == "all" else None
+            ratio = network.counter / ideal
+            row = {"micro-batches": micro_batches, "form": FORMS[name].title}
+            row |= {f"network, {key}": megabytes(value) for key, value in zip(Volume._fields, network, strict=True)}
+            row |= {"counter / planned": f"{network.counter / network.planned:.3f}", "against dense": f"{ratio:.3f}"}
+            row["target"] = f"{target:.2f}" if target else "-"
+            row["holds"] = ("yes" if ratio <= target else "no") if target else "-"
+            row |= {"node, counter": megabytes(inside.counter), "node, planned": megabytes(inside.planned)}
+            row["validation loss"] = f"{one['validation_loss']:.4f}"
+            rows.append(row)
+    return rows
+
+
+def table(stored: Mapping[str, Any]) -> str:
+    """table.md, from runs.json."""
+    runs = stored["runs"]
+    first = runs["1"]["dense"]
+    return f"""# Bytes of ZeRO++ where the shard axis crosses nodes
+
+MB (1e6 bytes) sent per step and node; {NODES} nodes of {RANKS_PER_NODE} ranks hold one replica of the embedded recipe
+together, {first["interfaces"]["steps"]} steps after the first. "Counter" is what the interfaces themselves sent
+(network namespaces as nodes, gloo over TCP, rates not limited), "counted" what the ranks count, all kinds of messages
+together, "planned" the closed form of weights and gradients alone. "Against dense" is the counter against the closed
+form of FSDP2's own collectives: gathers in BF16 round a ring, gradients in FP32 straight to their owners. Made by
+
+```
+{stored["command"]}
+```
+
+with `{" ".join(first["options"])}` and what the form takes:
+
+{chr(10).join(f"- {form.title}: `{' '.join(form.options)}`" for form in FORMS.values() if form.options)}
+
+{markdown(rows_of(runs))}
+"""
+
+
+def report(args: argparse.Namespace) -> None:
+    text = table(json.loads((args.output / "runs.json").read_text()))
+    write(args.output / "table.md", text)
+    print(text)
+
+
+def main() -> int:
+    own = parser(__doc__)
+    commands = own.add_subparsers(dest="command", required=True)
+    for name, work in (("run", run), ("report", report)):
+        one = commands.add_parser(name)
+        one.set_defaults(do=work)
+        one.add_argument("--output", type=Path, default=RESULTS / "shard_axis_bytes")
+        if name == "run":
+            one.add_argument("--steps", type=int, default=8, help="of a run, 2 or more")
+            one.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is ended")
+            one.add_argument("--work", type=Path, default=OUTPUTS / "shard_axis_bytes", help="logs of the runs")
+    args = own.parse_args()
+    return guarded(lambda: args.do(args), stopped="error: interrupted; the nodes are removed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""scripts/benchmarks/shard_axis_bytes.py: ratios and verdicts from runs that can be worked out by hand."""
+
+from typing import Any
+
+from scripts.benchmarks.shard_axis_bytes import FORMS, TARGETS, rows_of, table
+
+
+def one(counter: float, counted: float, planned: float) -> dict[str, Any]:
+    node = {"interface": counter, "counted": counted, "by_kind": {}}
+    return {
+        "options": ["--a"],
+        "validation_loss": 8.0,
+        "interfaces": {"steps": 7, "sent_per_step": {"network": [node, node], "node": [node, node]}},
+        "planned_shard_axis_bytes_per_step_and_rank": {"network weights": planned / 2, "node gradients": planned / 4},
+    }
+
+
+def test_the_network_is_held_against_what_dense_needs() -> None:
+    runs = {str(n): {name: one(10.5e6, 10e6, 10e6) for name in FORMS} for n in TARGETS}
+    runs["1"]["all"], runs["2"]["all"] = one(2.4e6, 2.3e6, 2.3e6), one(2.4e6, 2.3e6, 2.3e6)
+    rows = rows_of(runs)
+    dense, (first, second) = rows[0], [row for row in rows if row["form"] == "all three"]
+    assert dense["network, counter"] == "10.500" and dense["counter / planned"] == "1.050"
+    assert dense["against dense"] == "1.050" and dense["target"] == "-" and dense["node, planned"] == "5.000"
+    assert first["against dense"] == second["against dense"] == "0.240"
+    assert (first["target"], first["holds"]) == ("0.25", "yes") and (second["target"], second["holds"]) == (
+        "0.20",
+        "no",
+    )
+    assert "`--sharding.weights=int8`" in table({"command": "c", "runs": runs})
