@@ -21,7 +21,7 @@ from kernels.codec.formats import FORMATS
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
-from tests.kernels.codec.checks import check_follows, rows_of
+from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
@@ -84,6 +84,11 @@ def test_block_codes_follow_the_twin(name: str, block: int, scale: torch.dtype) 
     x = rows_of(2, 26, block, "cpu")
     twin, kernel = BlockCode(name, block, scale), BlockCode(name, block, scale, "triton")
     assert torch.equal(twin.encode(x), kernel.encode(x.cuda()).cpu())
+
+
+def test_stochastic_rounding_and_the_turn_follow_the_twin() -> None:
+    for name, block in (("int8", 256), ("int4", 128)):
+        check_rounding_follows(name, block, 3, 333, "cuda")
 
 
 def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:

@@ -53,43 +53,50 @@ def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> 
     assert sent == pytest.approx(planned)
 
 
-def test_dense_collectives_are_as_planned_and_int8_follows_them(pool4: Pool, tmp_path: Path) -> None:
-    arguments = [*SMALL, *METHODS["scape"], *NODES, "--training.steps=4"]
-    dense = pool4(train, str(tmp_path / "dense"), arguments)
-    found = summary(tmp_path / "dense")
+def test_dense_collectives_are_as_planned(pool4: Pool, tmp_path: Path) -> None:
+    pool4(train, str(tmp_path), [*SMALL, *METHODS["adamw"], *NODES, "--training.steps=2"])
+    found = summary(tmp_path)
     assert found["shard_axis_bytes_per_step_and_rank"] == pytest.approx(
         found["planned_shard_axis_bytes_per_step_and_rank"]
     )
-    coded = pool4(train, str(tmp_path / "coded"), [*arguments, *ALL])
-    assert coded[0]["losses"] == pytest.approx(dense[0]["losses"], rel=0.02)
 
 
 def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Path) -> None:
-    """Raw messages are FSDP2's default to the last bit; coded ones follow it."""
+    """Raw messages are FSDP2's default to the last bit."""
     tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     more = ["--training.mixed_precision_param=bfloat16", "--activation_checkpoint.mode=selective"]
-    arguments = [*SMALL, *METHODS["adamw"], *tensor, *more, "--training.steps=4"]
+    arguments = [*SMALL, *METHODS["adamw"], *tensor, *more, "--training.steps=3"]
     dense = pool4(train, str(tmp_path / "dense"), arguments)
     raw = pool4(train_raw, str(tmp_path / "raw"), [*arguments, *INT8])
-    coded = pool4(train, str(tmp_path / "coded"), [*arguments, *INT8])
-    for one, other, third in zip(dense, raw, coded, strict=True):
+    for one, other in zip(dense, raw, strict=True):
         assert one["losses"] == other["losses"] and torch.equal(one["parameters"], other["parameters"])
-        assert third["losses"] == pytest.approx(one["losses"], rel=0.02)
+
+
+SIMULATED = "--topology.simulate_replicas=2"
 
 
 @pytest.mark.parametrize(
-    "more, least", [(["--topology.simulate_replicas=2"], 0.35), (["--sync.scape.weights_dtype=bfloat16"], 0.65)]
+    "method, more, most",
+    [
+        pytest.param("scape", SIMULATED, 0.35, marks=pytest.mark.slow),  # its turn leaves weights as they are
+        ("diloco", SIMULATED, 0.65),  # every replica has weights of its own
+        ("scape", "--sync.scape.weights_dtype=bfloat16", 0.65),
+    ],
 )
-def test_the_secondary_outlives_a_replicas_turn(more: list[str], least: float, pool2: Pool, tmp_path: Path) -> None:
-    """Weights in BF16 besides. Raw messages give the default's bits; weights cross nodes once a step."""
+def test_the_secondary_is_of_the_weights_that_there_are(
+    method: str, more: str, most: float, pool2: Pool, tmp_path: Path
+) -> None:
+    """Raw messages give the default's bits, validations included; weights cross nodes once a step, or turn."""
     nodes = ["--topology.ranks_per_node=1", "--parallelism.data_parallel_shard_degree=2"]
-    arguments = [*SMALL, *METHODS["scape"], *nodes, *more, "--training.steps=4"]
+    arguments = [*SMALL, *METHODS[method], *nodes, more, "--training.steps=4"]
     dense = pool2(train, str(tmp_path / "dense"), arguments)
     raw = pool2(train_raw, str(tmp_path / "raw"), [*arguments, *INT8, "--sharding.secondary"])
     for one, other in zip(dense, raw, strict=True):
         assert one["losses"] == other["losses"] and torch.equal(one["parameters"], other["parameters"])
-    sent = [summary(tmp_path / name)["shard_axis_bytes_per_step_and_rank"] for name in ("dense", "raw")]
-    assert sent[1]["network weights"] < least * sent[0]["network weights"]
+    told = [summary(tmp_path / name) for name in ("dense", "raw")]
+    assert told[0]["validation_loss"] == told[1]["validation_loss"]
+    sent = [one["shard_axis_bytes_per_step_and_rank"]["network weights"] for one in told]
+    assert sent[1] < most * sent[0]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What a checkpoint says of the run that saved it, and how this run differs."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -45,6 +46,7 @@ class RunMetadata(Stateful):
             "residual": residual,
             "states": optimizers.described_states(residual),
             **options.fingerprint(),
+            "sharding": asdict(config.sharding),
             # Who is which replica follows from these.
             "exchange": config.topology.exchange,
             "ranks_per_node": layout.ranks_per_node,
