@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-def _isolated() -> list[str]:
+def isolated() -> list[str]:
     """A command prefix that gives a network namespace of its own, so that no other traffic is counted."""
     for command in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
         if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
@@ -24,7 +24,7 @@ def _isolated() -> list[str]:
 def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str, wire: str) -> None:
     arguments = [str(world), str(density), update, wire]
     result = subprocess.run(
-        [*_isolated(), sys.executable, "-m", "tests.topology.interface_bytes", *arguments],
+        [*isolated(), sys.executable, "-m", "tests.topology.interface_bytes", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

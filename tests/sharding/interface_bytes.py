@@ -1,0 +1,73 @@
+"""Run as a script in a network namespace of its own: what FSDP2 and its stand-ins put on its interface.
+
+Prints, for FSDP2's own collectives and for all of ZeRO++ on 2 nodes of 2 ranks, what all ranks count as sent, and what
+crossed the interface meanwhile.
+"""
+
+import json
+import multiprocessing
+import tempfile
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.sharding import toy
+from tests.topology.interface_bytes import bring_loopback_up, interface_bytes
+from torchtitan_scape.sharding.options import ShardingOptions
+
+WORLD, STEPS = 4, 3
+FORMS = {
+    "dense": ShardingOptions(),
+    "all": ShardingOptions(weights="int8", secondary=True, gradients="int8+int4"),
+}
+
+
+class Wide(toy.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(toy.WIDTH, 12_000)
+        self.down = nn.Linear(12_000, toy.WIDTH, bias=False)
+
+
+def rank(number: int, store: str, queue: Any) -> None:
+    torch.set_num_threads(1)
+    file = dist.FileStore(store, WORLD)
+    dist.init_process_group("gloo", store=file, rank=number, world_size=WORLD, timeout=timedelta(seconds=60))
+    found = {}
+    for name, options in FORMS.items():
+        with patch.object(toy, "Block", Wide):
+            run = toy.train(toy.make(2, options), steps=1)  # and the connections
+        before = sum(run.sent.values())
+        dist.barrier()
+        start = interface_bytes()
+        dist.barrier()
+        toy.train(run, steps=STEPS, first=2)
+        dist.barrier()
+        sent = torch.tensor(sum(run.sent.values()) - before, dtype=torch.float64)
+        moved = interface_bytes() - start
+        dist.all_reduce(sent)
+        found[name] = {"counted": sent.item(), "interface": moved}
+    queue.put(found)
+    dist.barrier()
+
+
+def main() -> None:
+    bring_loopback_up()
+    context = multiprocessing.get_context("fork")  # nothing of gloo is here yet
+    queue: Any = context.Queue()
+    store = f"{tempfile.mkdtemp()}/store"
+    processes = [context.Process(target=rank, args=(r, store, queue)) for r in range(WORLD)]
+    for process in processes:
+        process.start()
+    results = [queue.get(timeout=100) for _ in processes]
+    for process in processes:
+        process.join()
+    print(json.dumps(results[0]))
+
+
+if __name__ == "__main__":
+    main()

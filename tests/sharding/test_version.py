@@ -1,0 +1,59 @@
+"""When what is kept of weights is stale: the container says so."""
+
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.pool import Pool
+from torchtitan_scape.sync.registry import METHODS
+
+
+def versions() -> None:
+    from topology.in_process import OneReplica
+    from topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.optimizer import container
+    from torchtitan_scape.optimizer.adams import AdamS
+
+    model, entry = nn.Linear(4, 3), METHODS["dense"]
+    assert entry.method is not None
+    optimizers = container.SyncedOptimizers(
+        [model],
+        partial(AdamS, lr=1e-3),
+        partial(entry.method, options=entry.options()),
+        OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        max_norm=1.0,
+        max_skipped_steps=5,
+        kernels="auto",
+        steps=100,
+    )
+    version = optimizers.sharding.version
+
+    def step(nan: bool) -> bool:
+        """Whether it has changed weights, as who keeps them is told."""
+        before = version.now()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float("nan") if nan and dist.get_rank() else 1.0)
+        optimizers.step()
+        return version.now() != before
+
+    assert [step(nan=False), step(nan=True), step(nan=False)] == [True, False, True]
+    before = version.now()
+    optimizers.model_loaded()
+    assert version.now() == before + 1
+    optimizers.check_consistency(3)
+    assert version.now() == before + 1
+    with patch.object(container, "check_replicas_equal", lambda *_: False):  # it has repaired something
+        optimizers.check_consistency(4)
+    assert version.now() == before + 2
+    # A step that nobody asked after, and the next one.
+    step(nan=False)
+    optimizers.step()
+    optimizers.step()
+    assert version.now() > before + 3
+
+
+def test_what_changes_weights_says_so(pool2: Pool) -> None:
+    pool2(versions)
