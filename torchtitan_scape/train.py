@@ -290,6 +290,7 @@ class ScapeTrainer(Trainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.zero_grad()
         self.optimizers.send_all()
+        self.optimizers.sharding.unsent.as_gradients(self.optimizers.shards())
         for _ in range(self.simulated if self.simulated > 1 else 0):
             self.optimizers.collect()
         self.optimizers.step()

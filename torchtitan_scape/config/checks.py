@@ -52,6 +52,13 @@ def check_config(config: JobConfig, device_type: str) -> None:
     simulated, why = config.topology.simulate_replicas, options_of(config.sync).refuses_simulation()
     if simulated > 1 and why:
         raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {why}")
+    synchronises = METHODS[method].method
+    if config.sharding.sparse and (synchronises is None or synchronises.local or simulated > 1):
+        raise ValueError(
+            f"[sharding] gradients = {config.sharding.gradients!r} with [sync] method = {method!r} and "
+            f"simulate_replicas = {simulated}: what the shard axis keeps would differ from replica to replica; set "
+            "simulate_replicas = 1 and method = 'dense', or take [sync] method = 'tagc' and gradients = 'dense'"
+        )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
     _check_ranges(config)

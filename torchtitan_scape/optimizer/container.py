@@ -305,14 +305,16 @@ class SyncedOptimizers(ReplicaOptimizers):
 
     def send_all(self) -> None:
         self._whole_next = True
+        self.sharding.unsent.send_all()
         for method in self.methods:
             method.send_all()
 
     def states(self, residual: str) -> list[State]:
         found = rows_of(self.replicas.run(lambda i: self.methods[i].states()))
+        shards = self.sharding.unsent.states(residual, self._shards)
         if residual == "exact":
-            return found
-        rest = [state for state in found if state.carries != "gradient"]
+            return [*found, *shards]
+        rest = [*(state for state in found if state.carries != "gradient"), *shards]
         if residual == "drop":
             return rest
         pending = [state for state in found if state.carries == "gradient"]
@@ -336,6 +338,7 @@ class SyncedOptimizers(ReplicaOptimizers):
             self.load_state_dict(state)
 
         each = [method.states() for method in self.methods]
+        each[0] = [*each[0], *self.sharding.unsent.loading(reader, self._shards)]
         optimizer, device = self.optimizers[0], self.grad_norm.device
         told, whole = load_synced(optimizer, each, self.collectives, device, reader, as_it_lies, read_optimizer)
         self.attempted_steps = reader.saved.get("attempted_steps", step)
@@ -350,7 +353,7 @@ class SyncedOptimizers(ReplicaOptimizers):
                 del found[kind]
             elif what["carries"] == "gradient":
                 what["own"] = residual == "exact"
-        return found
+        return found | self.sharding.unsent.described(residual)
 
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
         entries = {shard.name: shard.parameter.numel() for shard in self._shards}
@@ -362,7 +365,7 @@ class SyncedOptimizers(ReplicaOptimizers):
                 count = rows if state.carries == "gradient" else 1
                 size = sum(entries[name] * values.element_size() for name, values in state.tensors.items())
                 sizes[state.kind] = count * size
-        return {kind: size for kind, size in sizes.items() if size}
+        return {kind: size for kind, size in sizes.items() if size} | self.sharding.unsent.sizes(residual)
 
     def shared(self) -> list[Shared]:
         kept = [state for state in self.methods[0].states() if not state.own]
@@ -382,4 +385,6 @@ class SyncedOptimizers(ReplicaOptimizers):
                 squares += rows.double().square().sum() / len(rows)
             total = self.collectives.sum_over_all(squares) / self.collectives.replicas
             figures["residual_norm"] = total.item() ** 0.5
+        if (own := self.sharding.unsent.squares()) is not None:
+            figures["residual_norm"] = self.collectives.sum_over_all(own).item() ** 0.5
         return figures | {"clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}

@@ -194,6 +194,7 @@ class LocalOptimizers(SyncedOptimizers):
         return True
 
     def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
+        self.sharding.unsent.loading(reader, self._shards)
         told, whole = load_local(self.each, self.methods, self.grad_norm.device, reader, as_it_lies)
         self.attempted_steps = reader.saved.get("attempted_steps", step)
         if whole:

@@ -63,6 +63,7 @@ class OwnStepOptimizers(ReplicaOptimizers):
 
     def load(self, reader: Reader, as_it_lies: bool, step: int) -> str:
         self.settle()
+        self.sharding.unsent.loading(reader, self._shards)
         return self.first.load_each(self.each, reader, as_it_lies, step)
 
     def described_states(self, residual: str) -> dict[str, dict[str, Any]]:

@@ -4,14 +4,16 @@ Messages are those of `sharding.messages`, padding included; a circle is filed a
 mean over the ranks of the group.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.codec.formats import FORMATS
 from topology.layout import Layout
 from topology.links import Stage
+from torchtitan_scape.planner.sparse_sharding import SparsePlan
 from torchtitan_scape.planner.workloads import Shape, Workload
 
 _ALIGNED = 16
@@ -24,7 +26,7 @@ class ShardPlan:
 
     weights: a code, or "dense". gradients: of the hops, from the inside out; () for dense. hops: 1 or 2.
     weight_bytes, gradient_bytes: of an entry that is not coded.
-    exchanged: dense gradients go part by part, as on gloo, not round a ring.
+    exchanged: dense gradients go part by part, as on gloo, not round a ring. sparse: they are reduced by TAGC.
     """
 
     weights: str = "dense"
@@ -36,18 +38,21 @@ class ShardPlan:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     exchanged: bool = False
+    sparse: SparsePlan | None = None
 
     @property
     def active(self) -> bool:
-        return self.weights != "dense" or self.secondary or bool(self.gradients)
+        return self.weights != "dense" or self.secondary or bool(self.gradients) or self.sparse is not None
 
 
 @dataclass(frozen=True)
 class FlatRow:
-    """What a rank keeps of one of FSDP's groups: the shapes of its shards. gathers: in a micro-batch."""
+    """What a rank keeps of one of FSDP's groups: the shapes of its shards. gathers: in a micro-batch. names: of its
+    parameters."""
 
     shapes: tuple[Shape, ...]
     gathers: int = 2
+    names: tuple[str, ...] = ()
 
     @property
     def entries(self) -> int:
@@ -74,14 +79,11 @@ def flat_rows(workload: Workload, ranks: int, tensor: int = 1) -> tuple[FlatRow,
     for rows, *rest in workload.shapes():
         own = -(-rows // tensor) if rest else rows
         shapes.append((-(-own // ranks), *rest))
-    first = 2 if workload.gpt2 else 1
+    first, names = 2 if workload.gpt2 else 1, workload.names()
     each = (len(shapes) - first - 2) // workload.layers
-    layers = [shapes[first + i * each : first + (i + 1) * each] for i in range(workload.layers)]
-    return (
-        FlatRow(tuple(shapes[:first])),
-        *(FlatRow(tuple(layer)) for layer in layers),
-        FlatRow(tuple(shapes[first + workload.layers * each :]), gathers=1),
-    )
+    ends = [0, *(first + i * each for i in range(workload.layers + 1)), len(shapes)]
+    found = [FlatRow(tuple(shapes[a:b]), names=names[a:b]) for a, b in itertools.pairwise(ends)]
+    return (*found[:-1], replace(found[-1], gathers=1))
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,9 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
                 times = 1 if plan.secondary and number == 0 else gathers
                 yield from (_Sent("weights", stage, times) for stage in _round(circle, own, layout))
                 own *= len(circle[0])
+        if plan.sparse is not None:
+            yield from _sparse(plan.sparse, row, layout, micro_batches)
+            continue
         if not plan.gradients:
             stages = _parts if plan.exchanged else _ring
             given = row.entries * ranks * plan.gradient_bytes
@@ -140,6 +145,16 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
             given = left * row.message_bytes(code, plan.gradients_block, 4)
             yield from (_Sent("gradients", stage, micro_batches) for stage in _parts(circle, given, layout))
             left //= len(circle[0])
+
+
+def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:
+    whole = [layout.shard_group(0)]
+    ranks, times = len(whole[0]), micro_batches if plan.each else 1
+    if blocks := plan.blocks(row.shapes, row.names, ranks):
+        yield from (_Sent("index", s, times) for s in _parts(whole, plan.exchanged(blocks, ranks), layout))
+        yield from (_Sent("index", s, times) for s in _round(whole, plan.gathered(blocks, ranks), layout))
+    values = plan.values(row.shapes, row.names, ranks)
+    yield from (_Sent("gradients", stage, times) for stage in _parts(whole, values, layout))
 
 
 def _ring(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
@@ -167,7 +182,8 @@ def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
 
 
 def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
-    """Bytes that stand-ins keep ("secondary weights"), and need at once for the largest group ("shard messages")."""
+    """Bytes that stand-ins keep ("secondary weights", "shard residual"), and need at once for the largest group
+    ("shard messages")."""
     group = layout.shard_group(0)
     ranks, nodes = len(group), layout.by_node(group)
     if ranks == 1 or not plan.active:
@@ -181,6 +197,9 @@ def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> di
         if plan.weights != "dense" or plan.secondary:
             passing = len(nodes) if plan.hops == 2 and not plan.secondary else 0
             messages.append((1 + ranks + passing) * own + 4.0 * row.entries)
+        if plan.sparse is not None:
+            kinds["shard residual"] = kinds.get("shard residual", 0.0) + plan.sparse.kept(row.shapes, row.names, ranks)
+            messages.append(2 * plan.sparse.values(row.shapes, row.names, ranks))
         if plan.gradients:
             given = ranks * row.message_bytes(plan.gradients[0], plan.gradients_block, 4)
             sums = 4.0 * row.entries * (len(nodes) if plan.hops == 2 else 1)

@@ -46,6 +46,24 @@ class Workload:
         layer += ((w,), (w,), (f, w), (f,), (w, f), (w,))
         return ((self.vocab, w), (self.sequence, w), *layer * self.layers, (w,), (w,))
 
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors of `shapes`, as TorchTitan has them; of GPT-2, as its authors do."""
+        if self.gpt2:
+            norms = [f"ln_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
+            parts = [f"{part}.{kind}" for part in ("attn.c_attn", "attn.c_proj") for kind in ("weight", "bias")]
+            feed = [f"{part}.{kind}" for part in ("mlp.c_fc", "mlp.c_proj") for kind in ("weight", "bias")]
+            first, own, last = (
+                ["wte.weight", "wpe.weight"],
+                [*norms[:2], *parts, *norms[2:], *feed],
+                ["ln_f.weight", "ln_f.bias"],
+            )
+        else:
+            parts = [f"attention.{part}.weight" for part in ("wq", "wk", "wv", "wo")]
+            feed = [f"feed_forward.{part}.weight" for part in ("w1", "w2", "w3")]
+            own = [*parts, *feed, "attention_norm.weight", "ffn_norm.weight"]
+            first, last = ["tok_embeddings.weight"], ["norm.weight", "output.weight"]
+        return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in own), *last)
+
     @property
     def kv_width(self) -> int:
         return self.width // self.heads * self.kv_heads

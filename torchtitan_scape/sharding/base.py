@@ -25,6 +25,7 @@ from topology.circles import Circle, ShardLedger
 from topology.groups import ShardGroups
 from topology.primitives import all_gather_into, reduce_scatter_into
 from topology.traffic import Traffic
+from torchtitan_scape.sharding.unsent import Unsent
 from torchtitan_scape.sync.shards import plain_name
 
 # Kinds of bytes in the ledger.
@@ -234,11 +235,12 @@ class Sharding:
     """What is installed on a model's parameter groups; on none by default.
 
     groups: of processes. moment, version: what the trainer and the optimizer keep up to date. ledger: of bytes.
+    unsent: what stand-ins keep between steps.
     """
 
     def __init__(self, groups: ShardGroups | None = None, ledger: ShardLedger | None = None, seed: int = 0) -> None:
         self.groups, self.ledger = groups, ledger or ShardLedger(Traffic())
-        self.moment, self.version = Moment(seed), Version()
+        self.moment, self.version, self.unsent = Moment(seed), Version(), Unsent()
 
     def before_micro_batch(self, step: int, micro_batch: int, last: bool) -> None:
         """To be called before every forward pass of training."""

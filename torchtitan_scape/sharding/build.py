@@ -23,14 +23,18 @@ from torchtitan_scape.sharding.base import (
 )
 from torchtitan_scape.sharding.messages import RowMessages
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.tagc import TagcReduce
+from torchtitan_scape.sharding.unsent import Residuals
 from torchtitan_scape.sharding.zeropp import MessageGather, MessageReduce
+from torchtitan_scape.sync.shards import local
 
 
 def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> ShardGroups:
     """The process groups that these options need, which have been checked. A collective call."""
     hops = options.hops_over(layout) if options.active else 0
     gathers = hops if options.weights != "dense" or options.secondary else 0
-    return build_shard_groups(layout, timeout, gathers, hops if options.gradients != "dense" else 0)
+    reductions = 0 if options.gradients == "dense" else 1 if options.sparse else hops
+    return build_shard_groups(layout, timeout, gathers, reductions)
 
 
 def build_sharding(
@@ -41,7 +45,7 @@ def build_sharding(
     kernels: "triton" or "torch". seed: of stochastic rounding.
     """
     sharding = Sharding(groups, ShardLedger(traffic), seed)
-    ledger = sharding.ledger
+    ledger, device = sharding.ledger, local(next(model.parameters())).device
 
     def gather(flat: FlatGroup) -> Gather:
         if not groups.gathers:
@@ -53,6 +57,9 @@ def build_sharding(
     def reduce(flat: FlatGroup) -> Reduce:
         if not groups.reductions:
             return DenseReduce(groups.whole, ledger)
+        if options.sparse:
+            (circle,) = groups.reductions
+            return TagcReduce(flat, circle, options.tagc, ledger, sharding.moment, kernels, device)
         names = (*options.gradient_codes, options.gradient_codes[-1])
         codes = [
             _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
@@ -61,8 +68,12 @@ def build_sharding(
         keyed = sharding.moment if options.rounding == "stochastic" else None
         return MessageReduce(flat, groups.reductions, rows, ledger, keyed)
 
+    reductions = []
     for flat in flat_groups(model):
-        install(flat, gather(flat), reduce(flat))
+        reductions.append(reduce(flat))
+        install(flat, gather(flat), reductions[-1])
+    if options.sparse:
+        sharding.unsent = Residuals(reductions)
     return sharding
 
 

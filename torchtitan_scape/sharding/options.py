@@ -4,13 +4,15 @@ No `from __future__ import annotations` in a file with a section: TorchTitan tel
 `is_dataclass(field.type)`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from topology.layout import Layout
 from torchtitan_scape.planner.sharding import ShardPlan
+from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.sync.options import Options
 
+CODES = {"dense": (), "int8": ("int8",), "int4": ("int4",), "int8+int4": ("int8", "int4")}
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
@@ -30,9 +32,9 @@ class ShardingOptions(Options):
     secondary: bool = False
     """Weights cross nodes once an update, and every rank keeps what came to it, as coded, until the next (hpZ)"""
 
-    gradients: Literal["dense", "int8", "int4", "int8+int4"] = "dense"
+    gradients: Literal["dense", "int8", "int4", "int8+int4", "tagc"] = "dense"
     """How gradients of matrices are reduced: as FSDP2 does, or in a block code, decoded and added in rank order (qgZ);
-    "int8+int4" has 8 bits inside the node and 4 across nodes"""
+    "int8+int4" has 8 bits inside the node and 4 across nodes; "tagc" sends the largest, and keeps the rest"""
 
     gradients_block: int = 128
     """As `weights_block`"""
@@ -47,6 +49,8 @@ class ShardingOptions(Options):
     """2 goes by way of the ranks of a node, 1 over all ranks at once; "auto" is 2 where a node holds several ranks of
     several nodes"""
 
+    tagc: TagcShardingOptions = field(default_factory=TagcShardingOptions)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("weights_block", "gradients_block"):
@@ -60,7 +64,12 @@ class ShardingOptions(Options):
     @property
     def gradient_codes(self) -> tuple[str, ...]:
         """Of the hops, from the inside out; the last one of those that follow."""
-        return () if self.gradients == "dense" else tuple(self.gradients.split("+"))
+        return CODES.get(self.gradients, ())
+
+    @property
+    def sparse(self) -> bool:
+        """Whether gradients are reduced by TAGC."""
+        return self.gradients not in CODES
 
     @property
     def turns(self) -> bool:
@@ -95,6 +104,11 @@ class ShardingOptions(Options):
                 self.require(False, "secondary", f"it needs two hops, and {_lie(nodes)}; leave hops at 'auto'")
         if len(self.gradient_codes) > hops:
             self.require(False, "gradients", f"two codes need two hops, and {_lie(nodes)}; set 'int8' or 'int4'")
+        if self.sparse:
+            rule = f"what is kept differs from replica to replica, and there are {layout.replicate}"
+            fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients = 'dense'"
+            self.require(layout.replicate == 1, "gradients", f"{rule}; {fix}")
+            self.tagc.check_among(ranks)
 
     def planned(self, layout: Layout, param_dtype: str, on_cpu: bool) -> ShardPlan:
         """What the planner knows of these options. param_dtype: in which weights are computed with."""
@@ -107,6 +121,7 @@ class ShardingOptions(Options):
             hops=self.hops_over(layout) if self.active else 1,
             weight_bytes=4 if param_dtype == "float32" else 2,
             exchanged=on_cpu,
+            sparse=self.tagc.planned(layout.shard * layout.context) if self.sparse else None,
         )
 
     def remarks(self, layout: Layout, validates: bool) -> list[str]:

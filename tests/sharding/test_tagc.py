@@ -1,0 +1,266 @@
+"""TAGC in the place of FSDP2's reduce-scatter: what is sent, what is kept, what owners get, and what is refused."""
+
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.pool import Pool
+from tests.sharding.toy import Run, layout_of, make, train, weights
+from topology.circles import Circle, ShardLedger
+from topology.groups import build_shard_groups
+from topology.traffic import SHARD, Traffic
+from torchtitan_scape.sharding.base import FlatGroup, Moment, Segment, entries
+from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.tagc import TagcReduce
+from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+from torchtitan_scape.sync.shards import collect_shards, local
+
+RANKS, STEPS = 3, 3
+# Of a row: two that are compressed, of which one has a short block, and what is not: attention, a norm.
+ROW = (
+    Segment("layers.0.feed_forward.w1.weight", 0, 1500, 2),
+    Segment("layers.0.attention.wq.weight", 1500, 300, 2),
+    Segment("layers.0.ffn_norm.weight", 1800, 5, 1),
+    Segment("layers.0.feed_forward.w2.weight", 1805, 90, 2),
+)
+COMPRESSED = torch.cat([torch.arange(s.start, s.start + s.size) for s in ROW if "feed" in s.name])
+KEPT = torch.cat([torch.arange(1500), 2048 + torch.arange(90)])  # where they lie in a row of the residual
+SKETCH: dict[str, Any] = {"codec": "sketch", "ratio": 1.0, "sparsity": 0.9, "reproduce": True}
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "bits": {"index": "bits"},
+    "nibbles": {"index": "nibble_sum"},
+    "published sum": {"index": "bit_sum", "reproduce": True},
+    "own alone": {"fill": False},
+    "each": {"micro": "each"},
+    "all": {"sparsity": 0.0, "micro": "each"},
+    "sketch": SKETCH,
+    "published sketch": {**SKETCH, "index": "bit_sum", "fill": False, "left_over": "estimate", "selection": "table"},
+}
+
+
+@cache
+def circle() -> Circle:
+    (found,) = build_shard_groups(layout_of(RANKS), timedelta(seconds=60), reduce_hops=1).reductions
+    return found
+
+
+def reduction(traffic: Traffic, moment: Moment, **options: Any) -> TagcReduce:
+    section = TagcShardingOptions(**{"min_entries": 1, **options})
+    flat, ledger = FlatGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
+    return TagcReduce(flat, circle(), section, ledger, moment, "torch", torch.device("cpu"))
+
+
+def flats(step: int, number: int, rank: int) -> Tensor:
+    """Of a micro-batch, (S, m)."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+    return torch.randn(RANKS, entries(ROW), generator=generator)
+
+
+def play(micro_batches: int, nan_at: int = 0, whole_at: int = 0, **options: Any) -> dict[str, Any]:
+    """Of this rank, by step: what was given, kept before and after, and what came; and bytes."""
+    traffic, moment, rank = Traffic(), Moment(), dist.get_rank()
+    ours = reduction(traffic, moment, **options)
+    found: dict[str, Any] = {"given": [], "before": [], "after": [], "out": []}
+    for step in range(1, STEPS + 1):
+        found["before"].append(ours.residual.clone())
+        given, out = torch.zeros(RANKS, entries(ROW)), torch.zeros(entries(ROW))
+        if step == whole_at:
+            ours.send_all()
+        for number in range(micro_batches):
+            moment.step, moment.micro_batch, moment.last = step, number, number + 1 == micro_batches
+            flat, row = flats(step, number, rank), torch.empty(entries(ROW))
+            if step == nan_at and rank == 1:
+                flat[2, 7] = torch.nan
+            ours(output_tensor=row, input_tensor=flat.view(-1), group=dist.group.WORLD, op=dist.ReduceOp.SUM)
+            given += flat
+            out += row
+        found["given"].append(given)
+        found["after"].append(ours.residual.clone())
+        found["out"].append(out)
+    found["sum"] = ours.add_up()
+    exchanges = STEPS * (micro_batches if ours._options.micro == "each" else 1)
+    found["planned"] = {kind: exchanges * sent for kind, sent in ours.bytes_sent().items()}
+    found["sent"] = {kind: sent for (axis, _, kind), sent in traffic.sent.items() if axis == SHARD}
+    return found
+
+
+def play_all() -> dict[str, dict[str, Any]]:
+    found = {name: play(1, **options) for name, options in CASES.items()}
+    found |= {f"{name} of 4": play(4, **CASES[name]) for name in ("default", "each")}
+    found |= {"nan": play(1, nan_at=2), "nan in a sketch": play(1, nan_at=2, **SKETCH)}
+    return found | {"whole": play(1, whole_at=2)}
+
+
+@cache
+def played() -> list[dict[str, dict[str, Any]]]:
+    """By rank and case."""
+    return Pool(RANKS)(play_all)
+
+
+def in_rank_order(rows: list[Tensor]) -> Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_sent_and_what_is_kept_are_what_was_there(name: str) -> None:
+    """On every rank, to the last bit; the owner gets the sum of what was sent, and of what is not compressed."""
+    whole = torch.ones(entries(ROW), dtype=torch.bool).index_fill(0, COMPRESSED, False)
+    for step in range(STEPS):
+        sent = []
+        for rank in played():
+            one = rank[name]
+            v = one["before"][step].clone()
+            v[:, KEPT] += one["given"][step][:, COMPRESSED]
+            after = one["after"][step]
+            assert ((after == v) | (after == 0)).all()
+            sent.append(torch.where(after == 0, v, 0.0)[:, KEPT])
+        for owner, rank in enumerate(played()):
+            out = rank[name]["out"][step]
+            dense = in_rank_order([other[name]["given"][step][owner] for other in played()])
+            assert torch.equal(out[whole], dense[whole])
+            expected = in_rank_order([rows[owner] for rows in sent])
+            if "published sketch" not in name:
+                tolerance = {"rtol": 1e-5, "atol": 1e-5} if "sketch" in name else {"rtol": 0.0, "atol": 0.0}
+                torch.testing.assert_close(out[COMPRESSED], expected, **tolerance)
+            assert name == "all" or 0 < (out[COMPRESSED] != 0).float().mean() < 0.9
+            assert name != "all" or torch.equal(out, dense)
+
+
+def test_every_exact_index_gives_the_same() -> None:
+    for rank in played():
+        for other in ("bits", "nibbles"):
+            for key in ("out", "after"):
+                assert all(torch.equal(a, b) for a, b in zip(rank["default"][key], rank[other][key], strict=True))
+
+
+def test_bytes_are_the_closed_form() -> None:
+    for rank in played():
+        assert all(one["sent"] == one["planned"] for name, one in rank.items() if name != "whole")
+        blocks, raw = 3, 305
+        # Of two other ranks: offsets of 9 blocks, 67 bytes each; 306 of 1024 entries, and what is not compressed.
+        expected = {"index": 2 * 9 * 67.0, "gradients": 2 * 4.0 * (blocks * 306 + raw)}
+        assert rank["default"]["sent"] == {kind: STEPS * sent for kind, sent in expected.items()}
+        assert rank["bits"]["sent"]["index"] == STEPS * 2 * 2 * blocks * 128.0
+        assert rank["each of 4"]["sent"] == {kind: 4 * sent for kind, sent in rank["each"]["sent"].items()}
+
+
+def test_the_last_micro_batch_sends_the_sum_of_all() -> None:
+    """As one micro-batch of it does, up to rounding; in the published form each sends its own."""
+    for rank in played():
+        four = rank["default of 4"]
+        v = torch.zeros(RANKS, 3072)
+        v[:, KEPT] = four["given"][0][:, COMPRESSED]
+        after = four["after"][0]
+        kept = after != 0
+        torch.testing.assert_close(after[kept], v[kept], rtol=1e-5, atol=1e-5)
+        assert 0.6 < kept[:, KEPT].float().mean() < 0.8
+        assert rank["default"]["sent"] == four["sent"]
+
+
+@pytest.mark.parametrize("name", ["nan", "nan in a sketch"])
+def test_what_is_not_finite_reaches_its_owner_and_no_residual(name: str) -> None:
+    for number, rank in enumerate(played()):
+        one = rank[name]
+        assert [bool(out.isfinite().all()) for out in one["out"]] == [True, number != 2, True]
+        assert all(residual.isfinite().all() for residual in one["after"])
+        same = [torch.equal(one["before"][1][row], one["after"][1][row]) for row in range(RANKS)]
+        assert same == [False, False, number == 1]
+
+
+def test_checkpoints_have_the_sum_of_what_is_kept() -> None:
+    for owner, rank in enumerate(played()):
+        kept = [other["default"]["after"][-1][owner] for other in played()]
+        assert torch.equal(rank["default"]["sum"], in_rank_order(kept))
+        assert rank["default"]["sent"] == rank["default"]["planned"]  # it does not count
+
+
+def test_a_whole_exchange_leaves_nothing() -> None:
+    for rank in played():
+        after = rank["whole"]["after"]
+        assert after[0].any() and not after[1].any() and after[2].any()
+
+
+def in_training() -> None:
+    """All entries in every micro-batch are FSDP2's dense form, to the last bit; few of them come close."""
+    dense = train(make(2, ShardingOptions()), steps=3)
+    options: dict[str, Any] = {"min_entries": 1, "layers": "all"}
+    for more, same in (
+        ({"sparsity": 0.0, "micro": "each"}, True),
+        ({"sparsity": 0.0}, False),
+        ({"sparsity": 0.5}, None),
+    ):
+        section = TagcShardingOptions(**options, **more)
+        run = train(make(2, ShardingOptions(gradients="tagc", tagc=section)), steps=3)
+        if same:
+            assert run.losses == dense.losses and torch.equal(weights(run), weights(dense))
+        elif same is False:
+            torch.testing.assert_close(weights(run), weights(dense), rtol=1e-4, atol=1e-5)
+        else:
+            assert not torch.equal(weights(run), weights(dense)) and run.losses[-1] < run.losses[0] * 1.05
+            becomes_gradients(run)
+
+
+def becomes_gradients(run: Run) -> None:
+    """What is kept, at the end of the data: the sum over ranks, of every shard, uneven and empty ones too."""
+    named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
+    shards = collect_shards([{"params": [p for _, p in named], "param_names": [name for name, _ in named]}])
+    unsent = run.sharding.unsent
+    (sums,) = unsent.states("mean", shards)
+    total, sent = unsent.squares(), run.sent
+    unsent.as_gradients(shards)
+    assert total is not None and total > 0 and unsent.squares() == 0.0 and run.sent == sent
+    for shard in shards:
+        if shard.name in sums.tensors:
+            assert torch.equal(local(shard.parameter.grad), sums.tensors[shard.name])
+        else:
+            assert shard.parameter.grad is None and shard.parameter.ndim == 1
+
+
+def test_it_stands_in_for_the_reduce_scatter(pool2: Pool) -> None:
+    pool2(in_training)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sparsity": 1.0}, r"\[sharding.tagc\] sparsity = 1.0; it must lie in \[0, 1\)"),
+        ({"ratio": 0.5}, "ratio = 0.5; it must be 1 or more"),
+        ({"selection": "table"}, "selection = 'table'; it goes with codec = 'sketch' alone"),
+        ({"min_entries": 0}, "min_entries = 0; it must be 1"),
+        ({"index": "bit_sum"}, "index = 'bit_sum'; the sum of bytes loses entries"),
+        ({"index": "nibble_sum"}, "index = 'nibble_sum'; four bits count 15 ranks, and there are 16"),
+        ({"codec": "sketch", "left_over": "estimate"}, "left_over = 'estimate'; estimates are not what was sent"),
+        ({"codec": "sketch"}, "sparsity = 0.9; 2 ranks may choose 0.2 of the entries, 2 for each cell.* to 0.9700"),
+    ],
+)
+def test_what_loses_entries_is_refused(options: dict[str, Any], text: str) -> None:
+    ranks = 16 if options.get("index") == "nibble_sum" else 2
+    with pytest.raises(ValueError, match=text):
+        TagcShardingOptions(**options).check_among(ranks)
+    if options.keys() & {"index", "codec"}:
+        TagcShardingOptions(**options, reproduce=True).check_among(ranks)
+
+
+def test_layers_that_are_compressed() -> None:
+    names = [
+        "tok_embeddings.weight",
+        "layers.3.attention.wo.weight",
+        "layers.3.feed_forward.w1.weight",
+        "output.weight",
+    ]
+
+    def chosen(**options: Any) -> list[bool]:
+        return [TagcShardingOptions(**options).compresses(name, 2, 70000) for name in names]
+
+    assert chosen() == [True, False, True, True] and chosen(layers="all") == [True] * 4
+    assert chosen(layers=["feed_forward", "layers.3.attention"]) == [False, True, True, False]
+    assert not any(chosen(min_entries=70001)) and not TagcShardingOptions().compresses("norm.weight", 1, 70000)

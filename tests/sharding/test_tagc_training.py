@@ -1,0 +1,65 @@
+"""TAGC in training: resuming to the last bit, residuals in checkpoints of other degrees, and the bytes foretold."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool, RankError
+from tests.sharding.test_training import summary
+from tests.test_training import METHODS, SMALL, train
+from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.job_config import JobConfig
+
+TAGC = ["--sharding.gradients=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
+KEEP = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
+BATCH = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--training.steps=8"]
+BASE = [*SMALL, *METHODS["adamw"], *TAGC, *KEEP, *BATCH]
+FOUR, TWO = (["--topology.ranks_per_node=2", f"--parallelism.data_parallel_shard_degree={n}"] for n in (4, 2))
+
+
+def resumed(pool: Pool, tmp_path: Path, source: str, name: str, arguments: list[str], **more: Any) -> list[Any]:
+    """A run that goes on from step 4 of another."""
+    step = Path("checkpoint", "step-4")
+    shutil.copytree(tmp_path / source / step, tmp_path / name / step)
+    return pool(train, str(tmp_path / name), arguments, **more)
+
+
+def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> None:
+    """With each rank's own residuals, a skipped step and two micro-batches included; and what is sent is what was
+    foretold."""
+    whole = pool4(train, str(tmp_path / "exact"), [*BASE, *FOUR], nan_at=6)
+    again = resumed(pool4, tmp_path, "exact", "again", [*BASE, *FOUR], nan_at=6)
+    for a, b in zip(whole, again, strict=True):
+        assert len(b["losses"]) == 4 and b["losses"] == a["losses"][4:]
+        assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
+    found = summary(tmp_path / "again")
+    sent, planned = (found[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
+    assert sent == pytest.approx(planned) and {key.split()[1] for key in sent} == {"weights", "gradients", "index"}
+    assert found["residual_norm"] > 0
+
+
+@pytest.mark.slow
+def test_resuming_on_other_degrees(pool4: Pool, pool2: Pool, tmp_path: Path) -> None:
+    """With the sum of residuals, by the same and by dense gradients; each rank's own are refused."""
+    for residual in ("exact", "mean"):
+        kept = [*BASE, f"--checkpoint.residual={residual}"]
+        whole = pool4(train, str(tmp_path / residual), [*kept, *FOUR])
+    with pytest.raises(RankError, match="has another shard degree, or compresses other layers; resume with what saved"):
+        resumed(pool2, tmp_path, "exact", "refused", [*BASE, *TWO])
+    with pytest.raises(RankError, match=r"has no \[sharding\] that keeps any"):
+        resumed(pool2, tmp_path, "exact", "other", [*BASE, *TWO, "--sharding.gradients=dense"])
+    for name, more in (("fewer", []), ("dense", ["--sharding.gradients=dense"])):
+        found = resumed(pool2, tmp_path, "mean", name, [*kept, *TWO, *more])
+        assert found[0]["losses"] == pytest.approx(whole[0]["losses"][4:], rel=0.05)
+
+
+def test_what_it_does_not_go_with_is_refused() -> None:
+    config = JobConfig()
+    config.sharding.gradients, config.optimizer.name = "tagc", "AdamS"
+    with pytest.raises(
+        ValueError, match=r"gradients = 'tagc' with .* method = 'scape' and simulate_replicas = 1: what"
+    ):
+        check_config(config, "cpu")
