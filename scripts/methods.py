@@ -7,7 +7,8 @@ from typing import Any
 from kernels.codec.formats import FORMATS
 from torchtitan_scape.planner.volumes import Method
 
-OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "muon": "Muon"}  # dense training, by the optimizer
+# Dense training, by the optimizer.
+OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "muon": "Muon", "signsgd": "SignSGD"}
 CODES = ("bf16", *FORMATS)  # how SCAPE's payload travels, FP32 aside
 OVERLAP = "-overlap"  # where the exchange may begin in the backward pass
 
@@ -54,13 +55,14 @@ FAMILIES = {
     # Between two refreshes, which are dense steps.
     "radius": Family("radius", ("density",), ("start=0", "interval=16"), 16, measured={"interval": 1_000_000}),
     "quantized": Family("quantized", ("code",)),
+    "demo": Family("DeMo, k", ("k", "values"), optimizer="SignSGD"),
     "diloco": Family("diloco, H", ("inner_steps", "code"), period="inner_steps"),
     "streaming_diloco": Family("streaming diloco, H", ("inner_steps", "code"), period="inner_steps"),
     "sparseloco": Family("sparseloco, H", ("inner_steps", "values"), period="inner_steps"),
 }
 KNOWN = ", ".join(
     [
-        "adamw, adams, muon, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...)",
+        "adamw, adams, muon, signsgd, scape-DENSITY, scape-DENSITY-CODE (bf16, int8, int4, ...)",
         *(f"{kind}-{'-'.join(key.upper() for key in family.keys)}" for kind, family in FAMILIES.items()),
         f"and {OVERLAP} after dense and quantized ones",
     ]

@@ -17,7 +17,10 @@ ARROWS = {
     "scripts": PRODUCT,
 }
 LONGEST = 450
-METHODS = ("scape", "topk", "tagc", "powersgd", "quantized", "radius", "diloco", "streaming_diloco", "sparseloco")
+METHODS = (
+    *("scape", "topk", "tagc", "demo", "powersgd", "quantized", "radius"),
+    *("diloco", "streaming_diloco", "sparseloco"),
+)
 # Scripts name what they compare.
 MAY_NAME_METHODS = ("scripts.", *(f"torchtitan_scape.sync.{name}" for name in (*METHODS, "registry")))
 

@@ -67,6 +67,7 @@ METHODS = {
     ],
     "topk": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.block_size=64", "--optimizer.name=AdamW"],
     "topk-adams": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.density_warmup_steps=3"],
+    "demo": ["--sync.method=demo", "--sync.demo.k=8", "--sync.demo.values=sign", "--optimizer.name=SignSGD"],
     "powersgd-32": ["--sync.method=powersgd", "--sync.powersgd.start=2", "--sync.powersgd.rank=32"],
     "powersgd": ["--sync.method=powersgd", "--sync.powersgd.start=2"],
     "radius": [
@@ -284,6 +285,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("quantized", "nodes", 4),
         ("diloco", "1x2", 3),  # inside a round, its exchange skipped
         ("muon", "1x2", 4),
+        ("demo", "2x2", 4),
         ("diloco-muon", "1x2", None),
         ("streaming", "2x2", None),
         ("sparseloco", "2x2", 4),  # inside a round

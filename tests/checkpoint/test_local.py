@@ -20,7 +20,9 @@ LOCAL = {
     "streaming": [*METHODS["streaming"], "--sync.streaming_diloco.code=float32"],
     "sparseloco": ["--sync.method=sparseloco", "--sync.sparseloco.inner_steps=4", "--sync.sparseloco.density=0.1"],
 }
-HERE = METHODS | LOCAL
+SIGNS = ["--optimizer.name=SignSGD", "--optimizer.lr=1e-3"]  # without moments
+LOCAL["diloco-signs"] = [*LOCAL["diloco"], *SIGNS]
+HERE = METHODS | LOCAL | {"signs": [*METHODS["adams"], *SIGNS]}
 KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "in_flight")
 
 
@@ -104,6 +106,9 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         pytest.param("1x2", "1x2", "diloco", "scape", marks=pytest.mark.slow),
         ("1x2", "1x2", "adamw", "diloco"),
         ("1x2", "4x1", "diloco-muon", "diloco"),
+        ("1x2", "1x2", "signs", "diloco-signs"),
+        ("1x2", "1x2", "diloco-signs", "diloco"),
+        pytest.param("1x2", "1x2", "diloco-signs", "adamw", marks=pytest.mark.slow),
         pytest.param("tensor", "2x1", "streaming", "sparseloco", marks=pytest.mark.slow),
     ],
 )

@@ -44,7 +44,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
     found = {}
     every = optimizers.collectives.replicas
     for shard in optimizers.shards() if hasattr(optimizers, "methods") else ():
-        moment = local(optimizers.optimizers[0].state[shard.parameter]["exp_avg"])
+        moment = local(optimizers.optimizers[0].state[shard.parameter].get("exp_avg", torch.zeros(shard.size)))
         left = torch.zeros(shard.size, dtype=torch.float64)
         for state in (state for method in optimizers.methods for state in method.states()):
             if state.carries == "gradient" and shard.name in state.tensors:
@@ -191,6 +191,8 @@ def first_half(
         ("1x2", "1x2", "scape-gather", "adamw"),
         ("1x2", "2x1", "adamw", "scape"),
         ("1x2", "4x1", "topk", "muon"),
+        ("4x1", "1x2", "demo", "topk"),
+        ("1x2", "2x1", "demo", "adamw"),
         ("2x1", "1x2", "adams", "scape-offload"),
         ("4x1", "1x2", "topk", "topk"),
         pytest.param("1x2", "4x1", "topk", "topk", marks=pytest.mark.slow),

@@ -187,6 +187,11 @@ def test_the_methods_of_the_readme() -> None:
     assert f"| {held(tagc, 4):.1f} / {held(tagc, 16):.1f} |" in rows["tagc"]
     assert f"{share(powersgd, 4):.2f} % at rank 4" in rows["powersgd"]
     assert f"| {held(powersgd, 16):.1f} |" in rows["powersgd"]
+    demo, signs = (PlannedMethod("demo", values=values, selection="tile", block=64) for values in ("float32", "1bit"))
+    assert f"the {demo.k} largest" in rows["demo"]
+    for of, sent_by in ((": ", demo), ("their signs: ", signs)):
+        assert f"{of}{share(sent_by, 4):.1f} / {share(sent_by, 16):.1f} %" in rows["demo"]
+    assert f"| {held(demo, 4):.1f} / {held(demo, 16):.1f} |" in rows["demo"]
     radius = PlannedMethod("radius", 0.4, selection="tensor")
     assert f"{share(radius, 4):.1f} % at density 0.4" in rows["radius"]
     assert f"keep for {radius.interval} steps" in rows["radius"]

@@ -71,7 +71,7 @@ def test_compared_methods_are_told_apart() -> None:
     label, options = method("scape-0.047-int4")
     assert label == "SCAPE 0.047 int4" and "--sync.scape.wire=int4" in options
     assert "--sync.scape.wire=float32" in method("scape-0.1-plain")[1]
-    with pytest.raises(ValueError, match="there is no method 'sgd'; known are adamw, adams, muon, scape-DENSITY"):
+    with pytest.raises(ValueError, match="there is no method 'sgd'; known are adamw, adams, muon, signsgd, scape-DEN"):
         method("sgd")
 
 

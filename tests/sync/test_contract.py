@@ -53,6 +53,8 @@ CASES = [
     Case("topk", {"density": 0.1, "selection": "tile", "values": "2bit"}, dense={"density": 1.0}),
     Case("topk", {"density": 0.1, "block_size": 64, "values": "e2m1"}, dense={"density": 1.0}),
     Case("tagc", {"density": 0.1}, dense={"density": 1.0}),
+    Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # a mean over those that sent a component
+    Case("demo", {"chunk": 6, "k": 4, "values": "sign"}, {"k": 64, "values": "float32"}, conserves=False),
     Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
     Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
     Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),

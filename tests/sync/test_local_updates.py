@@ -128,6 +128,7 @@ def build(
     from torchtitan_scape.optimizer.container import SyncedOptimizers
     from torchtitan_scape.optimizer.local import LocalOptimizers
     from torchtitan_scape.optimizer.muon import Muon
+    from torchtitan_scape.optimizer.signsgd import SignSGD
     from torchtitan_scape.sync.registry import METHODS
 
     class Model(nn.Module):
@@ -142,6 +143,7 @@ def build(
         "AdamW": partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False),
         "AdamS": partial(AdamS, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
         "SGD": partial(torch.optim.SGD, lr=LR),
+        "SignSGD": partial(SignSGD, lr=LR, weight_decay=DECAY),
         "Muon": partial(Muon, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
     }
     assert entry.method is not None

@@ -33,6 +33,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("radius-adams", []),
         ("quantized", []),
         ("diloco-muon", []),
+        ("demo", ["--sync.demo.values=float32"]),
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
     ],
 )

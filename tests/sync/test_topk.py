@@ -12,7 +12,7 @@ from kernels.scape.blocks import offset_code
 from tests.replicas import run_replicas
 from tests.sync.test_contract import SHAPES, STEPS, Case, gradients, make, play
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.planner.payload import cut_of, topk_message_bytes
+from torchtitan_scape.planner.payload import chosen_at, cut_of, topk_message_bytes
 from torchtitan_scape.sync.base import Setting, Step
 from torchtitan_scape.sync.shards import collect_shards
 from torchtitan_scape.sync.topk import Topk, TopkOptions
@@ -141,9 +141,8 @@ def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) ->
             found.append([g.clone() for g in given])
         # 6 tiles of 44 x 35, two runs of 2500 entries.
         sent = sum(collectives.traffic.sent_by_level().values()) / 3
-        assert (
-            sent == method.planned_bytes() == topk_message_bytes([cut_of(s, "tile", 0) for s in LARGE], 1 / 64, values)
-        )
+        cuts = [cut_of(shape, "tile", 0) for shape in LARGE]
+        assert sent == method.planned_bytes() == topk_message_bytes(cuts, chosen_at(cuts, 1 / 64), values)
         return found
 
     literal = Literal(2, LARGE, **options)
@@ -173,7 +172,7 @@ def test_bytes_of_64_of_4096_in_two_bits() -> None:
     """Of a tile 16 bytes of codes and 64 of offsets, where offsets of 12 bits would take 96; of a tensor four means."""
     assert offset_code(64, 4096).nbytes == 64
     tiles = 3 * 2 + 1
-    assert topk_message_bytes([cut_of((192, 128), "tile", 0), cut_of((4096,), "tile", 0)], 64 / 4096, "2bit") == (
+    assert topk_message_bytes([cut_of((192, 128), "tile", 0), cut_of((4096,), "tile", 0)], [64, 64], "2bit") == (
         tiles * (16 + 64) + 2 * 16
     )
 
@@ -190,7 +189,7 @@ def test_two_bits_of_few_values(values: list[float]) -> None:
 def test_values_in_fp32_are_read_where_they_arrived() -> None:
     """All replicas' messages are there at once: no copy of them is."""
     cut = cut_of((24,), "block", 8)
-    messages = TopkMessages([cut], 0.25, "float32")
+    messages = TopkMessages([cut], [2], "float32")
     values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
     arrived = messages.encode([values], [offsets], [None]).repeat(3).view(3, -1)
     (found,) = messages.decode_values(arrived[2])

@@ -344,7 +344,7 @@ class ReplicaCheckpointer(CheckpointManager):
         """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""
         values = self.record.values
         for group in self._optimizers.optimizers[0].param_groups:
-            for key in changed - {"lr"}:
+            for key in (changed - {"lr"}) & group.keys():
                 group[key] = tuple(values[key]) if key == "betas" else values[key]
             for key in group.keys() & {"fused", "foreach"}:  # AdamW's implementation is this run's, too
                 group[key] = self._optimizers.optimizers[0].defaults[key]

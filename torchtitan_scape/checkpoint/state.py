@@ -213,7 +213,7 @@ class StateReader:
     @property
     def has_dense_state(self) -> bool:
         """Whether a dense optimizer's state was saved."""
-        return self.has(f"state.{self._shards[0].name}.exp_avg")
+        return self.has(f"state.{self._shards[0].name}.step")
 
     def applied_steps(self) -> float:
         """Of the optimizer that was saved, as its bias correction counts them."""
@@ -248,7 +248,7 @@ class StateReader:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
                     room[kind] = torch.empty(shard.local_shape)
                     keys[moment] = self.frame.whole(shard.parameter, room[kind])
-            if not room:
+            if not room and not self.has(f"state.{shard.name}.step"):
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)

@@ -15,7 +15,7 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import State
-from torchtitan_scape.sync.pending import Incoming, NormOf, Reader, for_moment
+from torchtitan_scape.sync.pending import NO_MOMENT, Incoming, NormOf, Reader, beta1_of
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import Shard, local, stored
 
@@ -41,11 +41,12 @@ def load_synced(
     same_optimizer = reader.saved["optimizer"] == type(optimizer).__name__ and reader.has_dense_state
     if same_optimizer:
         read_optimizer()
-    norm, flushed, lost = NormOf(collectives, device), False, False
+    norm, flushed, lost, moments = NormOf(collectives, device), False, False, False
     read = METHODS[reader.saved["method"]].incoming
     for _, shard, kinds in reader:
-        beta1 = optimizer.param_groups[shard.group]["betas"][0]
+        beta1 = beta1_of(optimizer, shard)
         found = read(kinds, reader, device)
+        moments = moments or found.moment is not None
         if not same_optimizer:
             _put_moments(optimizer, shard, found.moment, found.second, flushed=False)
         if found.parameter is not None:
@@ -60,18 +61,20 @@ def load_synced(
         elif mean is not None:
             flushed, lost = True, lost or beta1 == 0.0
             second = optimizer.state[shard.parameter].get(SECOND) if same_optimizer else found.second
-            _put_moments(optimizer, shard, found.moment + for_moment(mean, beta1), second, flushed=True)
+            _put_moments(optimizer, shard, found.moment_with(mean, beta1), second, flushed=True)
     if not same_optimizer:
         steps = reader.applied_steps()
         for state in optimizer.state.values():
             state["step"].fill_(steps)
     rebuilt = fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
-    told = _told(reader, same_optimizer, bool(keeps), flushed, rebuilt, norm)
-    return told + ("; with beta1 = 0 no moment keeps it: it is lost" if lost else ""), rebuilt
+    goes_on = None if same_optimizer else moments and any(FIRST in state for state in optimizer.state.values())
+    told = _told(reader, goes_on, bool(keeps), flushed, rebuilt, norm)
+    return told + (f"; {NO_MOMENT} keeps it: it is lost" if lost else ""), rebuilt
 
 
-def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:
-    told = [] if same_optimizer else ["the first moment copied"]
+def _told(reader: Reader, goes_on: bool | None, keeps: bool, flushed: bool, rebuilt: bool, norm: NormOf) -> str:
+    """goes_on: whether there was a first moment and still is, with another optimizer; None for the same."""
+    told = {None: [], True: ["the first moment copied"], False: ["no moments go on"]}[goes_on]
     pending = any(what["carries"] == "gradient" for what in reader.saved["states"].values())
     if reader.saved.get("residual") == "drop":
         told.append("residuals were not saved and are lost")
@@ -89,13 +92,15 @@ def _told(reader: Reader, same_optimizer: bool, keeps: bool, flushed: bool, rebu
 
 
 def _put_moments(
-    optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor, second: Tensor | None, flushed: bool
+    optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor | None, second: Tensor | None, flushed: bool
 ) -> None:
-    """As far as the optimizer keeps them of this parameter. second: None where none was saved. flushed: whether the
+    """As far as the optimizer keeps them of this parameter. None: there is none to take. flushed: whether the
     first one has what was pending in it."""
     state = optimizer.state[shard.parameter]
+    if FIRST not in state:
+        return
     own = local(state[FIRST])
-    own.copy_(moment.view(own.shape))
+    own.copy_(torch.zeros_like(own) if moment is None else moment.view(own.shape))
     if SECOND not in state:
         return
     # With the first one's square AdamW's next step is that of AdamS, whose normaliser is its moment. A second one that

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_scape.optimizer.loading import copy_shared, fill_of_this_shard
 from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import Method, State
-from torchtitan_scape.sync.pending import OWN_PARAMETERS, Reader, for_moment
+from torchtitan_scape.sync.pending import NO_MOMENT, OWN_PARAMETERS, Reader, beta1_of
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import Shard, stored
 
@@ -55,24 +55,24 @@ def load_local(
             _put_pending(each, number, name, states, values, reader)
         else:
             found = entry.incoming(kinds, reader, device)
-            mean, beta1 = found.mean(reader), float(each[0].optimizer.param_groups[shard.group]["betas"][0])
-            moment = found.moment if mean is None else found.moment + for_moment(mean, beta1)
+            mean, beta1 = found.mean(reader), beta1_of(each[0].optimizer, shard)
+            moment = found.moment_with(mean, beta1)
             lost = lost or (mean is not None and beta1 == 0.0)
             second = found.second
-            if mean is not None and second is not None:
+            if mean is not None and second is not None and moment is not None:
                 second = torch.maximum(second, moment.square())  # as in `loading`
-            _put_moments(each, name, [moment] * len(each), None if second is None else [second] * len(each))
+            _put_moments(each, name, *(None if m is None else [m] * len(each) for m in (moment, second)))
         copy_shared(states, shard, kinds, reader.saved["states"])
     applied = reader.applied_steps()
     for steps in (steps for one in each for steps in one.steps()):
         steps.fill_(applied)
     states = [method.states() for method in methods]
     rebuilt = fill_of_this_shard(states, reader) if as_it_lies else any(s.carries == "rebuild" for s in states[0])
-    told = _told(reader, from_local) + (", the next exchange is whole" if rebuilt else "")
-    return told + ("; with beta1 = 0 no moment keeps what was pending: it is lost" if lost else ""), rebuilt
+    told = _told(reader, from_local, each[0].optimizer) + (", the next exchange is whole" if rebuilt else "")
+    return told + (f"; {NO_MOMENT} keeps what was pending: it is lost" if lost else ""), rebuilt
 
 
-def _told(reader: Reader, from_local: bool) -> str:
+def _told(reader: Reader, from_local: bool, optimizer: torch.optim.Optimizer) -> str:
     if not from_local:
         return "all replicas start at the model, with its moments"
     if reader.saved["residual"] == "drop":
@@ -81,6 +81,8 @@ def _told(reader: Reader, from_local: bool) -> str:
         return "all replicas start from the means of parameters, moments and residuals, as they were saved"
     if not reader.same_count:
         return f"all replicas start from the means of {reader.replicas} replicas' parameters, moments and residuals"
+    if reader.saved["optimizer"] != type(optimizer).__name__:
+        return "every replica goes on from its own parameters, and its moments as far as both optimizers keep them"
     return "state as it was, of every replica its own"
 
 
@@ -97,13 +99,16 @@ def _put_own(each: Sequence[Replica], number: int, name: str, values: dict[str, 
     for one, parameter in zip(each, values.get(OWN_PARAMETERS, ()), strict=False):
         own = stored(one.shards[number].parameter)
         own.copy_(parameter.view(own.shape))
-    _put_moments(each, name, values[FIRST], values.get(SECOND))
+    _put_moments(each, name, values.get(FIRST), values.get(SECOND))
 
 
-def _put_moments(each: Sequence[Replica], name: str, first: list[Tensor], second: list[Tensor] | None) -> None:
+def _put_moments(each: Sequence[Replica], name: str, first: list[Tensor] | None, second: list[Tensor] | None) -> None:
+    """As far as the optimizers keep them of this parameter. None: there are none to take."""
     for i, one in enumerate(each):
+        if name not in one.moments.get(FIRST, {}):
+            continue
         own = one.moments[FIRST][name]
-        own.copy_(first[i].view(own.shape))
+        own.copy_(torch.zeros_like(own) if first is None else first[i].view(own.shape))
         if name in one.moments.get(SECOND, {}):
             # Without one it is the first one's square, which makes AdamS's step: see `loading`.
             square = one.moments[SECOND][name]

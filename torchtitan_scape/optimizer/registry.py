@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from topology.layout import Layout
 from torchtitan_scape.optimizer.adams import AdamS
 from torchtitan_scape.optimizer.muon import Muon, is_hidden
+from torchtitan_scape.optimizer.signsgd import SignSGD
 from torchtitan_scape.sync.shards import Shard
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -43,10 +44,15 @@ def _muon(named: Any, *, implementation: str, kernels: str, **rates: Any) -> Opt
     return Muon(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
+def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Optimizer:
+    return SignSGD(named, lr, weight_decay)
+
+
 OPTIMIZERS = {
     "AdamW": Entry(_adamw, lambda shard: (FIRST, SECOND)),
     "AdamS": Entry(_adams, lambda shard: (FIRST,)),
     "Muon": Entry(_muon, lambda shard: (FIRST,) if is_hidden(shard) else (FIRST, SECOND), whole=True),
+    "SignSGD": Entry(_signsgd, lambda shard: ()),
 }
 
 

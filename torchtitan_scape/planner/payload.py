@@ -127,15 +127,13 @@ class Cut:
         """Entries of a tile."""
         return self.height * self.width
 
-    def count(self, density: float) -> int:
-        """Entries in a message: as many of a short tile as of any."""
-        return self.tiles * entries_per_block(density, self.size)
+    def count(self, k: int) -> int:
+        """Entries in a message with k of each tile: as many of a short one as of any."""
+        return self.tiles * k
 
-    def offset_bytes(self, density: float) -> int:
+    def offset_bytes(self, k: int) -> int:
         """Bytes that say where they are."""
-        if not self.coded:
-            return 4 * self.count(density)
-        return offset_bytes(self.tiles, entries_per_block(density, self.size), self.size)
+        return offset_bytes(self.tiles, k, self.size) if self.coded else 4 * self.count(k)
 
 
 def cut_of(shape: Shape, selection: str, block: int) -> Cut:
@@ -156,24 +154,43 @@ def cut_of(shape: Shape, selection: str, block: int) -> Cut:
     return Cut(rows, columns, _even(rows, TILE), _even(columns, TILE))
 
 
+def divided(shape: Shape, most: int) -> Cut:
+    """How DeMo cuts a tensor that has entries: sides are the largest divisors up to `most`, so that no tile is short;
+    what has one dimension is one row."""
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    height, width = (max(n for n in range(1, most + 1) if side % n == 0) for side in (rows, columns))
+    return Cut(rows, columns, height, width)
+
+
+def chosen_at(cuts: Sequence[Cut], density: float) -> list[int]:
+    """Entries that are sent of each tile, by tensor."""
+    return [entries_per_block(density, cut.size) for cut in cuts]
+
+
 def _even(length: int, most: int) -> int:
     """The length of a part where there are no more of them than parts of `most` would be."""
     return -(-length // -(-length // most))
 
 
 def topk_value_bytes(counts: Sequence[int], values: str) -> int:
-    """Bytes of so many values of every tensor. values: "float32", "2bit" (codes and means), or a block code."""
+    """Bytes of so many values of every tensor. values: "float32", "2bit" (codes and means), "1bit" (signs and one
+    mean), or a block code."""
     if values == "float32":
         return 4 * sum(counts)
     if values == "2bit":
         return sum(4 * MEANS + -(-count // 4) for count in counts)
+    if values == "1bit":
+        return sum(4 + -(-count // 8) for count in counts)
     return message_bytes(values, -(-sum(counts) // BLOCK) * BLOCK)
 
 
-def topk_message_bytes(cuts: Sequence[Cut], density: float, values: str = "float32") -> int:
-    """One replica's message about these tensors: values, offsets, and zeros up to 16 bytes."""
-    size = topk_value_bytes([one.count(density) for one in cuts], values)
-    size += sum(one.offset_bytes(density) for one in cuts)
+def topk_message_bytes(cuts: Sequence[Cut], chosen: Sequence[int], values: str = "float32") -> int:
+    """One replica's message about these tensors: values, offsets, and zeros up to 16 bytes.
+
+    chosen: entries that are sent of each tile, by tensor.
+    """
+    size = topk_value_bytes([one.count(k) for one, k in zip(cuts, chosen, strict=True)], values)
+    size += sum(one.offset_bytes(k) for one, k in zip(cuts, chosen, strict=True))
     return -(-size // 16) * 16
 
 
@@ -195,3 +212,9 @@ def tagc_index(shapes: Shapes, density: float, replicas: int) -> tuple[Literal["
 
 def _tagc_blocks(shapes: Shapes) -> int:
     return sum(-(-math.prod(shape) // TAGC_BLOCK) for shape in shapes if len(shape) > 1)
+
+
+def demo_message_bytes(shapes: Shapes, k: int, chunk: int, values: str) -> int:
+    """One replica's message of DeMo: k components of every tile, all of one that has fewer."""
+    cuts = [divided(shape, chunk) for shape in shapes if math.prod(shape)]
+    return topk_message_bytes(cuts, [min(k, cut.size) for cut in cuts], values)

@@ -3,11 +3,15 @@
 import math
 from typing import Protocol
 
+from kernels.codec.formats import BLOCK as CODED_BLOCK
+from kernels.codec.formats import FORMATS
+from torchtitan_scape.planner.messages import Message
 from torchtitan_scape.planner.payload import (
     Shapes,
     block_layout,
     coded_by,
     entries_of,
+    mask_bytes,
     owned_entries,
     payload_entries,
     whole_sizes,
@@ -37,6 +41,19 @@ class Scape(Protocol):
     @property
     def bf16_weights(self) -> bool: ...
     def has_master(self, replicas: int) -> bool: ...
+
+
+def scape_messages(method: Scape, shapes: Shapes, replicas: int) -> list[Message]:
+    """The payload, new values where owners update, and the masks beside the next step."""
+    wire, coded_values = method.coding
+    unit = CODED_BLOCK if {wire, coded_values} & FORMATS.keys() else 1
+    payload = 4.0 * payload_entries(shapes, method.density, method.block, unit)
+    masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
+    if not method.sharded:
+        return [Message("reduce", payload, wire), masks]
+    own, coded = payload / 4 / replicas, coded_by(coded_values)
+    values = 4 * own if coded is None else coded(int(own))
+    return [Message("scatter", payload, wire), Message("gather", values), masks]
 
 
 def kernel_bytes(method: Scape, shapes: Shapes, replicas: int) -> dict[str, float]:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kernels.codec.formats import BLOCK as CODED_BLOCK
-from kernels.codec.formats import FORMATS
 from torchtitan_scape.planner.local_volumes import (
     local_host_bytes,
     local_host_link_bytes,
@@ -20,12 +18,12 @@ from torchtitan_scape.planner.messages import Message, coded_message
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_passes
 from torchtitan_scape.planner.payload import (
     Shapes,
+    chosen_at,
     coded_by,
     cut_of,
+    demo_message_bytes,
     entries_of,
-    mask_bytes,
     mask_counts,
-    payload_entries,
     tagc_index,
     tagc_packed,
     topk_message_bytes,
@@ -36,6 +34,7 @@ from torchtitan_scape.planner.scape_volumes import (
     scape_host_bytes,
     scape_host_link_bytes,
     scape_memory,
+    scape_messages,
     scape_passes,
     scape_simulated,
 )
@@ -46,19 +45,20 @@ from torchtitan_scape.planner.workloads import Workload, local_shapes
 class Method:
     """Who synchronises the replicas, and how.
 
-    kind: "adamw", "adams" or "muon" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "tagc", "radius" and
-        "scape" (at `density`), "powersgd" (rank `rank`), "quantized" (in the code `wire`), or "diloco",
-        "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
-    optimizer: of those in front of an optimizer, "adamw", "adams" or "muon".
+    kind: "adamw", "adams", "muon" or "signsgd" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "tagc",
+        "radius" and "scape" (at `density`), "demo" (`k` of each tile), "powersgd" (rank `rank`), "quantized" (in the
+        code `wire`), or "diloco", "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
+    optimizer: of those in front of an optimizer, "adamw", "adams", "muon" or "signsgd".
     interval: of "radius", steps from one whole exchange to the next.
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients and of
         what parameters have moved likewise.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
-    values: with "sharded", how new values travel, as of `wire`; of top-k and "sparseloco", how what is sent does: in
-        FP32 or a code.
+    values: with "sharded", how new values travel, as of `wire`; of top-k, "demo" and "sparseloco", how what is sent
+        does: in FP32 or a code.
     weights: of SCAPE, the dtype in which every replica keeps them; with a master besides unless "float32".
     offload: of SCAPE, "state" and "master" as far as they lie in host memory; of local updates "anchor".
-    block: entries of a block, in each of which the largest are selected; of "quantized" those that share a scale.
+    block: entries of a block, in each of which the largest are selected; of "quantized" those that share a scale; of
+        "demo" the longest side of a tile.
     selection: of top-k, by "block", "tensor" or, as "sparseloco" does, "tile": see `payload.cut_of`; of "radius", one
         of the first two.
     feedback: of "quantized", whether what the code loses is kept.
@@ -70,6 +70,7 @@ class Method:
     density: float = 1.0
     wire: str = "float32"
     rank: int = 0
+    k: int = 32
     update: str = "replicated"
     values: str = "float32"
     weights: str = "float32"
@@ -213,7 +214,7 @@ def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volu
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         n = entries_of(shapes)
-        kinds = {"parameters": 4.0 * n, "gradients": 4.0 * n, "state": state * n}
+        kinds = {"parameters": 4.0 * n, "gradients": 4.0 * n} | ({"state": state * n} if state else {})
         return kinds | ({"BF16 gradients": copies * n} if copies else {})
 
     return Volumes(
@@ -270,7 +271,7 @@ def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messag
     selected = [shape for shape in shapes if math.prod(shape) and (method.selection == "tile" or len(shape) > 1)]
     cuts = [cut_of(shape, method.selection, method.block) for shape in selected]
     whole = 4.0 * sum(_left_whole(method, shapes))
-    gathered = Message("gather", topk_message_bytes(cuts, method.density, method.values))
+    gathered = Message("gather", topk_message_bytes(cuts, chosen_at(cuts, method.density), method.values))
     return [gathered, Message("reduce", whole)] if whole else [gathered]
 
 
@@ -281,6 +282,10 @@ def _tagc_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messag
     index = Message(*tagc_index(shapes, method.density, replicas))
     packed = tagc_packed(shapes, method.density, replicas) + sum(whole_sizes(shapes))
     return [index, Message("reduce", 4.0 * packed)]
+
+
+def _demo_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+    return [Message("gather", demo_message_bytes(shapes, method.k, method.block, method.values))]
 
 
 def _left_whole(method: Method, shapes: Shapes) -> list[int]:
@@ -330,21 +335,6 @@ def powersgd_rank(shapes: Shapes, nbytes: float) -> int:
     return rank
 
 
-# --------------------------------------------------------------------------------------------------- SCAPE
-
-
-def _scape_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    wire, coded_values = method.coding
-    unit = CODED_BLOCK if {wire, coded_values} & FORMATS.keys() else 1
-    payload = 4.0 * payload_entries(shapes, method.density, method.block, unit)
-    masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
-    if not method.sharded:
-        return [Message("reduce", payload, wire), masks]
-    own, coded = payload / 4 / replicas, coded_by(coded_values)
-    values = 4 * own if coded is None else coded(int(own))
-    return [Message("scatter", payload, wire), Message("gather", values), masks]
-
-
 # ------------------------------------------------------------------------------------------- local updates
 
 
@@ -382,17 +372,20 @@ def _sparseloco_messages(method: Method, shapes: Shapes, replicas: int) -> list[
 
 # -------------------------------------------------------------------------------------------------- the table
 
-# Bytes a parameter that passes move: fused AdamW 28, AdamS 20, both with a finite check 4, norm 4 and clip 8. "bf16"
-# casts there and back, 12 more. Top-k: 12 for the residual added, 4 to select, 8 for what is kept and 4 for the mean.
-# TAGC: 12 for the residual added, 4 to select, 8 to pack, 8 for what is kept and 4 for the mean.
-# PowerSGD: 36 for the error added, two products, the approximation and the error kept; its products are thin enough for
-# memory to be the limit. Quantized: 16 for chunks filled and emptied, 8 to scale them, 8 to code and decode; with error
-# feedback 12 for the residual added and 16 for what the code loses. What an owner does is of n/N entries and left out.
+# Bytes a parameter that passes move: fused AdamW 28, AdamS 20, SignSGD 12, all with a finite check 4, norm 4, clip 8.
+# "bf16" casts there and back, 12 more. Top-k: 12 for the residual added, 4 to select, 8 for what is kept and 4 for the
+# mean. TAGC: 12 for the residual added, 4 to select, 8 to pack, 8 for what is kept and 4 for the mean. DeMo: 12 for the
+# momentum added, 8 for tiles, 24 for a transform there and two back (thin enough for memory to be the limit), 4 to
+# select, 12 for what leaves the momentum, 12 for the mean. PowerSGD: 36 for the error added, two products, the
+# approximation and the error kept; its products are thin enough, too. Quantized: 16 for chunks filled and emptied, 8 to
+# scale them, 8 to code and decode; with error feedback 12 for the residual added and 16 for what the code loses. What
+# an owner does is of n/N entries and left out.
 TOPK_MOVED = 28.0
 VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
     "muon": replace(_whole(4.0, 0.0, 0.0), passes=muon_passes, memory=muon_memory, flops=muon_flops),
+    "signsgd": _whole(sent=4.0, moved=28.0, state=0.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
     "topk": _with_residual(
         _topk_messages,
@@ -406,6 +399,9 @@ VOLUMES: dict[str, Volumes] = {
         "density",
         {"density": "density"},
         packed=lambda method, shapes, replicas: tagc_packed(shapes, method.density, replicas),
+    ),
+    "demo": _with_residual(
+        _demo_messages, lambda method: 72.0, "k", {"k": "k", "chunk": "block"}, lambda _, shapes: entries_of(shapes)
     ),
     "powersgd": _with_residual(_powersgd_messages, lambda method: 36.0, "rank", {"rank": "rank"}),
     "radius": _with_residual(
@@ -424,7 +420,7 @@ VOLUMES: dict[str, Volumes] = {
         overlaps=True,
     ),
     "scape": Volumes(
-        _scape_messages,
+        scape_messages,
         scape_passes,
         scape_memory,
         scape_simulated,

@@ -13,6 +13,7 @@ from torchtitan_scape.sync.shards import Shard
 
 # Kind of state: the parameters of replicas that differ, each its own.
 OWN_PARAMETERS = "own_parameters"
+NO_MOMENT = "with beta1 = 0, or an optimizer without it, no first moment"
 
 
 class Reader(Protocol):
@@ -43,18 +44,25 @@ class Reader(Protocol):
 class Incoming:
     """What was saved of a parameter, told apart, on the device; FP32.
 
-    moment: (n,), the first moment; second: (n,), the second one where it was read.
+    moment: (n,), the first moment, None where none was kept; second: (n,), the second one where it was read.
     common: (n,) in mean units, pending and the same on all replicas; None for zeros.
     own: (rows, n) likewise, of the replicas whose rows this rank reads.
     parameter: (n,), where it is to start, if that is not the model: the mean of replicas that differed, with what they
         had not sent.
     """
 
-    moment: Tensor
+    moment: Tensor | None
     own: Tensor | None = None
     common: Tensor | None = None
     second: Tensor | None = None
     parameter: Tensor | None = None
+
+    def moment_with(self, pending: Tensor | None, beta1: float) -> Tensor | None:
+        """(n,): the first moment, with what is pending in it; None for zeros."""
+        if pending is None:
+            return self.moment
+        added = for_moment(pending, beta1)
+        return added if self.moment is None else self.moment + added
 
     def mean(self, reader: Reader) -> Tensor | None:
         """(n,): what is pending in the mean over replicas; None for nothing. A collective call."""
@@ -74,9 +82,7 @@ def incoming_of(kinds: dict[str, Tensor], reader: Reader, device: torch.device) 
         what, values = reader.saved["states"].get(kind), kinds[kind].to(device)
         return reader.mean(values) if what is not None and what["own"] else values
 
-    moment = common("exp_avg")
-    assert moment is not None
-    found = Incoming(moment, second=common("exp_avg_sq"), parameter=common(OWN_PARAMETERS))
+    found = Incoming(common("exp_avg"), second=common("exp_avg_sq"), parameter=common(OWN_PARAMETERS))
     for kind, what in reader.saved["states"].items():
         if what["carries"] != "gradient" or kind not in kinds:
             continue
@@ -105,6 +111,11 @@ class NormOf:
 
     def text(self) -> str:
         return f"{float(self._collectives.sum_over_model(self._sum.float()).sqrt()):.3g}"
+
+
+def beta1_of(optimizer: torch.optim.Optimizer, shard: Shard) -> float:
+    """By which a step takes the first moment; 0 where there is none."""
+    return float(optimizer.param_groups[shard.group].get("betas", (0.0,))[0])
 
 
 def for_moment(pending: Tensor, beta1: float) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_scape.sync.base import Method
+from torchtitan_scape.sync.demo import Demo, DemoOptions
 from torchtitan_scape.sync.dense import Dense, DenseOptions
 from torchtitan_scape.sync.diloco import Diloco, DilocoOptions
 from torchtitan_scape.sync.options import MethodOptions
@@ -47,7 +48,7 @@ class Entry:
 
 
 # With which a method goes that only asks for gradients, or parameters that have moved.
-ANY = ("AdamW", "AdamS", "Muon")
+ANY = ("AdamW", "AdamS", "Muon", "SignSGD")
 
 METHODS = {
     "dense": Entry(DenseOptions, ANY, Dense, adds_up=True),
@@ -57,6 +58,7 @@ METHODS = {
     "powersgd": Entry(PowersgdOptions, ANY, Powersgd),
     "radius": Entry(RadiusOptions, ("AdamW", "AdamS"), Radius),
     "quantized": Entry(QuantizedOptions, ANY, Quantized),
+    "demo": Entry(DemoOptions, ("SignSGD", "AdamW", "AdamS", "Muon"), Demo),
     "diloco": Entry(DilocoOptions, ANY, Diloco),
     "streaming_diloco": Entry(StreamingDilocoOptions, ANY, StreamingDiloco),
     "sparseloco": Entry(SparselocoOptions, ANY, Sparseloco),

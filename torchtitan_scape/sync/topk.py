@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import choose
 from kernels.scape.blocks import density_at
 from kernels.scape.reference import select_rows
-from torchtitan_scape.planner.payload import Cut, cut_of, topk_message_bytes
+from torchtitan_scape.planner.payload import Cut, chosen_at, cut_of, topk_message_bytes
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Pending, Setting, State, Step, keep
 from torchtitan_scape.sync.options import LAYOUT, MethodOptions
@@ -116,7 +116,7 @@ class Topk(Method):
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(step.applied)
             return gradients
-        messages = TopkMessages(self._cuts, density, self.options.values, self._backend)
+        messages = TopkMessages(self._cuts, chosen_at(self._cuts, density), self.options.values, self._backend)
         selected = [self._select(x, cut, k) for x, cut, k in zip(sparse, self._cuts, messages.chosen, strict=True)]
         message = messages.encode(*zip(*selected, strict=True))
         arrived = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
@@ -127,7 +127,10 @@ class Topk(Method):
             tiles = tiles_of(sparse[i], self._cuts[i]).scatter_(1, offsets, picked - told[i])
             keep(self._residuals[i], joined(tiles, self._cuts[i]), step.applied)
         handle.wait()
-        self._add_up(sparse, messages, arrived.view(self.collectives.replicas, -1))
+        arrived = arrived.view(self.collectives.replicas, -1)
+        means = messages.means(arrived, over_senders=self.options.divisor == "senders")
+        for x, cut, mean in zip(sparse, self._cuts, means, strict=True):
+            x.copy_(joined(mean, cut))
         return gradients
 
     def states(self) -> list[State]:
@@ -145,7 +148,8 @@ class Topk(Method):
 
     def density(self) -> float:
         entries = sum(shard.size for shard in self.setting.shards)
-        sent = sum(one.count(self.options.density) for one in self._cuts)
+        chosen = chosen_at(self._cuts, self.options.density)
+        sent = sum(one.count(k) for one, k in zip(self._cuts, chosen, strict=True))
         return (sent + sum(self.setting.shards[i].size for i in self._whole)) / max(1, entries)
 
     def _density(self, number: int) -> float:
@@ -160,24 +164,10 @@ class Topk(Method):
         return 1.0 if density > target and longer else density
 
     def _message_bytes(self, density: float) -> int:
-        return topk_message_bytes(self._cuts, density, self.options.values)
+        return topk_message_bytes(self._cuts, chosen_at(self._cuts, density), self.options.values)
 
     def _select(self, x: Tensor, cut: Cut, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """(tiles, k) of what is sent: values FP32, offsets int64, and bool, whether x has the entry; None for all."""
         tiles, real = tiles_of(x, cut), real_of(cut, x.device)
         offsets = select_rows(tiles, k, real)
         return tiles.gather(1, offsets), offsets, None if real is None else real.gather(1, offsets)
-
-    def _add_up(self, sparse: list[Tensor], messages: TopkMessages, arrived: Tensor) -> None:
-        """Every x becomes the mean of what messages, uint8 (replicas, bytes), say of it."""
-        values = [messages.decode_values(message) for message in arrived]
-        for i, (x, cut) in enumerate(zip(sparse, self._cuts, strict=True)):
-            total = torch.zeros(cut.tiles, cut.size, dtype=torch.float32, device=x.device)
-            senders = torch.zeros_like(total) if self.options.divisor == "senders" else None
-            for message, told in zip(arrived, values, strict=True):
-                offsets = messages.decode_offsets(message, i)
-                total.scatter_add_(1, offsets, told[i])
-                if senders is not None:
-                    senders.scatter_add_(1, offsets, torch.ones_like(told[i]))
-            total /= float(self.collectives.replicas) if senders is None else senders.clamp_(min=1.0)
-            x.copy_(joined(total, cut))

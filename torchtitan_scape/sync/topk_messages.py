@@ -1,6 +1,6 @@
 """What a top-k message says: where the largest entries of every tile are, and their values, coded or not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from torch.nn.functional import pad
 from kernels import block_code
 from kernels.codec.formats import FORMATS
 from kernels.codec.reference import pack, unpack
-from kernels.scape.blocks import entries_per_block
 from kernels.scape.mask_code import decode_offsets, encode_offsets
+from kernels.scape.reference import unpack_bits
 from torchtitan_scape.planner.payload import MEANS, Cut, topk_message_bytes, topk_value_bytes
+from torchtitan_scape.sync.base import packed_bits
 
 LEVELS = MEANS  # of the code of two bits
 RANGE = 6.0  # standard deviations that they cover
@@ -76,18 +77,19 @@ def decode_two_bits(means: Tensor, codes: Tensor, count: int) -> Tensor:
 
 
 class TopkMessages:
-    """How the selected entries of some tensors travel, at one density: all values, then all offsets.
+    """How the selected entries of some tensors travel: all values, then all offsets.
 
-    values: "float32"; "2bit", by four means of each tensor; or a block code, over all tensors' values end to end.
+    chosen: entries of each tile, by tensor.
+    values: "float32"; "2bit", by four means of each tensor; "1bit", by sign and the tensor's mean magnitude; or a block
+        code, over all tensors' values end to end.
     backend: that of the block code, "torch" or "triton".
     """
 
-    def __init__(self, cuts: Sequence[Cut], density: float, values: str, backend: str = "torch") -> None:
-        self.cuts, self.values, self._backend = cuts, values, backend
-        self.chosen = [entries_per_block(density, cut.size) for cut in cuts]
-        self.counts = [cut.count(density) for cut in cuts]
-        self.nbytes = topk_message_bytes(cuts, density, values)
-        self._offset_bytes = [cut.offset_bytes(density) for cut in cuts]
+    def __init__(self, cuts: Sequence[Cut], chosen: Sequence[int], values: str, backend: str = "torch") -> None:
+        self.cuts, self.chosen, self.values, self._backend = cuts, chosen, values, backend
+        self.counts = [cut.count(k) for cut, k in zip(cuts, chosen, strict=True)]
+        self.nbytes = topk_message_bytes(cuts, chosen, values)
+        self._offset_bytes = [cut.offset_bytes(k) for cut, k in zip(cuts, chosen, strict=True)]
         self._value_bytes = topk_value_bytes(self.counts, values)
 
     def encode(self, values: Sequence[Tensor], offsets: Sequence[Tensor], real: Sequence[Tensor | None]) -> Tensor:
@@ -108,6 +110,11 @@ class TopkMessages:
             means = told[:head].view(torch.float32).view(-1, LEVELS)
             codes = told[head:].split([-(-count // 4) for count in self.counts])
             flat = [decode_two_bits(*both) for both in zip(means, codes, self.counts, strict=True)]
+        elif self.values == "1bit":
+            head = 4 * len(self.cuts)
+            codes = told[head:].split([-(-count // 8) for count in self.counts])
+            signs = [unpack_bits(code, count).float() * 2 - 1 for code, count in zip(codes, self.counts, strict=True)]
+            flat = [mean * sign for mean, sign in zip(told[:head].view(torch.float32), signs, strict=True)]
         else:
             flat = list(self._decode_all(told)[: sum(self.counts)].split(self.counts))
         return [values.view(cut.tiles, -1) for cut, values in zip(self.cuts, flat, strict=True)]
@@ -120,10 +127,27 @@ class TopkMessages:
             return decode_offsets(packed, cut.tiles, self.chosen[tensor], cut.size)
         return packed.clone().view(torch.int32).long().view(cut.tiles, -1)
 
+    def means(self, arrived: Tensor, over_senders: bool) -> Iterator[Tensor]:
+        """FP32 (tiles, entries of a tile) of every tensor: what messages, uint8 (replicas, nbytes), say, added up in
+        their order and divided by their number, or by that of those that have the entry."""
+        values = [self.decode_values(message) for message in arrived]
+        for i, cut in enumerate(self.cuts):
+            total = torch.zeros(cut.tiles, cut.size, dtype=torch.float32, device=arrived.device)
+            senders = torch.zeros_like(total) if over_senders else None
+            for message, told in zip(arrived, values, strict=True):
+                offsets = self.decode_offsets(message, i)
+                total.scatter_add_(1, offsets, told[i])
+                if senders is not None:
+                    senders.scatter_add_(1, offsets, torch.ones_like(told[i]))
+            yield total.div_(float(len(arrived)) if senders is None else senders.clamp_(min=1.0))
+
     def _encode_values(self, values: list[Tensor], real: list[Tensor | None]) -> list[Tensor]:
         if self.values == "2bit":
             coded = [encode_two_bits(*both) for both in zip(values, real, strict=True)]
             return [*(means.view(torch.uint8) for means, _ in coded), *(codes for _, codes in coded)]
+        if self.values == "1bit":
+            means = [flat.abs().mean().view(1).view(torch.uint8) for flat in values]
+            return [*means, *(packed_bits(flat >= 0) for flat in values)]
         if self.values == "float32":
             return [flat.view(torch.uint8) for flat in values]
         code = block_code(self._backend, self.values)

@@ -90,7 +90,7 @@ def _from_another_method(states: Sequence[StateByParameter], reader: Reader, ste
         beta1 = first.beta1(i)
         found = incoming_of(kinds, reader, device)
         mean = found.mean(reader)
-        moment = found.moment
+        moment = torch.zeros(shard.size, device=device) if found.moment is None else found.moment
         if mean is not None:
             pending = True
             norm.add(shard, mean)
