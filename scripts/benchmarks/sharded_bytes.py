@@ -207,8 +207,8 @@ that of all.
 
 BF16 crosses the outermost level, the network. Inside a node sums travel in FP32, so that with BF16 both ways only what
 comes back is halved there: 0.75 instead of 0.50, and {both["gather-both"].against(both["local"])[0]:.2f} on both links
-together. Shards of one replica exchange nothing of SCAPE's but flag and norm; what their loopback carries is FSDP's,
-which no rank counts and every form has alike.
+together. Shards of one replica exchange nothing of SCAPE's but flag and norm; what else their loopback carries is
+FSDP's, which every form has alike and which was not counted in these runs.
 
 {markdown(inside)}
 """

@@ -70,10 +70,11 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def flat_rows(workload: Workload, ranks: int, tensor: int = 1) -> tuple[FlatRow, ...]:
-    """TorchTitan's groups over so many ranks: embeddings, every layer, then what follows, which a forward pass keeps.
+def flat_rows(workload: Workload, ranks: int, tensor: int = 1, reshard: str = "default") -> tuple[FlatRow, ...]:
+    """TorchTitan's groups over so many ranks: embeddings, every layer, then what follows.
 
-    tensor: of tensor parallelism, which divides matrices besides.
+    tensor: of tensor parallelism, which divides matrices besides. reshard: `[parallelism] fsdp_reshard_after_forward`;
+        a group that is not resharded is gathered once; by default that is the last one.
     """
     shapes = []
     for rows, *rest in workload.shapes():
@@ -82,8 +83,9 @@ def flat_rows(workload: Workload, ranks: int, tensor: int = 1) -> tuple[FlatRow,
     first, names = 2 if workload.gpt2 else 1, workload.names()
     each = (len(shapes) - first - 2) // workload.layers
     ends = [0, *(first + i * each for i in range(workload.layers + 1)), len(shapes)]
-    found = [FlatRow(tuple(shapes[a:b]), names=names[a:b]) for a, b in itertools.pairwise(ends)]
-    return (*found[:-1], replace(found[-1], gathers=1))
+    gathers = 1 if reshard == "never" else 2
+    found = [FlatRow(tuple(shapes[a:b]), gathers, names=names[a:b]) for a, b in itertools.pairwise(ends)]
+    return (*found[:-1], replace(found[-1], gathers=2 if reshard == "always" else 1))
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def workload_of(config: JobConfig) -> Workload:
 
 def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[ShardPlan, tuple[FlatRow, ...]]:
     """The config's shard axis as the planner knows it."""
-    rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor)
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor, reshard)
     return config.sharding.planned(layout, config.training.mixed_precision_param, on_cpu), rows
 
 
