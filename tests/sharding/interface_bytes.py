@@ -1,6 +1,6 @@
 """Run as a script in a network namespace of its own: what FSDP2 and its stand-ins put on its interface.
 
-Prints, for FSDP2's own collectives and for all of ZeRO++ on 2 nodes of 2 ranks, what all ranks count as sent, and what
+Prints, for FSDP2's own collectives, for all of ZeRO++ and for TAGC on 2 nodes of 2 ranks, what all ranks count as sent, and what
 crossed the interface meanwhile.
 """
 
@@ -23,6 +23,7 @@ WORLD, STEPS = 4, 3
 FORMS = {
     "dense": ShardingOptions(),
     "all": ShardingOptions(weights="int8", secondary=True, gradients="int8+int4"),
+    "tagc": ShardingOptions(gradients="tagc"),
 }
 
 
