@@ -1,7 +1,7 @@
 """Run as a script in a network namespace of its own: what FSDP2 and its stand-ins put on its interface.
 
-Prints, for FSDP2's own collectives, for all of ZeRO++ and for TAGC on 2 nodes of 2 ranks, what all ranks count as sent, and what
-crossed the interface meanwhile.
+Prints, for FSDP2's own collectives, for all of ZeRO++ and for TAGC on 2 nodes of 2 ranks, what all ranks count as sent,
+and what crossed the interface meanwhile.
 """
 
 import json
