@@ -126,6 +126,58 @@ def build_shard_groups(layout: Layout, timeout: timedelta, gather_hops: int = 0,
     return ShardGroups(whole, gathers, reductions)
 
 
+@dataclass(frozen=True)
+class LevelGroups:
+    """What this rank meets where weights lie on w ranks, gradients on g of a node, and the rest on all.
+
+    A rank is a pair, the number of its w ranks among the g, and a place among the w.
+
+    weights: the w ranks, for gathers; kept: those that keep a secondary partition together.
+    pair: the w ranks, for gradients; gradients: all g, by pair and place; pairs: those of its place in every pair.
+    nodes: those of its pair and place in every node. holders: the ranks that hold the same weights.
+    everyone: all ranks. The last two are None for one rank.
+    """
+
+    weights: Circle
+    kept: Circle
+    pair: Circle
+    gradients: Circle
+    pairs: Circle
+    nodes: Circle
+    holders: ProcessGroup | None
+    everyone: ProcessGroup | None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        circles = (self.weights, self.kept, self.pair, self.gradients, self.pairs, self.nodes)
+        for group in (*(circle.group for circle in circles), self.holders, self.everyone):
+            if group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def build_level_groups(layout: Layout, weights: int, timeout: timedelta, secondary: int = 0) -> LevelGroups:
+    """Of weights on `weights` ranks and gradients on the layout's shard axis, which it divides; the other axes have one
+    rank. secondary: ranks that keep one, of those of the shard axis that follow each other. A collective call."""
+    rank, shards = dist.get_rank(), layout.shard_groups()
+
+    def blocks(size: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(ranks[i : i + size] for ranks in shards for i in range(0, len(ranks), size))
+
+    def circle(groups: tuple[tuple[int, ...], ...]) -> Circle:
+        group = _own_group(groups, timeout)
+        return Circle.of(next(ranks for ranks in groups if rank in ranks), rank, group, layout)
+
+    return LevelGroups(
+        weights=circle(blocks(weights)),
+        kept=circle(blocks(secondary or 1)),
+        pair=circle(blocks(weights)),
+        gradients=circle(shards),
+        pairs=circle(tuple(ranks[place::weights] for ranks in shards for place in range(weights))),
+        nodes=circle(layout.replicate_groups()),
+        holders=_own_group(tuple(zip(*blocks(weights), strict=True)), timeout),
+        everyone=_own_group((tuple(range(layout.world_size)),), timeout),
+    )
+
+
 def _circles(layout: Layout, hops: int, timeout: timedelta) -> tuple[Circle, ...]:
     every = layout.shard_groups()
     if hops == 1:

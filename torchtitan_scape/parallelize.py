@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import parallelize_llama
 
-from topology.groups import ReplicaGroups, ShardGroups
+from topology.groups import LevelGroups, ReplicaGroups, ShardGroups
 from torchtitan_scape.config.job_config import JobConfig
 
 
@@ -24,6 +24,7 @@ class ReplicaParallelDims(ParallelDims):
 
     groups: ReplicaGroups | None = None
     shard_groups: ShardGroups | None = None
+    level_groups: LevelGroups | None = None
     bare: bool = False
 
     def _mesh_exist(self, name: str, degree: int) -> bool:
@@ -48,6 +49,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
     training, dry = job_config.training, job_config.comm.mode == "fake_backend"
     if (
         not dry
+        and not job_config.sharding.levels.active
         and parallel_dims.non_data_parallel_size * parallel_dims.dp_shard * parallel_dims.cp == 1
         and (training.mixed_precision_param == training.mixed_precision_reduce == training.dtype == "float32")
     ):

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -29,7 +30,7 @@ from torchtitan.tools import utils as titan_utils  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
-from topology.groups import build_groups  # noqa: E402
+from topology.groups import build_groups, build_level_groups  # noqa: E402
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
 from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
@@ -54,6 +55,7 @@ from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E
 from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa: E402
 from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
 from torchtitan_scape.sharding.build import groups_for  # noqa: E402
+from torchtitan_scape.sharding.levels_build import check_levels  # noqa: E402
 from torchtitan_scape.specs import register  # noqa: E402
 from torchtitan_scape.sync.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
@@ -81,7 +83,10 @@ class ScapeTrainer(Trainer):
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
         check_layout(job_config.optimizer.name, self.layout)
-        job_config.sharding.check(self.layout)
+        if job_config.sharding.levels.active:
+            check_levels(job_config.sharding, self.layout)
+        else:
+            job_config.sharding.check(self.layout)
         self.simulated = job_config.topology.simulate_replicas
         if self.simulated > 1 and job_config.training.global_batch_size < 0:
             readers = self.layout.shard * self.simulated
@@ -130,9 +135,11 @@ class ScapeTrainer(Trainer):
         logger.info(self.described)
         for line in config.sharding.remarks(layout, config.validation.enable):
             logger.warning(line)
+        timeout, levels = timedelta(seconds=config.comm.init_timeout_seconds), config.sharding.levels
+        inner = levels.inner(layout)  # as FSDP sees it
         parallel_dims = ReplicaParallelDims(
-            dp_replicate=layout.replicate,
-            dp_shard=layout.shard,
+            dp_replicate=inner.replicate,
+            dp_shard=inner.shard,
             cp=layout.context,
             tp=layout.tensor,
             pp=layout.pipeline,
@@ -141,11 +148,14 @@ class ScapeTrainer(Trainer):
             world_size=layout.world_size,
             groups=build_groups(
                 layout,
-                timedelta(seconds=config.comm.init_timeout_seconds),
+                timeout,
                 hierarchical=config.topology.exchange == "hierarchical",
                 staged=options_of(config.sync).stages_one_ring(),
             ),
-            shard_groups=groups_for(config.sharding, layout, timedelta(seconds=config.comm.init_timeout_seconds)),
+            shard_groups=None if levels.active else groups_for(config.sharding, layout, timeout),
+            level_groups=build_level_groups(layout, levels.weights, timeout, levels.secondary)
+            if levels.active
+            else None,
         )
         # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.
         parallel_dims.build_mesh()
@@ -171,7 +181,12 @@ class ScapeTrainer(Trainer):
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
         record = RunMetadata(self.layout, self.job_config, options.residual, self.optimizers)
-        self.checkpointer.attach(record, Frame(mesh, self.simulated), options.fallback, self.device)
+        replicas = None
+        if self.optimizers.levels is not None:
+            own = self.layout.coordinates(dist.get_rank())["replicate"]
+            replicas = (1, 0) if self.optimizers.collectives.replicas == 1 else (self.layout.replicate, own)
+        frame = Frame(mesh, self.simulated, replicas)
+        self.checkpointer.attach(record, frame, options.fallback, self.device)
 
     # ------------------------------------------------------------------------------------------ training
 

@@ -25,7 +25,12 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.train import layout_of, parse
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
+# Those that one rank can begin with.
+RECIPES = [
+    path
+    for path in sorted((ROOT / "train_configs").glob("*.toml"))
+    if tomllib.loads(path.read_text())["parallelism"]["data_parallel_shard_degree"] == 1
+]
 fuzz = settings(
     max_examples=int(os.environ.get("SCAPE_FUZZ_EXAMPLES", 15)), suppress_health_check=list(HealthCheck), deadline=None
 )

@@ -22,7 +22,6 @@ from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
 from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
-from tests.kernels.tagc.checks import check_packed, check_sketch
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
@@ -85,12 +84,6 @@ def test_block_codes_follow_the_twin(name: str, block: int, scale: torch.dtype) 
     x = rows_of(2, 26, block, "cpu")
     twin, kernel = BlockCode(name, block, scale), BlockCode(name, block, scale, "triton")
     assert torch.equal(twin.encode(x), kernel.encode(x.cuda()).cpu())
-
-
-def test_tagc_follows_the_twin() -> None:
-    for n, k, ties in ((100_000, 102, False), (5000, 13, True)):
-        check_packed(n, k, ties, "cuda")
-    check_sketch(200, 4.0, 60, 8, "cuda")
 
 
 def test_stochastic_rounding_and_the_turn_follow_the_twin() -> None:

@@ -1,6 +1,5 @@
 """The shard axis in closed form, against SHARDING.md's formulas: what is left out there is padding and norms."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ from topology.machines import get_machine
 from torchtitan_scape.planner.cost import predict
 from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, shard_bytes, shard_memory
 from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import WORKLOADS, get_workload
-from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+from torchtitan_scape.planner.workloads import get_workload
 
 MODEL, M, P = get_workload("llama_1_8b"), 2, 8
 LAYOUT = plan_layout(M * P, ranks_per_node=P, machine=get_machine("dgx-a100"), replicate=1, shard=M * P)
@@ -61,33 +59,3 @@ def test_memory_and_time() -> None:
         for plan in (None, ALL)
     ]
     assert 0 < told[1] < 0.6 * told[0]
-
-
-def test_names_are_those_of_the_shapes() -> None:
-    """Of matrices outside attention GPT-2's and Llama's have as many as their formulas."""
-    for workload in WORKLOADS.values():
-        named = dict(zip(workload.names(), workload.shapes(), strict=True))
-        feed = sum(math.prod(shape) for name, shape in named.items() if "feed" in name or name.endswith("c_fc.weight"))
-        assert feed == workload.layers * workload.width * workload.ffn * (1 if workload.gpt2 else 3)
-        assert all(shape[0] == workload.width for name, shape in named.items() if name.endswith("_norm.weight"))
-
-
-def test_what_tagc_sends_and_keeps_on_the_shard_axis() -> None:
-    """By hand, of GPT-2's 345 M parameters over two ranks; once in 20 micro-batches less than a 40th."""
-    model = get_workload("gpt_345m")
-    layout = plan_layout(2, ranks_per_node=1, machine=get_machine("local"), replicate=1, shard=2)
-    rows, n = flat_rows(model, 2), model.parameters
-    dense = shard_bytes(ShardPlan(), rows, layout, 20)["network", "gradients"]
-    attention = model.layers * (4 * model.width**2)
-    matrices = attention + model.layers * 2 * model.width * model.ffn + (model.vocab + model.sequence) * model.width
-    blocks = (matrices - attention + model.width) / 1024  # the vocabulary is odd: a row more for each rank
-    for each, times in ((False, 1), (True, 20)):
-        options = TagcShardingOptions(micro="each" if each else "last")
-        plan = ShardPlan(sparse=options.planned(2))
-        sent = shard_bytes(plan, rows, layout, 20)
-        assert sent["network", "index"] == pytest.approx(times * blocks * 67, rel=1e-3)
-        values = 4 * (blocks * 204 + n - (matrices - attention)) / 2
-        assert sent["network", "gradients"] == pytest.approx(times * values, rel=1e-3)
-        assert shard_memory(plan, rows, layout)["shard residual"] == pytest.approx(4096 * blocks, rel=1e-3)
-        if not each:
-            assert dense / (sent["network", "index"] + sent["network", "gradients"]) > 40

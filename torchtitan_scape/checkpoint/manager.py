@@ -31,6 +31,7 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, is_export, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.parts import RESIDUALS, RandomState, sizes_line
+from torchtitan_scape.checkpoint.slices import SlicePlanner
 from torchtitan_scape.checkpoint.state import Frame, SavedModel, SavedState, StateReader, load_into
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
@@ -122,7 +123,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = CheckedWriter(checkpoint_id)
-        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id}
+        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "planner": SlicePlanner()}
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, process_group=self._saving_group, **options)
         options["process_group"] = self.pg
@@ -277,7 +278,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _load_model(self, path: str) -> None:
         logger.info(f"Loading the model alone from {path}")
-        model = self.states[MODEL].own.state_dict()
+        model = self.states[MODEL].room()
         load_into(path, model)
         self.states[MODEL].load_state_dict(model)
 
@@ -308,7 +309,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if RANDOM not in excluded and not different.keys() & set(_AXES) and random <= names:
             states[RANDOM] = self.states[RANDOM]
         if MODEL not in excluded:
-            states |= self.states[MODEL].own.state_dict()
+            states |= self.states[MODEL].room()
         load_into(path, states)
         if MODEL not in excluded:
             self.states[MODEL].load_state_dict(states)
@@ -316,6 +317,8 @@ class ReplicaCheckpointer(CheckpointManager):
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._frame)
             told.append(self._optimizers.load(reader, as_it_lies, self.states["train_state"].step))
+            if as_it_lies and MODEL not in excluded:
+                reader.fill_weights()
         if DATALOADER not in excluded:
             told += self._load_data(path, saved)
         self._optimizers.put_counters(saved["counters"])

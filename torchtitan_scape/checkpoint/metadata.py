@@ -12,7 +12,7 @@ from torchtitan_scape.optimizer.container import ReplicaOptimizers
 
 RUN_METADATA = "run_metadata"
 # With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
-_LAYOUT = ("replicas", "shard", "context", "tensor")
+_LAYOUT = ("replicas", "shard", "context", "tensor", "levels_weights", "levels_block")
 # Options that a checkpoint may have by their earlier names.
 _WAS = {"wire_dtype": "wire", "values_dtype": "values"}
 
@@ -25,7 +25,7 @@ class RunMetadata(Stateful):
 
     def __init__(self, layout: Layout, config: JobConfig, residual: str, optimizers: ReplicaOptimizers) -> None:
         optimizer, options = config.optimizer, options_of(config.sync)
-        simulated = config.topology.simulate_replicas
+        simulated, levels = config.topology.simulate_replicas, config.sharding.levels
         self._optimizers = optimizers
         self._layout = {*_LAYOUT, *options.layout()}
         self.values: dict[str, Any] = {
@@ -47,6 +47,9 @@ class RunMetadata(Stateful):
             "states": optimizers.described_states(residual),
             **options.fingerprint(),
             "sharding": asdict(config.sharding),
+            # Where weights, masters and states lie on three levels; 0 for none.
+            "levels_weights": levels.weights,
+            "levels_block": config.sharding.cut_block if levels.active else 0,
             # Who is which replica follows from these.
             "exchange": config.topology.exchange,
             "ranks_per_node": layout.ranks_per_node,
@@ -68,7 +71,7 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
                 "another --job.dump_folder, or with the model of the checkpoint"
             )
-        saved = {_WAS.get(key, key): value for key, value in saved.items()}
+        saved = {"levels_weights": 0, "levels_block": 0} | {_WAS.get(key, key): value for key, value in saved.items()}
         keys = [
             key
             for key in self.values | saved

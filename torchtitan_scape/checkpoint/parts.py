@@ -39,7 +39,7 @@ class RandomState(Stateful):
 
 def sizes_line(optimizers: ReplicaOptimizers, residual: str) -> str:
     """What a checkpoint takes, and would take with other residuals."""
-    model = 4 * sum(shard.parameter.numel() for shard in optimizers.shards())
+    model = 4 * sum(shard.entries for shard in optimizers.shards())
 
     def total(choice: str) -> str:
         return size_text(model + sum(optimizers.checkpoint_sizes(choice).values()))

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+from torchtitan_scape.checkpoint.slices import FlatSlices
 
 # All that FileSystemWriter of torch 2.11 to 2.13 puts into a `.metadata`; torch.dtype is dealt with below.
 _ADMITTED = {
@@ -98,6 +101,23 @@ class CheckedReader(FileSystemReader):
 
 class SafePlanner(DefaultLoadPlanner):
     """DCP's load planner; a value that is no tensor must be plain data: numbers, text, bytes, containers of them."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """DCP's makes None of what is neither tensor nor plain data, in place: slices are kept out of its way."""
+        found, paths = flatten_state_dict(state_dict)
+        slices = {name: value for name, value in found.items() if isinstance(value, FlatSlices)}
+        for name in slices:
+            set_element(state_dict, paths[name], 0)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        for name, value in slices.items():
+            set_element(state_dict, paths[name], value)
+        self.state_dict.update(slices)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict.get(index.fqn)
+        return found.__get_tensor_shard__(index) if isinstance(found, FlatSlices) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises ValueError that names the value, and the class that it should not have."""

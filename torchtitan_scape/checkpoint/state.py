@@ -6,7 +6,7 @@ one dropped. What a checkpoint has, and what each kind of it is, stands in its r
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,12 +21,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
+from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard as LocalShard
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.sync.shards import SliceParameter, local
 
+# Of weights beside their masters, in names.
+_WEIGHTS = "weights"
 # Bytes that are read at a time, of this rank.
 _AT_A_TIME = 1 << 29
 
@@ -36,21 +39,30 @@ class Frame:
 
     mesh: with the axis of replicas first, then those over which parameters are sharded.
     simulated: replicas that one process plays, 1 for a real one.
+    replicas: (how many, which of them this rank is of), where parameters are slices and the mesh does not say it.
     """
 
-    def __init__(self, mesh: DeviceMesh, simulated: int) -> None:
+    def __init__(self, mesh: DeviceMesh, simulated: int, replicas: tuple[int, int] | None = None) -> None:
         self._mesh, self.simulated = mesh, simulated
-        self.replicas, self.replica = mesh["dp_replicate"].size(), mesh["dp_replicate"].get_local_rank()
+        axis: DeviceMesh = mesh["dp_replicate"]
+        here: tuple[int, int] = replicas or (axis.size(), axis.get_local_rank())
+        self.replicas, self.replica = here
         self.ways = mesh.size() // self.replicas  # over which a replica is sharded
 
-    def whole(self, parameter: Tensor, values: Tensor) -> Tensor:
-        """`values`, of the parameter's local shape, as a tensor sharded like it."""
+    def whole(self, parameter: Tensor, values: Tensor) -> Any:
+        """`values`, of the parameter's local shape, as a tensor sharded like it, or what DCP takes for one."""
+        if isinstance(parameter, SliceParameter):
+            return FlatSlices(parameter.whole, values.dtype, [(parameter.start, values)])
         if not isinstance(parameter, DTensor):
             return values
         return _dtensor(values, parameter.device_mesh, parameter.placements, parameter.shape)
 
-    def rows(self, parameter: Tensor, values: Tensor, count: int) -> Tensor:
+    def rows(self, parameter: Tensor, values: Tensor, count: int) -> Any:
         """`values` (rows of this rank, *local shape) as (count, *global shape)."""
+        if isinstance(parameter, SliceParameter):
+            first, size = self.replica * self.share_at_most(count), parameter.whole.numel()
+            slices = [((first + i) * size + parameter.start, row) for i, row in enumerate(values)]
+            return FlatSlices((count, *parameter.whole), values.dtype, slices)
         names: tuple[str, ...] = ()
         placements: list[Any] = []
         if isinstance(parameter, DTensor):
@@ -62,6 +74,16 @@ class Frame:
             return _dtensor(values, parameter.device_mesh, placements, (count, *parameter.shape))  # type: ignore
         mesh = self._mesh[("dp_replicate", *names)]
         return _dtensor(values, mesh, [Shard(0), *placements], (count, *parameter.shape))
+
+    def of_optimizer(self, found: dict[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """An optimizer's state by TorchTitan's names, of slices as `whole` has them; the same memory."""
+        told = dict(found)
+        for key, values in found.items():
+            name, _, _ = key.removeprefix("state.").rpartition(".")
+            parameter = parameters.get(name)
+            if isinstance(parameter, SliceParameter) and isinstance(values, Tensor) and values.ndim:
+                told[key] = self.whole(parameter, _apart(values))
+        return told
 
     def share(self, count: int) -> int:
         """Rows of `count` that this rank reads: its own where there are as many replicas, else dealt out."""
@@ -96,8 +118,10 @@ class SavedState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         self._optimizers.settle()
-        found = self._optimizers.optimizer_state()
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
+        found = self._frame.of_optimizer(self._optimizers.optimizer_state(), parameters)
+        for name, (parameter, bits) in self._optimizers.weights_saved().items():
+            found[f"{_WEIGHTS}.{name}"] = self._frame.whole(parameter, _apart(bits))
         total = self._frame.replicas * self._frame.simulated
         for state in self._optimizers.states(self._residual):
             for name, values in state.tensors.items():
@@ -140,8 +164,16 @@ class SavedModel(Stateful):
         found: dict[str, Any] = dict(self.own.state_dict())
         return found | {name: self._frame.whole(parameters[name], _apart(shared[name])) for name in shared}
 
+    def room(self) -> dict[str, Any]:
+        """What a checkpoint's model is read into: the model's tensors, or the masters that its weights are made of."""
+        found = dict(self.own.state_dict())
+        for shard in self._optimizers.shards():
+            if isinstance(shard.parameter, SliceParameter):
+                found[shard.name] = self._frame.whole(shard.parameter, shard.parameter.detach())
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.own.load_state_dict(state_dict)
+        self.own.load_state_dict({k: v for k, v in state_dict.items() if not isinstance(v, FlatSlices)})
         self._optimizers.model_loaded()
 
 
@@ -180,7 +212,17 @@ class StateReader:
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
-        load_into(self.path, {"optimizer": keys})
+        told = self.frame.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
+        load_into(self.path, {"optimizer": told})
+        keys.update({key: value for key, value in told.items() if not isinstance(value, FlatSlices)})
+
+    def fill_weights(self) -> None:
+        """Reads weights that do not follow from their masters, as far as there are such here and they were saved."""
+        saved = self._optimizers.weights_saved()
+        keys = {f"{_WEIGHTS}.{name}": self.frame.whole(parameter, bits) for name, (parameter, bits) in saved.items()}
+        if keys and all(self.has(key) for key in keys):
+            load_into(self.path, {"optimizer": keys})
+            self._optimizers.weights_loaded()
 
     def model(self, shard: LocalShard) -> Tensor:
         """The parameter itself, FP32 (n,)."""
@@ -265,7 +307,7 @@ class StateReader:
         taken = 0
         for shard in self._shards:
             batch.append(shard)
-            taken += shard.parameter.numel() // self.frame.ways * 4 * (rows + 3)
+            taken += shard.entries // self.frame.ways * 4 * (rows + 3)
             if taken >= _AT_A_TIME:
                 yield batch
                 batch, taken = [], 0

@@ -21,6 +21,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"[sync] overlap = true with method = {method!r}, whose exchange begins when all gradients are there; set "
             f"overlap = false, or method = {names}"
         )
+    _check_levels(config)
     refused = {
         "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
         "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
@@ -62,6 +63,41 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
     _check_ranges(config)
+
+
+def _check_levels(config: JobConfig) -> None:
+    """Of weights, gradients and states on three levels: what knows of whole parameters, or of their shards, alone."""
+    levels, method = config.sharding.levels, config.sync.method
+    if not levels.active:
+        return
+    what = f"[sharding.levels] weights = {levels.weights}"
+    names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.pieces)
+    for given, wrong, fix in (
+        (f"[sync] method = {method!r}", not METHODS[method].pieces, f"set {names}"),
+        ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are summed in the node first"),
+        (
+            f"[topology] simulate_replicas = {config.topology.simulate_replicas}",
+            config.topology.simulate_replicas > 1,
+            "set it to 1, or [sharding.levels] weights = 0 and gradients = 0",
+        ),
+        (
+            '[sync.scape] weights_dtype = "bfloat16"',
+            getattr(options_of(config.sync), "weights_dtype", "float32") != "float32",
+            'set "float32": FP32 masters are updated, and [training] mixed_precision_param says what FSDP keeps',
+        ),
+        (
+            "[checkpoint] initial_load_in_hf or last_save_in_hf",
+            config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf,
+            "leave both off, and export a checkpoint without levels",
+        ),
+        (
+            f"[checkpoint] export_dtype = {config.checkpoint.export_dtype!r}",
+            config.checkpoint.export_dtype != "float32",
+            'set "float32": masters are exported',
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{given} does not go with {what}; {fix}")
 
 
 _INT32 = 2**31 - 1

@@ -20,6 +20,8 @@ from torchtitan_scape.optimizer.own_step import OwnStepOptimizers
 from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.parallelize import ReplicaParallelDims
 from torchtitan_scape.sharding.build import build_sharding
+from torchtitan_scape.sharding.levels import holder_of
+from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.sync.registry import METHODS
 
 
@@ -44,16 +46,22 @@ def build_optimizers(
         max_norm=float(job_config.training.max_norm), max_skipped_steps=sync.max_skipped_steps, kernels=sync.kernels
     )
     options = options_of(sync)
+    if (over := parallel_dims.level_groups) is not None and entry.adds_up:
+        # Three levels sum over nodes themselves: to the optimizer all ranks hold one replica together.
+        groups = ReplicaGroups(None, over.everyone, groups.layout)
     replicas = _replicas(groups, job_config.topology.simulate_replicas, entry.adds_up)
-    assert parallel_dims.shard_groups is not None
-    sharding = build_sharding(
-        model_parts[0],
-        job_config.sharding,
-        parallel_dims.shard_groups,
-        replicas.all.traffic,
-        kernels=choose(sync.kernels, next(model_parts[0].parameters()).device),
-        seed=job_config.debug.seed or 0,
-    )
+    assert groups.layout is not None
+    kernels = choose(sync.kernels, next(model_parts[0].parameters()).device)
+    made: dict[str, Any] = dict(kernels=kernels, seed=job_config.debug.seed or 0)
+    levels = None
+    if over is None:
+        shard_groups = parallel_dims.shard_groups
+        assert shard_groups is not None
+        sharding = build_sharding(model_parts[0], job_config.sharding, shard_groups, replicas.all.traffic, **made)
+    else:
+        made |= dict(sums=entry.adds_up, bf16=job_config.training.mixed_precision_param == "bfloat16")
+        levels = build_levels(model_parts[0], job_config.sharding, groups.layout, over, replicas.all.traffic, **made)
+        model_parts, sharding = [holder_of(levels.parameters)], levels.sharding
     optimizers: ReplicaOptimizers
     if entry.optimizer is not None:
         assert groups.layout is not None
@@ -74,6 +82,8 @@ def build_optimizers(
         optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps, overlap=sync.overlap)
     optimizers.repairs = sync.on_inconsistency == "repair"
     optimizers.sharding = sharding
+    if levels is not None:
+        optimizers.spread(levels)
     return optimizers
 
 

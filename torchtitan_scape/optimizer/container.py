@@ -27,6 +27,7 @@ from torchtitan_scape.optimizer.loading import load_synced
 from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.optimizer.rows import mean_of_rows, rows_of
 from torchtitan_scape.sharding.base import Sharding
+from torchtitan_scape.sharding.levels import Levels
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
@@ -45,6 +46,7 @@ class ReplicaOptimizers(OptimizersContainer):
     Attributes:
         replicas: those that this process plays.
         sharding: what stands in for FSDP2's collectives.
+        levels: what is between the model and the parameters here, where these are slices of masters; None where not.
         grad_norm: FP32 (), of the synchronised gradient over the model, before clipping.
         repairs: whether replicas that differ from the others are repaired.
     """
@@ -53,6 +55,7 @@ class ReplicaOptimizers(OptimizersContainer):
     timer: PhaseTimer
     guard: FiniteGuard
     sharding: Sharding
+    levels: Levels | None = None
     grad_norm: Tensor
     repairs = False
     _shards: list[Shard]
@@ -118,10 +121,27 @@ class ReplicaOptimizers(OptimizersContainer):
 
     def model_saved(self) -> dict[str, Tensor]:
         """Local tensors that are saved and exported in the place of the parameters of these names."""
-        return {}
+        return self.levels.model_saved() if self.levels else {}
 
     def model_loaded(self) -> None:
         """Takes the model's parameters, which have been loaded, for those of all."""
+        self.sharding.version.changed()
+        if self.levels is not None:
+            self.levels.masters_loaded()
+
+    def spread(self, levels: Levels) -> None:
+        """The parameters here are those of `levels`, which gives them gradients, and the model what becomes of them."""
+        self.levels, self.sharding = levels, levels.sharding
+        timed = self.timer.timed
+        self.register_step_pre_hook(lambda *_: timed("exchange", levels.before_step)())
+        self.register_step_post_hook(lambda *_: timed("exchange", levels.after_step)(self.guard.applied))
+
+    def weights_saved(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """By name (a parameter of the model, what is kept of it), which no other state tells to the last bit."""
+        return self.levels.bits() if self.levels else {}
+
+    def weights_loaded(self) -> None:
+        """What `weights_saved` has given has been written."""
         self.sharding.version.changed()
 
     # ------------------------------------------------------------------------------------- checkpoints
@@ -181,6 +201,9 @@ class ReplicaOptimizers(OptimizersContainer):
 
         Raises ReplicasDifferError, on every rank, where it differs and is not to be, or cannot be, repaired.
         """
+        if self.levels is not None:
+            self.settle()
+            self.levels.check_consistency(self.grad_norm.device, step, self.repairs)
         if self.collectives.replicas == 1 or isinstance(self.collectives, DryRunCollectives):
             return
         with self.timer.phase("compare"):
@@ -356,7 +379,7 @@ class SyncedOptimizers(ReplicaOptimizers):
         return found | self.sharding.unsent.described(residual)
 
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
-        entries = {shard.name: shard.parameter.numel() for shard in self._shards}
+        entries = {shard.name: shard.entries for shard in self._shards}
         moments = OPTIMIZERS[type(self.optimizers[0]).__name__].moments
         sizes = {"moments": sum(4 * len(moments(shard)) * entries[shard.name] for shard in self._shards)}
         rows = {"exact": self.collectives.replicas, "mean": 1, "drop": 0}[residual]

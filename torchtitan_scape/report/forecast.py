@@ -12,15 +12,23 @@ from topology.links import Links
 from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
+from torchtitan_scape.planner.levels_volumes import LevelsPlan
 from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
 from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
+from torchtitan_scape.sync.registry import METHODS
 
 
 def method_of(config: JobConfig) -> Method:
     """The config's method as the cost model knows it."""
     return replace(options_of(config.sync).planned(config.optimizer.name), overlap=config.sync.overlap)
+
+
+def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
+    """The config's three levels as the closed forms know them; None for none."""
+    sums = METHODS[config.sync.method].adds_up
+    return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
 
 
 def workload_of(config: JobConfig) -> Workload:

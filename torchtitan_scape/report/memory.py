@@ -9,7 +9,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.planner.sharding import shard_memory
 from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
-from torchtitan_scape.report.forecast import method_of, shard_axis_of, workload_of
+from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of, workload_of
 from torchtitan_scape.report.text import kinds_text, size_text
 
 # Of the model's shape and the recomputation chosen: not known as bytes of tensors are.
@@ -35,13 +35,16 @@ class MemoryReport:
     def of(cls, config: JobConfig, layout: Layout, device_module: Any) -> "MemoryReport":
         """The config's TrainSpec must be registered. A dry run takes the device of the machine's preset."""
         workload, method = workload_of(config), method_of(config)
-        shards = layout.shard * layout.context * layout.tensor
+        levels = levels_of(config, layout)
+        shards = levels.spread if levels else layout.shard * layout.context * layout.tensor
 
         def kinds_of(method: Method) -> dict[str, float]:
-            return memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size)
+            kinds = memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size)
+            return levels.memory(workload.shapes(), kinds) if levels else kinds
 
+        shapes = local_shapes(workload.shapes(), shards)
         plan, rows = shard_axis_of(config, layout, on_cpu=False)
-        kinds, shapes = kinds_of(method) | shard_memory(plan, rows, layout), local_shapes(workload.shapes(), shards)
+        kinds = kinds_of(method) | ({} if levels else shard_memory(plan, rows, layout))
         host = host_bytes(method, shapes, layout.replicate)
         preset, against = layout.machine.device, ""
         values = "float32" if method.sharded else method.values  # what a top-k message has is no state

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from topology.circles import Circle, ShardLedger
-from topology.groups import ShardGroups
+from topology.groups import LevelGroups, ShardGroups
 from topology.primitives import all_gather_into, reduce_scatter_into
 from topology.traffic import Traffic
 from torchtitan_scape.sharding.unsent import Unsent
@@ -67,9 +67,16 @@ class FlatGroup:
             raise RuntimeError(f"FSDP's reduce-scatter of {self.name} has op {op}; what stands in for it sums")
         self._check("reduce-scatter", ranks, group, entries(self.reduced), output.numel(), flat.numel())
 
+    def check_row(self, reduced: Tensor) -> None:
+        """As `check_reduce`, of what FSDP2 over one rank hands its all-reduce hook."""
+        self._check_sizes("reduce-scatter", 1, entries(self.reduced), reduced.numel(), reduced.numel())
+
     def _check(self, what: str, ranks: int, group: ProcessGroup, row: int, own: int, whole: int) -> None:
         if group.size() != ranks:
             raise RuntimeError(f"FSDP's {what} of {self.name} is over {group.size()} ranks, and {ranks} are expected")
+        self._check_sizes(what, ranks, row, own, whole)
+
+    def _check_sizes(self, what: str, ranks: int, row: int, own: int, whole: int) -> None:
         if (own, whole) != (row, ranks * row):
             segments = self.gathered if what == "all-gather" else self.reduced
             raise RuntimeError(
@@ -238,7 +245,9 @@ class Sharding:
     unsent: what stand-ins keep between steps.
     """
 
-    def __init__(self, groups: ShardGroups | None = None, ledger: ShardLedger | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, groups: ShardGroups | LevelGroups | None = None, ledger: ShardLedger | None = None, seed: int = 0
+    ) -> None:
         self.groups, self.ledger = groups, ledger or ShardLedger(Traffic())
         self.moment, self.version, self.unsent = Moment(seed), Version(), Unsent()
 

@@ -151,7 +151,7 @@ def sum_over(
     """
     inside, *across = circles
     # The ranks of this one's place in other nodes get theirs by way of it.
-    sums = _hop(
+    sums = hop(
         lambda place, node: rows[0].cut(flat[node * inside.size + place]),
         flat.shape[0] // inside.size,
         inside,
@@ -162,7 +162,7 @@ def sum_over(
         partial(key, 0),
     )
     for circle, code in zip(across, rows[1:], strict=True):
-        sums = _hop(partial(_of, sums), 1, circle, code, flat.device, ledger, kind, partial(key, 1))
+        sums = hop(partial(_of, sums), 1, circle, code, flat.device, ledger, kind, partial(key, 1))
     (own,) = sums
     return own
 
@@ -171,7 +171,7 @@ def _of(sums: Sequence[Parts], node: int, _: int) -> Parts:
     return sums[node]
 
 
-def _hop(
+def hop(
     part: Callable[[int, int], Parts],
     count: int,
     circle: Circle,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from topology.layout import Layout
+from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
 from torchtitan_scape.planner.sharding import ShardPlan
+from torchtitan_scape.sharding.levels_options import UPDATE_BLOCK, LevelsOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.sync.options import Options
 
@@ -51,6 +53,8 @@ class ShardingOptions(Options):
 
     tagc: TagcShardingOptions = field(default_factory=TagcShardingOptions)
 
+    levels: LevelsOptions = field(default_factory=LevelsOptions)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("weights_block", "gradients_block"):
@@ -74,6 +78,33 @@ class ShardingOptions(Options):
     @property
     def turns(self) -> bool:
         return self.hadamard and "int4" in self.gradient_codes
+
+    @property
+    def cut_block(self) -> int:
+        """Entries that no cut of a row divides, where there are three levels."""
+        coded = [self.gradients_block] if self.gradients != "dense" else []
+        return max([*coded, UPDATE_BLOCK if self.levels.update == "int8" else 1])
+
+    def plan(self, nodes: int, sums: bool, dtype: str) -> LevelsPlan | None:
+        """Three levels as the closed forms know them; None where there are none.
+
+        sums: gradients are summed across nodes here, not by a method of the replicate axis. dtype: of FSDP's weights.
+        """
+        if not self.levels.active:
+            return None
+        codes = tuple(coded(int(name.removeprefix("int")), self.gradients_block) for name in self.gradient_codes)
+        kept, told = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
+        return LevelsPlan(
+            self.levels.weights,
+            self.levels.gradients,
+            nodes,
+            gathered=kept if self.weights == "dense" else coded(8, self.weights_block),
+            reduced=(codes or (4.0,)) * (2 if self.hops == 2 and len(codes) < 2 else 1),
+            summed=4.0 if sums else 0.0,
+            told=told.get(self.levels.update, coded(8, UPDATE_BLOCK)),
+            secondary=self.levels.secondary,
+            kept=kept,
+        )
 
     def hops_over(self, layout: Layout) -> int:
         """Circles that rows go over: 1 or 2. Raises ValueError where they cannot, or where there is nothing to do."""
@@ -118,7 +149,7 @@ class ShardingOptions(Options):
             secondary=self.secondary,
             gradients=self.gradient_codes,
             gradients_block=self.gradients_block,
-            hops=self.hops_over(layout) if self.active else 1,
+            hops=self.hops_over(layout) if self.active and not self.levels.active else 1,
             weight_bytes=4 if param_dtype == "float32" else 2,
             exchanged=on_cpu,
             sparse=self.tagc.planned(layout.shard * layout.context) if self.sparse else None,

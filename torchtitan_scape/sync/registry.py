@@ -30,6 +30,7 @@ class Entry:
     method: made of a `Setting` and the options, or
     optimizer: makes an optimizer that is the method as well and owns the whole step.
     incoming: what a checkpoint of it says to any method: see `sync.pending.incoming_of`.
+    pieces: it is right for parameters that are flat pieces of others, as those on three levels are.
     adds_up: a method that is linear in the gradient and keeps nothing; simulated replicas' gradients may be added up by
         their backward passes before it sees them.
     """
@@ -40,6 +41,7 @@ class Entry:
     optimizer: Callable[..., Any] | None = None
     incoming: Callable[..., Incoming] = incoming_of
     adds_up: bool = False
+    pieces: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -51,8 +53,8 @@ class Entry:
 ANY = ("AdamW", "AdamS", "Muon", "SignSGD")
 
 METHODS = {
-    "dense": Entry(DenseOptions, ANY, Dense, adds_up=True),
-    "scape": Entry(ScapeOptions, ("AdamS",), optimizer=make_scape, incoming=incoming_from_scape),
+    "dense": Entry(DenseOptions, ANY, Dense, adds_up=True, pieces=True),
+    "scape": Entry(ScapeOptions, ("AdamS",), optimizer=make_scape, incoming=incoming_from_scape, pieces=True),
     "topk": Entry(TopkOptions, ANY, Topk),
     "tagc": Entry(TagcOptions, ANY, Tagc),
     "powersgd": Entry(PowersgdOptions, ANY, Powersgd),

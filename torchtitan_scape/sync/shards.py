@@ -18,6 +18,24 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
+class SliceParameter(torch.nn.Parameter):
+    """Entries [start, start + n) of a parameter of `whole` shape, flat, in a tensor of as many dimensions, (1, ..., n).
+
+    A view of a larger buffer, as a rule. It takes part in a step, and in a checkpoint, under the parameter's name.
+    """
+
+    whole: torch.Size
+    start: int
+
+    def __new__(cls, values: Tensor, whole: Sequence[int], start: int) -> "SliceParameter":
+        made = super().__new__(cls, values, True)
+        made.whole, made.start = torch.Size(whole), start
+        return made
+
+    def __init__(self, values: Tensor, whole: Sequence[int], start: int) -> None:
+        pass
+
+
 @dataclass(eq=False)
 class Shard:
     """One parameter's local shard.
@@ -38,6 +56,12 @@ class Shard:
         return local(self.parameter).numel()
 
     @property
+    def entries(self) -> int:
+        """Of the whole parameter, over all ranks."""
+        own = self.parameter
+        return own.whole.numel() if isinstance(own, SliceParameter) else own.numel()
+
+    @property
     def local_shape(self) -> torch.Size:
         return local(self.parameter).shape
 
@@ -47,8 +71,11 @@ class Shard:
 
     @property
     def columns(self) -> int:
-        """Entries of a row: of all dimensions but the first."""
-        return max(1, math.prod(local(self.parameter).shape[1:]))
+        """Entries of a row: of all dimensions but the first. A slice has whole rows of as many as divide both."""
+        own = self.parameter
+        if isinstance(own, SliceParameter):
+            return max(1, math.gcd(own.numel(), math.prod(own.whole[1:])))
+        return max(1, math.prod(local(own).shape[1:]))
 
 
 def plain_name(name: str) -> str:

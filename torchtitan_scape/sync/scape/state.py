@@ -115,7 +115,7 @@ class StateByParameter:
 
     def sizes(self, residual: str) -> dict[str, int]:
         """Bytes of all that `tensors` of all ranks leave in a checkpoint, by kind."""
-        counts = [shard.parameter.numel() for shard in self.scape.ordered]
+        counts = [shard.entries for shard in self.scape.ordered]
         every, sparse = sum(counts), sum(counts[: self.sparsified])
         rows = self.scape.collectives.replicas if residual == "exact" else 0
         in_one = residual == "exact" and self.one_buffer

@@ -1,0 +1,190 @@
+"""Three levels on four ranks against one optimizer on the whole model."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.pool import Pool
+from topology.groups import build_level_groups
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from topology.traffic import Traffic
+from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import ShardingOptions
+
+RANKS, MICRO_BATCHES, WIDTH = 4, 2, 24
+DEGREES = [(2, 4), (2, 2), (1, 2)]
+
+
+def make_model(middle: int = 37) -> nn.Sequential:
+    """Groups of a matrix, its bias and a norm, with rows that two ranks do not share evenly; and the root's."""
+    torch.manual_seed(7)
+    blocks = [nn.Sequential(nn.LayerNorm(n), nn.Linear(n, m), nn.Tanh()) for n, m in ((WIDTH, middle), (middle, WIDTH))]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 8, bias=False))
+
+
+def batch(rank: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro_batch)
+    inputs = torch.randn(8, WIDTH, generator=generator)
+    return inputs, torch.tanh(inputs[:, :8] + inputs[:, 8:16])
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro_batch: int) -> Tensor:
+    inputs, targets = batch(rank, step, micro_batch)
+    return (model(inputs) - targets).square().sum() / (8 * 8 * RANKS * MICRO_BATCHES)
+
+
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def alone(steps: int) -> dict[str, Tensor]:
+    """The whole model, all batches, one AdamW."""
+    model = make_model()
+    optimizer = make_adamw(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            for micro_batch in range(MICRO_BATCHES):
+                loss_of(model, rank, step, micro_batch).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class Run:
+    """This rank's side."""
+
+    def __init__(self, w: int, g: int, bf16: bool = False, middle: int = 37, **options: Any) -> None:
+        levels = {key: options.pop(key) for key in ("update", "secondary") if key in options}
+        self.options = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options)
+        layout = plan_layout(RANKS, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
+        groups = build_level_groups(layout, w, timedelta(seconds=60), self.options.levels.secondary)
+        mesh = init_device_mesh("cpu", (RANKS // w, w), mesh_dim_names=("holders", "fsdp"))["fsdp"]
+        self.model, self.traffic = make_model(middle), Traffic()
+        for module in (self.model[0], self.model[1], self.model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self.levels = build_levels(
+            self.model, self.options, layout, groups, self.traffic, sums=True, bf16=bf16, kernels="torch", seed=0
+        )
+        self.optimizer = make_adamw(p for _, p in self.levels.parameters)
+
+    def step(self, number: int, watch: Any = None) -> float:
+        """The loss of this rank's batches. watch: called between the optimizer's step and the update of the weights."""
+        rank, total = dist.get_rank(), 0.0
+        for micro_batch in range(MICRO_BATCHES):
+            self.levels.sharding.before_micro_batch(number + 1, micro_batch, micro_batch == MICRO_BATCHES - 1)
+            loss = loss_of(self.model, rank, number, micro_batch)
+            loss.backward()
+            assert all(p.grad is None for p in self.model.parameters())
+            total += loss.item()
+        self.levels.before_step()
+        self.optimizer.step()
+        if watch is not None:
+            watch(self)
+        self.levels.after_step(None)
+        return total
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.full_tensor().detach() for name, p in self.model.named_parameters()}
+
+
+def _follow(degrees: tuple[int, int], steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    run = Run(*degrees, **options)
+    for step in range(steps):
+        run.step(step)
+    return {
+        "weights": run.weights(),
+        "places": [dist.get_rank() % degrees[0], [p.to_local().detach() for p in run.model.parameters()]],
+        "masters": {name: (p.start, p.detach().view(-1)) for name, p in run.levels.parameters},
+    }
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    flat, want = (torch.cat([values[name].reshape(-1) for name in expected]) for values in (found, expected))
+    return float((flat - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_raw_messages_give_one_optimizer_on_the_whole_model(pool4: Pool, degrees: tuple[int, int], hops: int) -> None:
+    """To FP32 rounding; and holders of the same weights have the same bits."""
+    if hops == 2 and degrees != (2, 4):
+        pytest.skip("there is one hop")
+    found = pool4(_follow, degrees, 6, {"update": "float32", "hops": "auto" if hops == 1 else 2})
+    expected = alone(6)
+    assert distance(found[0]["weights"], expected) < 1e-6
+    places: dict[int, Any] = {}
+    for one in found:
+        place, own = one["places"]
+        assert all(torch.equal(a, b) for a, b in zip(own, places.setdefault(place, own), strict=True))
+    # Every entry has one master.
+    for name, want in expected.items():
+        whole = torch.full((want.numel(),), torch.nan)
+        for one in found:
+            start, values = one["masters"][name]
+            assert whole[start : start + len(values)].isnan().all()
+            whole[start : start + len(values)] = values
+        assert torch.equal(whole.view(want.shape), found[0]["weights"][name])
+
+
+def _differences(degrees: tuple[int, int]) -> float:
+    """What is left of a difference is less than half a level of its block."""
+    run, last, worst = Run(*degrees, weights="int8", gradients="int4"), [], 0.0
+
+    def keep(run: Run) -> None:
+        last[:] = [(m, m.values - held(m)) for m in run.levels.masters]
+
+    def held(master: Any) -> Tensor:
+        values = torch.zeros_like(master.values)
+        for one, weight in zip(master.places, master.group.weights(), strict=True):
+            values[one.at : one.at + one.stop - one.start] = weight[one.start : one.stop]
+        return values
+
+    for step in range(4):
+        run.step(step, keep)
+        for master, difference in last:
+            coded = master.group.layout.cut_coded
+            left, largest = (x[:coded].view(-1, 256).abs().amax(1) for x in (master.values - held(master), difference))
+            assert (left <= largest / 254 * 1.001 + 1e-7).all()
+            assert torch.equal(master.values[coded:], held(master)[coded:])  # norms and biases go as they are
+            worst = max(worst, left.max().item())
+    return worst
+
+
+def test_weights_stay_within_a_level_of_their_masters(pool4: Pool) -> None:
+    assert max(pool4(_differences, (2, 4))) > 0
+
+
+CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
+
+
+def _losses(options: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[tuple[float, list[Tensor]]]:
+    found = []
+    for degrees, more in options:
+        run = Run(*degrees, middle=36, **more)
+        losses = [run.step(step) for step in range(40)]
+        found.append((sum(losses[-10:]), [p.to_local().detach() for p in run.model.parameters()]))
+    return found
+
+
+def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
+    """40 steps; and holders of the same weights have the same bits, whatever is coded."""
+    raw = {"update": "float32"}
+    options = [((2, 4), raw), ((2, 4), CODED), ((2, 4), CODED | {"gradients": "int8+int4", "bf16": True})]
+    options += [((1, 2), CODED | {"weights": "dense"}), ((2, 2), CODED | {"update": "bfloat16", "secondary": 2})]
+    every = pool4(_losses, options)
+    losses = [sum(rank[number][0] for rank in every) for number in range(len(options))]
+    assert losses[1:] == pytest.approx([losses[0]] * (len(losses) - 1), rel=0.01)
+    for number, (degrees, _) in enumerate(options):
+        for rank in range(RANKS):
+            first = every[rank % degrees[0]][number][1]
+            assert all(torch.equal(a, b) for a, b in zip(every[rank][number][1], first, strict=True))

@@ -1,0 +1,98 @@
+"""What three levels send and hold, counted, against closed forms."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.pool import Pool
+from topology.groups import build_level_groups
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from topology.traffic import Traffic
+from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
+from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import ShardingOptions
+
+ENTRIES = 64 * 128  # of a matrix whose cuts are whole blocks
+
+
+def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict[str, Any], sums: bool) -> Any:
+    """Bytes by level and kind, of a micro-batch and of a step; entries held."""
+    chosen = ShardingOptions(levels=LevelsOptions(weights, gradients, **levels), **options)
+    layout = plan_layout(4, ranks_per_node=gradients, machine=get_machine("frontier"), replicate=-1, shard=gradients)
+    groups = build_level_groups(layout, weights, timedelta(seconds=60), chosen.levels.secondary)
+    mesh = init_device_mesh("cpu", (4 // weights, weights), mesh_dim_names=("holders", "fsdp"))["fsdp"]
+    model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), Traffic()
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    made = build_levels(model, chosen, layout, groups, traffic, sums=sums, bf16=False, kernels="torch", seed=0)
+    model(torch.randn(2, 128)).square().sum().backward()
+    micro_batch = {(level, kind): sent for (_, level, kind), sent in traffic.sent.items()}
+    made.before_step()
+    made.after_step(None)
+    step = {
+        (level, kind): sent - micro_batch.get((level, kind), 0.0) for (_, level, kind), sent in traffic.sent.items()
+    }
+    (master,) = made.masters
+    held = master.group.reduce.buffer.numel(), master.values.numel(), sum(p.numel() for _, p in made.parameters)
+    return micro_batch, {key: sent for key, sent in step.items() if sent}, held
+
+
+@pytest.mark.parametrize(
+    "degrees, levels, options, sums",
+    [
+        ((2, 4), {"update": "float32"}, {}, True),
+        ((2, 4), {}, {"weights": "int8", "gradients": "int4"}, True),
+        ((2, 4), {"secondary": 4}, {"weights": "int8", "gradients": "int8+int4"}, True),
+        ((2, 2), {"update": "bfloat16"}, {"gradients": "int8"}, True),
+        ((1, 2), {}, {"gradients": "int4"}, True),
+        ((1, 2), {}, {"gradients": "int4"}, False),
+    ],
+)
+def test_bytes_and_entries_are_those_of_the_closed_forms(
+    degrees: tuple[int, int], levels: dict[str, Any], options: dict[str, Any], sums: bool, pool4: Pool
+) -> None:
+    (w, g), n = degrees, ENTRIES
+    plan = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options).plan(4 // g, sums, "float32")
+    assert plan is not None
+    place = {"pair": "gcd_pair", "node": "gcd_pair" if g == 2 else "node", "network": "network"}
+
+    def expected(bytes_of: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+        found: dict[tuple[str, str], float] = {}
+        for (over, kind), sent in bytes_of.items():
+            key = place[over], "weights" if kind == "kept" else kind
+            found[key] = found.get(key, 0.0) + sent
+        return {key: sent for key, sent in found.items() if sent}
+
+    ranks = pool4(_counted, w, g, levels, options, sums)
+    for number, wanted in enumerate((plan.micro_batch_bytes(n), plan.step_bytes(n))):
+        mean: dict[tuple[str, str], float] = {}
+        for key, sent in (item for rank in ranks for item in rank[number].items()):
+            mean[key] = mean.get(key, 0.0) + sent / len(ranks)
+        assert mean == pytest.approx(expected(wanted), abs=64)  # a message is filled up to 16 bytes
+    assert {rank[2] for rank in ranks} == {(n // g, n // (4 if sums else g), n // (4 if sums else g))}
+
+
+def test_the_published_figures_follow() -> None:
+    """SHARDING's closed forms at w = 2, g = 8, N nodes, INT8 gathers and INT4 gradients, scales left out."""
+    plan = LevelsPlan(2, 8, 16, gathered=1.0, reduced=(0.5,), told=1.0)
+    micro, step = plan.micro_batch_bytes(1.0), plan.step_bytes(1.0)
+    assert (micro["pair", "weights"], micro["pair", "gradients"]) == (1.0, 1 / 16)
+    assert micro["node", "gradients"] == 3 / 8 and step["node", "update"] == 3 / 8
+    assert step["network", "gradients"] + step["network", "update"] == pytest.approx(5 / 8 * 15 / 16)
+    shapes = [(1 << 20, 1)]
+    held = plan.memory(shapes, {"parameters": 4.0 * 2**13, "gradients": 4.0 * 2**13, "state": 8.0 * 2**13})
+    lasting = sum(value for kind, value in held.items() if kind != "summed gradients")
+    assert lasting == 1.5 * 2**20 + 12 * 2**20 / 128
+    # With the paper's secondary partition and 16-bit gradients: what fits 64 GiB on 80 GCDs.
+    largest = 64 * 2**30 / (2 / 2 + 1 / 2 + 2 / 8 + 12 / 80)
+    assert largest == pytest.approx(36e9, rel=0.01)
+    assert coded(8, 256) == 1.015625

@@ -1,0 +1,129 @@
+"""Where entries lie on three levels, against a list of them; and slices of tensors as a checkpoint has them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from torchtitan_scape.checkpoint.safe_load import SafePlanner
+from torchtitan_scape.checkpoint.slices import FlatSlices, SlicePlanner, boxes_of
+from torchtitan_scape.sharding.levels_layout import RowLayout
+from torchtitan_scape.sharding.levels_options import LevelsOptions
+
+Entry = tuple[int, int] | None  # (tensor, entry of its part of the row); None for padding
+
+
+def literal_cuts(sizes: list[int], coded: list[bool], block: int, pairs: int, nodes: int) -> list[list[Entry]]:
+    """Every cut, entry by entry, as the specification has it: two sections, each padded, then cut into K."""
+    cuts = pairs * nodes
+    sections: list[list[Entry]] = []
+    for kind, unit in ((True, block), (False, 1)):
+        section: list[Entry] = []
+        for tensor, size in enumerate(sizes):
+            if coded[tensor] == kind:
+                section += [(tensor, entry) for entry in range(size)]
+                section += [None] * (-len(section) % unit)
+        section += [None] * (-len(section) % (cuts * unit))
+        sections.append(section)
+    each = [len(section) // cuts for section in sections]
+    return [
+        [e for section, n in zip(sections, each, strict=True) for e in section[k * n : (k + 1) * n]]
+        for k in range(cuts)
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=5),
+    st.sampled_from([1, 4, 8]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_rows_lie_in_cuts_as_specified(tensors: list[tuple[int, bool]], block: int, pairs: int, nodes: int) -> None:
+    sizes, coded = [size for size, _ in tensors], [kind for _, kind in tensors]
+    layout = RowLayout(sizes, coded, block, pairs, nodes)
+    expected = literal_cuts(sizes, coded, block, pairs, nodes)
+    assert layout.sub_piece == len(expected[0]) and layout.piece == nodes * layout.sub_piece
+    rows = 2
+    parts = [torch.arange(rows * n, dtype=torch.float32).view(rows, n) + 1000 * (i + 1) for i, n in enumerate(sizes)]
+    sections = layout.sections(parts)
+    assert [section.shape for section in sections] == [(rows, layout.coded.entries), (rows, layout.raw.entries)]
+    for row in range(rows):
+        own = [section[row] for section in sections]
+        assert all(torch.equal(a, b[row]) for a, b in zip(layout.tensors(*own), parts, strict=True))
+        # Cut k is part k of both sections.
+        for k, want in enumerate(expected):
+            cut = torch.cat([part.view(layout.cuts, -1)[k] if part.numel() else part for part in own])
+            values = [0.0 if e is None else float(parts[e[0]][row, e[1]]) for e in want]
+            assert cut.tolist() == values
+    for k, want in enumerate(expected):
+        found: list[Entry] = [None] * layout.sub_piece
+        for tensor, one in enumerate(layout.slices(k, sizes)):
+            for entry in range(one.start, one.stop):
+                found[one.at + entry - one.start] = (tensor, entry)
+        assert found == want
+        for first in range(0, layout.cut_coded, block):  # a block has entries of one tensor
+            assert len({e[0] for e in want[first : first + block] if e is not None}) <= 1
+
+
+def test_uneven_rows_have_shorter_slices() -> None:
+    """The last of w ranks has fewer rows of a tensor, or none; the cuts are those of the others."""
+    layout = RowLayout([6, 3], [True, False], 4, 2, 1)
+    assert [tuple(s) for s in layout.slices(1, [6, 3])] == [(4, 6, 0), (2, 3, 4)]
+    assert [tuple(s) for s in layout.slices(1, [5, 0])] == [(4, 5, 0), (0, 0, 0)]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_boxes_of_a_flat_slice(shape: list[int], data: Any) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    found = [
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
+        for offsets, sizes in boxes_of(shape, start, stop)
+    ]
+    assert torch.cat([whole.view(-1)[:0], *found]).tolist() == list(range(start, stop))
+    assert len(found) <= 2 * len(shape) - 1
+
+
+def test_slices_in_a_checkpoint(tmp_path: Path) -> None:
+    """What slices have written is a tensor like any other: whole, or in other slices."""
+    whole = torch.arange(60.0).view(4, 5, 3)
+    parts = [(0, whole.view(-1)[:22].clone()), (22, whole.view(-1)[22:60].clone())]
+    dcp.save({"a": FlatSlices(whole.shape, whole.dtype, parts)}, checkpoint_id=tmp_path, planner=SlicePlanner())
+    plain, others = torch.zeros(4, 5, 3), [(7, torch.zeros(1, 1, 30)), (50, torch.zeros(10))]
+    dcp.load({"a": plain}, checkpoint_id=tmp_path)
+    assert torch.equal(plain, whole)
+    dcp.load({"a": FlatSlices(whole.shape, whole.dtype, others)}, checkpoint_id=tmp_path, planner=SafePlanner())
+    assert others[0][1].view(-1).tolist() == list(range(7, 37)) and others[1][1].tolist() == list(range(50, 60))
+
+
+@pytest.mark.parametrize(
+    "degrees, shard, node, message",
+    [
+        ((2, 3), 3, 3, r"weights = 2; it must divide gradients = 3: 1, 3 would do"),
+        ((2, 4), 4, 2, r"gradients = 4; units of it must not span nodes: with 2 ranks each, 1, 2 would do"),
+        ((2, 2), 4, 4, r"gradients = 2; it must be the degree of the shard axis, which is 4"),
+        ((2, 0), 4, 4, r"gradients = 0; both degrees are wanted"),
+    ],
+)
+def test_degrees_that_do_not_nest_are_refused(degrees: tuple[int, int], shard: int, node: int, message: str) -> None:
+    layout = plan_layout(12, ranks_per_node=node, machine=get_machine("local"), replicate=-1, shard=shard)
+    with pytest.raises(ValueError, match=message):
+        LevelsOptions(*degrees).check(layout)
+
+
+def test_secondary_partitions_are_of_a_degree() -> None:
+    with pytest.raises(ValueError, match="secondary = 3; it must be 0, or one of the degrees 2 and 8"):
+        LevelsOptions(2, 8, secondary=3)
+    with pytest.raises(ValueError, match="secondary = 4; with weights = 1 nothing is gathered"):
+        LevelsOptions(1, 4, secondary=4)
+    inner = LevelsOptions(2, 8).inner(
+        plan_layout(16, ranks_per_node=8, machine=get_machine("frontier"), replicate=2, shard=8)
+    )
+    assert (inner.replicate, inner.shard) == (8, 2)

@@ -1,0 +1,140 @@
+"""Three levels in the trainer: against FSDP2, after a NaN, and on from a checkpoint, of these degrees and of others."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from tests.test_training import LAYOUTS, METHODS, SMALL, train
+
+PARTS = ("weights", "gradients", "update", "secondary")
+
+
+def on(w: int, g: int, **options: Any) -> list[str]:
+    """Degrees (w, g, 4), and options of [sharding] and [sharding.levels]."""
+    levels = [f"--sharding.levels.{key}={value}" for key, value in {"weights": w, "gradients": g}.items()]
+    levels += [f"--sharding.levels.{key}={value}" for key, value in options.items() if key in ("update", "secondary")]
+    degrees = {"data_parallel_replicate_degree": 4 // g, "data_parallel_shard_degree": g}
+    return [
+        *levels,
+        *(f"--sharding.{key}={value}" for key, value in options.items() if key not in ("update", "secondary")),
+        *(f"--parallelism.{key}={value}" for key, value in degrees.items()),
+        f"--topology.ranks_per_node={g}",
+    ]
+
+
+def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -> dict[str, Any]:
+    """As `train`; the last rank's gradient has a NaN at that step. And what every rank holds in masters and moments."""
+    from torchtitan_scape.optimizer.container import ReplicaOptimizers
+    from torchtitan_scape.sharding.levels import Levels
+
+    kept: list[ReplicaOptimizers] = []
+    spread, before, steps = ReplicaOptimizers.spread, Levels.before_step, [0]
+
+    def spoil(levels: Levels) -> None:
+        steps[0] += 1
+        if steps[0] == nan_at and dist.get_rank() == dist.get_world_size() - 1:
+            levels.groups[0].reduce.buffer.view(-1)[0] = torch.nan
+        before(levels)
+
+    def keep(optimizers: ReplicaOptimizers, levels: Levels) -> None:
+        kept.append(optimizers)
+        spread(optimizers, levels)
+
+    with patch.object(ReplicaOptimizers, "spread", keep), patch.object(Levels, "before_step", spoil):
+        found = train(folder, arguments)
+    states = kept[0].optimizers[0].state if kept else {}
+    slices = kept[0].levels.parameters if kept and kept[0].levels else []
+    found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}
+    found["moments"] = {
+        name: (p.start, p.whole, states[p]["exp_avg"].view(-1).clone()) for name, p in slices if "exp_avg" in states[p]
+    }
+    return found
+
+
+def whole(results: list[dict[str, Any]], kind: str) -> dict[str, torch.Tensor]:
+    """Of every parameter, from the slices of all ranks."""
+    found: dict[str, torch.Tensor] = {}
+    for one in results:
+        for name, (start, shape, values) in one[kind].items():
+            into = found.setdefault(name, torch.full(shape, torch.nan)).view(-1)
+            into[start : start + len(values)] = values
+    return found
+
+
+@pytest.mark.parametrize("w, g, method", [(2, 4, "adamw"), (1, 2, "adams")])
+def test_steps_are_those_of_fsdp(w: int, g: int, method: str, pool4: Pool, tmp_path: Path) -> None:
+    """Raw messages, two micro-batches, clipping, recomputed layers: losses and norms to FP32 rounding."""
+    more = ["--training.steps=4", "--training.local_batch_size=1", "--training.global_batch_size=8"]
+    more += ["--activation_checkpoint.mode=selective", "--optimizer.eps=1e-6"]
+    runs = [
+        pool4(train, str(tmp_path / name), [*SMALL, *METHODS[method], *where, *more])
+        for name, where in (("levels", on(w, g, update="float32")), ("plain", LAYOUTS["2x2"]))
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        assert one["norms"] == pytest.approx(other["norms"], rel=1e-4)
+
+
+SAVING = [
+    "--training.steps=6",
+    "--checkpoint.enable",
+    "--checkpoint.interval=3",
+    "--checkpoint.no-last-save-model-only",
+]
+CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
+
+
+@pytest.mark.parametrize(
+    "method, where, more, nan_at",
+    [
+        ("adamw", on(2, 4, **CODED), ["--training.mixed_precision_param=bfloat16"], 3),
+        ("scape-int4", on(1, 2, gradients="int8"), ["--checkpoint.async_mode=async"], None),
+    ],
+)
+def test_resuming_is_the_run_that_never_stopped(
+    method: str, where: list[str], more: list[str], nan_at: int | None, pool4: Pool, tmp_path: Path
+) -> None:
+    """Losses, norms and weights to the last bit; the weights' own bits are saved, as differences made them."""
+    arguments = [*SMALL, *METHODS[method], *where, *more, *SAVING]
+    run = pool4(train_levels, str(tmp_path / "whole"), arguments, nan_at=nan_at)
+    step = Path("checkpoint", "step-3")
+    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    resumed = pool4(train_levels, str(tmp_path / "resumed"), arguments)
+    for a, b in zip(run, resumed, strict=True):
+        assert len(b["losses"]) == 3 and b["losses"] == a["losses"][3:] and b["norms"] == a["norms"][3:]
+        assert torch.equal(a["parameters"], b["parameters"])
+        assert a["skipped"] == (0 if nan_at is None else 1)
+        for kind in ("masters", "moments"):
+            assert all(torch.equal(a[kind][name][2], b[kind][name][2]) for name in a[kind])
+
+
+def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_path: Path) -> None:
+    """From three levels to others, to FSDP2's shards and back: a step of no length shows what was read."""
+    arguments = [*SMALL, *METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
+    saved = pool4(train_levels, str(tmp_path / "1"), [*arguments, *on(2, 4, **CODED), "--training.steps=3"])
+    folder = Path("checkpoint", "step-3")
+    for number, where in enumerate((on(1, 2), on(2, 2, gradients="int4"))):
+        target = tmp_path / f"to{number}"
+        shutil.copytree(tmp_path / "1" / folder, target / folder)
+        resumed = pool4(train_levels, str(target), [*arguments, *where, "--optimizer.lr=0", "--training.steps=4"])
+        masters, expected = whole(resumed, "masters"), whole(saved, "masters")
+        assert all(torch.equal(masters[name], values) for name, values in expected.items())
+    shutil.copytree(tmp_path / "1" / folder, tmp_path / "plain" / folder)
+    # After a validation FSDP's last group is whole.
+    plain = [*arguments, *LAYOUTS["2x2"], "--optimizer.lr=0", "--validation.no-enable"]
+    shards = pool4(train, str(tmp_path / "plain"), [*plain, "--training.steps=4"])
+    order = list(whole(saved, "masters").values())
+    own = torch.cat([values.chunk(2)[0].reshape(-1) for values in order])
+    assert torch.equal(shards[0]["parameters"], own)
+    back = tmp_path / "back" / "checkpoint" / "step-4"
+    shutil.copytree(tmp_path / "plain" / "checkpoint" / "step-4", back)
+    more = [*on(2, 4), "--optimizer.lr=0", "--training.steps=5"]
+    again = pool4(train_levels, str(tmp_path / "back"), [*arguments, *more])
+    masters = whole(again, "masters")
+    assert all(torch.equal(masters[name], values) for name, values in whole(saved, "masters").items())

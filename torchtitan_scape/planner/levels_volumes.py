@@ -1,0 +1,92 @@
+"""What three levels send and hold, in closed form (arXiv:2501.04266, ours where `sharding.levels` differs).
+
+Weights lie on w ranks, gradients on g of a node, masters and the optimizer's states on R = g * N. n is the number of
+entries; padding, and norms and biases, which are never coded, are left out. Plain arithmetic: no torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan_scape.planner.workloads import Shape
+
+
+@dataclass(frozen=True)
+class LevelsPlan:
+    """Degrees, and bytes an entry of what goes over the wire; `coded` has those of a block code.
+
+    weights, gradients, nodes: w, g, N. gathered: of weights; reduced: of gradients, of one hop over all g ranks, or of
+    two, over w and then over g / w. summed: of gradients across nodes; 0 where a method of the replicate axis exchanges
+    pieces. told: of the update. secondary: ranks that keep a partition of what was gathered; 0 for none.
+    kept: bytes an entry of weights as FSDP2 has them.
+    """
+
+    weights: int
+    gradients: int
+    nodes: int
+    gathered: float = 2.0
+    reduced: tuple[float, ...] = (4.0,)
+    summed: float = 4.0
+    told: float = 4.0
+    secondary: int = 0
+    kept: float = 2.0
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed across nodes here, so that states are spread over them."""
+        return self.summed > 0
+
+    def micro_batch_bytes(self, n: float, gathers: int = 2) -> dict[tuple[str, str], float]:
+        """Bytes that a rank sends by (what it goes over, kind), in the mean over ranks: within a "pair" of w ranks, or
+        over the rest of the "node".
+
+        gathers: of a module in a micro-batch, 2 where it is resharded after the forward pass.
+        """
+        w, g = self.weights, self.gradients
+        found = {("pair", "weights"): gathers * n * self.gathered * (w - 1) / w}
+        if self.secondary:  # the first gather alone is over the w ranks, and that once an update
+            again = (gathers - 1) * n * self.gathered * (self.secondary - 1) / self.secondary
+            found = {("pair", "weights"): found["pair", "weights"] / gathers}
+            # Round the ring of a node one link in w leads out of a pair.
+            out = 1 / w if self.secondary > w else 0.0
+            found |= {("pair", "kept"): (1 - out) * again, ("node", "kept"): out * again}
+        if len(self.reduced) == 1:
+            found["pair", "gradients"] = self.reduced[0] * n * (w - 1) / g
+            found["node", "gradients"] = self.reduced[0] * n * (g - w) / g
+        else:
+            found["pair", "gradients"] = self.reduced[0] * n * (w - 1) / w
+            found["node", "gradients"] = self.reduced[1] * n * (g - w) / (w * g)
+        return found
+
+    def step_bytes(self, n: float) -> dict[tuple[str, str], float]:
+        """Bytes that a rank sends once a step, likewise, and over the "network"."""
+        w, g = self.weights, self.gradients
+        across = n / g * (self.nodes - 1) / self.nodes if self.sums else 0.0
+        return {
+            ("network", "gradients"): self.summed * across,
+            ("network", "update"): self.told * across,
+            ("node", "update"): self.told * n * (g - w) / (w * g),
+        }
+
+    @property
+    def spread(self) -> int:
+        """Ranks over which masters and states lie: of each parameter one of so many shares."""
+        return self.gradients * (self.nodes if self.sums else 1)
+
+    def memory(self, shapes: Sequence[Shape], optimizer: dict[str, float]) -> dict[str, float]:
+        """Bytes that a rank holds by kind. optimizer: of a method on one of `spread` shares, whose parameters are
+        the masters; kinds that are not the method's stay as they are."""
+        n = float(sum(map(math.prod, shapes)))
+        kinds = {"parameters": self.kept * n / self.weights, "gradients": 4.0 * n / self.gradients}
+        kinds["masters"] = optimizer["parameters"]
+        kinds |= {kind: value for kind, value in optimizer.items() if kind not in ("parameters", "gradients")}
+        if self.sums:
+            kinds["summed gradients"] = optimizer["gradients"]
+        if self.secondary:
+            kinds["secondary partition"] = self.gathered * n / self.secondary
+        return kinds
+
+
+def coded(bits: int, block: int) -> float:
+    """Bytes an entry of a block code with FP32 scales."""
+    return bits / 8 + 4 / block

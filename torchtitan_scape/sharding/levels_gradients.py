@@ -1,0 +1,117 @@
+"""Three levels, gradients: what stands in for FSDP2's reduce-scatter, and the sum across nodes.
+
+After every backward pass the flat of a group, (w, m), goes to the g ranks of the node in codes: the rank of pair p and
+place q gets piece p of row q, adds what came in rank order, and adds that to a buffer of its own, in FP32. FSDP2 keeps
+no gradient. Once a step the buffers are summed across nodes: a reduce-scatter, of which each rank keeps its sub-piece,
+where the paper all-reduces and throws (N - 1) / N of the sums away.
+
+Source: arXiv 2501.04266, Sections V-B and V-C.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kernels.codec.codes import BlockCode
+from topology.circles import Circle, ShardLedger
+from torchtitan_scape.sharding.base import GRADIENTS, Allocates, FlatGroup, Moment, add_rows
+from torchtitan_scape.sharding.levels_layout import RowLayout
+from torchtitan_scape.sharding.levels_messages import CutMessages
+from torchtitan_scape.sharding.messages import Parts, RowMessages, hop
+
+
+class PieceReduce(Allocates):
+    """Of one parameter group: its piece of the gradient of all micro-batches of a step.
+
+    Args:
+        ranks: w, over which FSDP2 shards.
+        hops: (circle, code of its messages): all g ranks at once, or the w ranks of a pair, then the pairs; a circle of
+            one rank is left out. The place of a rank among all g is that of its pair times w, plus its own in the pair.
+        turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before the first hop; turned back
+            after the last one, as that is linear.
+        stochastic: rounding by keys of the moment, else to the nearest.
+
+    Attributes:
+        buffer: FP32 (N, sub_piece), to be zeroed after every step, a skipped one too: it may hold its NaN.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGroup,
+        layout: RowLayout,
+        ranks: int,
+        hops: Sequence[tuple[Circle, BlockCode | None]],
+        ledger: ShardLedger,
+        moment: Moment,
+        device: torch.device,
+        turned: bool = False,
+        stochastic: bool = False,
+    ) -> None:
+        self._flat, self._layout, self._ranks = flat, layout, ranks
+        self._ledger, self._moment, self._stochastic = ledger, moment, stochastic
+        self._turned = next((code for _, code in hops if code is not None), None) if turned else None
+        self._hops: list[tuple[Circle, RowMessages]] = []
+        cuts, rows = layout.cuts, ranks
+        for circle, code in hops:
+            # Of every row so many parts go out, and what comes in is a part of one row.
+            cuts, rows = cuts // (circle.size // rows), 1
+            self._hops.append((circle, CutMessages(layout, cuts, code)))
+        self.buffer = torch.zeros(layout.nodes, layout.sub_piece, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """For FSDP2. What `output` gets means nothing: the gradient that is made of it is dropped."""
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._ranks)
+        self._add(input_tensor.view(self._ranks, -1))
+
+    @torch.no_grad()
+    def hook(self, reduced: Tensor) -> None:
+        """For FSDP2 over one rank, where it calls nothing else: its all-reduce hook."""
+        self._flat.check_row(reduced)
+        self._add(reduced.view(1, -1))
+
+    def across_nodes(self, nodes: Circle) -> Tensor:
+        """FP32 (sub_piece,): the sum over nodes, in their order. A collective call."""
+        received = torch.zeros_like(self.buffer)
+        nodes.exchange(self.buffer, received, self._ledger, GRADIENTS)
+        total = torch.empty_like(received[0])
+        add_rows(received, total)
+        return total
+
+    def _add(self, flat: Tensor) -> None:
+        layout = self._layout
+        coded, raw = layout.sections(flat.split(layout.sizes, 1))
+        if self._turned is not None:
+            self._turned.turn(coded)
+        for number, (circle, rows) in enumerate(self._hops):
+            parts = list(zip(_by_rank(coded, circle), _by_rank(raw, circle), strict=True))
+            key = partial(self._key, number)
+            (own,) = hop(partial(_of, parts), 1, circle, rows, flat.device, self._ledger, GRADIENTS, key)
+            coded, raw = own[0][None], own[1][None]
+        if dist.get_backend() == "fake":
+            return  # what has been received is no message
+        if self._turned is not None:
+            self._turned.turn(coded)
+        for into, what in zip(layout.parts(self.buffer), (coded, raw), strict=True):
+            into += what.reshape(into.shape)
+
+    def _key(self, number: int, message: int) -> int | None:
+        return self._moment.key(number, dist.get_rank(), self._flat.number, message) if self._stochastic else None
+
+
+def _of(parts: Sequence[Parts], rank: int, _: int) -> Parts:
+    return parts[rank]
+
+
+def _by_rank(rows: Tensor, circle: Circle) -> Tensor:
+    """(circle.size, n): of rows (w, m), cut into equal parts, part p of row q is for rank p * w + q of the circle."""
+    parts = circle.size // len(rows)
+    cut = rows.view(len(rows), parts, rows.shape[1] // parts)
+    return cut.transpose(0, 1).reshape(circle.size, cut.shape[2])

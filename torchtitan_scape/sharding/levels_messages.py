@@ -1,0 +1,35 @@
+"""Cuts of a row as messages: their coded parts by a block code, or as they are, and their raw parts."""
+
+import torch
+from torch import Tensor
+
+from kernels.codec.codes import BlockCode
+from torchtitan_scape.sharding.base import Segment
+from torchtitan_scape.sharding.levels_layout import RowLayout
+from torchtitan_scape.sharding.messages import Parts, RowMessages
+
+
+class CutMessages(RowMessages):
+    """Of so many cuts that follow each other. Without a code both parts travel in the dtype that they have."""
+
+    def __init__(self, layout: RowLayout, count: int, code: BlockCode | None) -> None:
+        coded, raw = count * layout.cut_coded, count * layout.cut_raw
+        super().__init__([Segment("coded", 0, coded, 2), Segment("raw", coded, raw, 1)], code)
+        self._sizes = coded, raw
+
+    def encode(self, parts: Parts, message: Tensor, key: int | None = None) -> None:
+        if self.code is None:  # all is raw then
+            parts = parts[0][:0], torch.cat(parts)
+        super().encode(parts, message, key)
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Parts:
+        return self._told_apart(super().decode(message, dtype))
+
+    def add_up(self, messages: Tensor) -> Parts:
+        return self._told_apart(super().add_up(messages))
+
+    def _told_apart(self, parts: Parts) -> Parts:
+        if self.code is not None:
+            return parts
+        coded, raw = parts[1].split(self._sizes)
+        return coded, raw
