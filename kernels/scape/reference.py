@@ -97,8 +97,14 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
 
 
 def select_largest(values: Tensor, k: int) -> Tensor:
-    """Ascending int64 positions (k,) of the k largest |values|, FP32 (n,); ties go to the lower index."""
-    return select_rows(values.view(1, -1), k).view(-1)
+    """bool (n,): where the k largest |values| of FP32 (n,) are; ties go to the lower index, NaN is above all.
+
+    The keys of `select_rows` would take 28 bytes an entry, here of a whole tensor; this takes less than half of that.
+    """
+    magnitudes = values.abs().view(torch.int32)  # as numbers of the same order
+    least = magnitudes.topk(k, sorted=False).values.min()
+    found, equal = magnitudes > least, magnitudes == least
+    return found | (equal & (equal.cumsum(0, dtype=torch.int32) <= k - found.sum()))
 
 
 def select_rows(values: Tensor, k: int, real: Tensor | None = None) -> Tensor:

@@ -99,8 +99,7 @@ class TorchPasses(ScapePasses):
             first = layout.first_block[tensor] + start // size - replica * layout.run_blocks
             if self.selection == "tensor":
                 bits = torch.zeros(-(-own.numel() // size) * size, dtype=torch.bool, device=self.device)
-                chosen_here = reference.select_largest(own, entries_per_block(density, own.numel()))
-                bits.index_fill_(0, chosen_here, True)
+                bits[: own.numel()] = reference.select_largest(own, entries_per_block(density, own.numel()))
                 packed = reference.pack_bits(bits)
                 chosen[first * size // 8 :][: packed.numel()] = packed
                 continue

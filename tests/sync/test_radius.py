@@ -15,7 +15,7 @@ from tests.sync.test_contract import Case, gradients, kept, make, play, update
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.sync.base import Setting, State, Step
-from torchtitan_scape.sync.radius import Radius, RadiusOptions, largest_of
+from torchtitan_scape.sync.radius import Radius, RadiusOptions
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import collect_shards
 
@@ -221,13 +221,6 @@ def test_its_limits_are_dense_adamw(options: dict[str, Any], pool1: Pool) -> Non
     (dense,) = pool1(train, 2, "AdamW foreach", {}, (), "dense")
     (found,) = pool1(train, 2, "AdamW foreach", options)
     assert all(distance(a, b) < 1e-6 for a, b in zip(found["history"], dense["history"], strict=True))
-
-
-@pytest.mark.parametrize("n, k", [(1, 1), (64, 1), (64, 25), (64, 64)])
-def test_of_equal_entries_the_first_are_on_the_mask(n: int, k: int) -> None:
-    values = torch.randint(-3, 4, (n,), generator=torch.Generator().manual_seed(k)).float()
-    wanted = sorted(range(n), key=lambda place: -abs(float(values[place])))[:k]
-    assert largest_of(values, k).nonzero().view(-1).tolist() == sorted(wanted)
 
 
 OLD = Case("radius", {"density": 0.25, "interval": 3, "start": 0})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.scape.blocks import entries_per_block
-from kernels.scape.reference import select_blocks, set_positions, unpack_bits
+from kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
 from topology.chunks import Summands
 from torchtitan_scape.planner.payload import mask_counts
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
@@ -67,6 +67,7 @@ class RadiusOptions(MethodOptions):
             selection=self.selection,
             optimizer=optimizer.lower(),
             interval=self.interval,
+            clip_refresh=self.clip_refresh,
         )
 
 
@@ -240,7 +241,7 @@ class Radius(Method):
             offsets = select_blocks(values, entries_per_block(self.options.density, BLOCK), BLOCK)
             places = (offsets + torch.arange(len(offsets), device=values.device)[:, None] * BLOCK).view(-1)
             return torch.zeros(n, dtype=torch.bool, device=values.device).index_fill_(0, places, True)
-        return largest_of(values, k)
+        return select_largest(values, k)
 
     def _lengthen(self, applied: Tensor) -> None:
         """theta -= (release_scale - 1) * lr * update off the mask."""
@@ -256,17 +257,6 @@ class Radius(Method):
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         return self.setting.optimizer.param_groups[shard.group]
-
-
-def largest_of(values: Tensor, k: int) -> Tensor:
-    """bool (n,): where the k largest |values| of FP32 (n,) are; ties go to the lower index.
-
-    `select_largest` has 64-bit keys, some 28 bytes an entry in all, of a whole tensor here; this has less than half.
-    """
-    magnitudes = values.abs()
-    least = magnitudes.topk(k, sorted=False).values.min()
-    found, equal = magnitudes > least, magnitudes == least
-    return found | (equal & (equal.cumsum(0, dtype=torch.int32) <= k - found.sum()))
 
 
 def _check_betas(beta1: float, beta2: float) -> None:
