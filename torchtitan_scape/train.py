@@ -281,7 +281,8 @@ class ScapeTrainer(Trainer):
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)
             if self.steps_taken and self.job_config.sync.flush_at_end:
-                self._flush()
+                self.checkpointer.maybe_wait_for_staging()
+                self.optimizers.flush()
                 saved = False
             if self.steps_taken and not saved:
                 self._check_replicas()
@@ -296,19 +297,6 @@ class ScapeTrainer(Trainer):
     def summarise(self) -> None:
         """What the run says at its end. A collective call."""
         summarise(self)
-
-    def _flush(self) -> None:
-        """A step without gradients that sends all residuals, where there are any."""
-        kinds = {what["carries"] for what in self.optimizers.described_states("exact").values()}
-        if not kinds & {"gradient", "displacement"}:
-            return
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.zero_grad()
-        self.optimizers.send_all()
-        self.optimizers.sharding.unsent.as_gradients(self.optimizers.shards())
-        for _ in range(self.simulated if self.simulated > 1 else 0):
-            self.optimizers.collect()
-        self.optimizers.step()
 
 
 def is_dry_run(config: JobConfig) -> bool:

@@ -1,5 +1,6 @@
 """Local updates: the frame, and DiLoCo and streaming DiLoCo in it against what their papers write down."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -326,6 +327,38 @@ def test_a_flush_leaves_replicas_equal(pool1: Pool) -> None:
     assert history[5][1] > 0 and history[6][1] == history[5][1] and history[7][1] == 0.0
     assert any(key.startswith("in_flight") for key in history[6][0])
     assert not any(key.startswith("in_flight") for key in history[7][0])
+
+
+def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
+    """What replicas have before and after a flush that is no step; whether inner optimizers are as they were."""
+    optimizers, found = build(method, options, 2), []
+    for number in range(1, 9):
+        step(optimizers, number)
+    before = [copy.deepcopy(one.optimizer.state_dict()) for one in optimizers.each]
+    for flush in (False, True):
+        if flush:
+            optimizers.flush()
+        found.append([*parameters(optimizers), *kept(optimizers)])
+    after = [one.optimizer.state_dict() for one in optimizers.each]
+    moments = [[s[kind] for s in one["state"].values() for kind in s] for each in (before, after) for one in each]
+    same = all(torch.equal(a, b) for i in (0, 1) for a, b in zip(moments[i], moments[i + 2], strict=True))
+    return found[0], found[1], same
+
+
+@pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
+def test_a_flush_after_the_last_step_is_an_exchange_and_no_step(
+    method: str, options: dict[str, Any], pool1: Pool
+) -> None:
+    ((before, after, same),) = pool1(flushed_alone, method, options)
+    assert same
+    for n in SHAPES:
+        assert torch.equal(after[0][n], after[1][n]) and torch.equal(after[0][n], after[2][f"anchor.{n}"])
+        if method == "diloco":
+            mean = before[2][f"anchor.{n}"] - (before[0][n] + before[1][n]) / 2
+            velocity = 0.9 * before[2][f"outer_momentum.{n}"] + mean
+            wanted = before[2][f"anchor.{n}"] - 0.7 * (mean + 0.9 * velocity)
+            torch.testing.assert_close(after[0][n], wanted, rtol=1e-6, atol=1e-6)
+    assert not any(key.startswith("in_flight") for key in after[2])
 
 
 @pytest.mark.slow

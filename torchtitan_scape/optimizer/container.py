@@ -113,6 +113,17 @@ class ReplicaOptimizers(OptimizersContainer):
     def send_all(self) -> None:
         """Makes the next exchange whole, so that it leaves nothing pending."""
 
+    def flush(self) -> None:
+        """Sends what is pending where no step follows: in one without gradients. A collective call."""
+        kinds = self.described_states("exact") | self.sharding.unsent.described("exact")
+        if any(what["carries"] == "gradient" for what in kinds.values()):
+            self.zero_grad()
+            self.send_all()
+            self.sharding.unsent.as_gradients(self._shards)
+            for _ in self.replicas.endpoints:
+                self.collect()
+            self.step()
+
     # ------------------------------------------------------------- where replicas' parameters differ
 
     def model_shown(self) -> AbstractContextManager[None]:
@@ -248,8 +259,7 @@ class SyncedOptimizers(ReplicaOptimizers):
         device = self._shards[0].device
         self.timer = PhaseTimer(device.type)
         self.collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
-        scale = float(self.collectives.replicas)  # the loss is divided by the global token count
-        settings = self._settings(scale, steps, kernels)
+        settings = self._settings(float(self.collectives.replicas), steps, kernels)  # a loss is divided by all tokens
         self.methods = replicas.run(lambda i: make_method(settings[i]))
         self.guard = FiniteGuard(
             [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],

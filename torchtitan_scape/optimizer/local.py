@@ -18,7 +18,7 @@ from torchtitan_scape.optimizer.clip import clip, norm_over_model, update
 from torchtitan_scape.optimizer.container import SyncedOptimizers
 from torchtitan_scape.optimizer.local_loading import load_local
 from torchtitan_scape.optimizer.rows import rows_of
-from torchtitan_scape.sync.base import Setting, State
+from torchtitan_scape.sync.base import Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.pending import OWN_PARAMETERS, Reader
 from torchtitan_scape.sync.shards import Shard, collect_shards, local, store_gradient, stored
@@ -109,6 +109,18 @@ class LocalOptimizers(SyncedOptimizers):
         with phase("exchange"):
             self.replicas.run(lambda i: self.methods[i].updated(step))
         self.sharding.version.changed()  # an exchange may land at a step that is skipped
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """An exchange alone: no inner optimizer steps, and its moments do not decay."""
+        if self.sharding.unsent.described("exact"):  # gradients, which take a step
+            return super().flush()
+        self.settle()
+        self.send_all()
+        self._whole_next = False
+        step = Step(self.attempted_steps, torch.ones_like(self.grad_norm, dtype=torch.bool))
+        with self.timer.phase("exchange"):
+            self.replicas.run(lambda i: self.methods[i].updated(step))
 
     def _follow_the_schedule(self) -> None:
         """The rates of the first optimizer, which the schedule sets, are those of all."""
