@@ -68,6 +68,16 @@ class BlockCode:
         self._check(messages, out.shape[1])
         self._passes.decode(messages, self.name, self.unit, self.scale, out)
 
+    def part(self, message: Tensor, m: int, first: int, count: int) -> Tensor:
+        """uint8 (1, bytes_of(count)): the message of `count` of m entries from `first` on, both whole blocks, out of
+        that of all, uint8 (bytes_of(m),)."""
+        form = FORMATS[self.name]
+        codes, scales = self.unit * form.bits // 8, form.scales * self.scale.itemsize  # bytes of a block
+        skipped, blocks = first // self.unit, count // self.unit
+        told = message[skipped * codes :][: blocks * codes]
+        scaled = message[m // self.unit * codes + skipped * scales :][: blocks * scales]
+        return torch.cat((told, scaled, message.new_zeros(-(told.numel() + scaled.numel()) % 16))).view(1, -1)
+
     def add_up(self, messages: Tensor, out: Tensor) -> None:
         """out, FP32 (m,), becomes the sum of the messages, added in FP32 in the order of the rows."""
         self._check(messages, out.numel())

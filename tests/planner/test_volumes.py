@@ -149,6 +149,8 @@ def test_radius_sends_its_mask_and_now_and_then_all() -> None:
     assert (whole.nbytes, whole.share) == (4 * n, 0.02)
     sent = sum(stage.sent for message in (masked, whole) for stage in message.stages([("network", 4)]))
     assert sent == pytest.approx(6 * (0.98 * (on_mask + 1000) + 0.02 * n))
+    *others, apart = messages(replace(method, clip_refresh="fresh"), SHAPES, 4)
+    assert others == [masked, whole] and (apart.nbytes, apart.share) == (4 * sparse, 0.02)
     assert messages(Method("radius", 0.4), SHAPES, 4)[0].nbytes == 4 * (410 * 4608 + 1000)
     alone = simulated_memory_bytes(Method("adamw"), SHAPES, 1)
     assert simulated_memory_bytes(method, SHAPES, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}
@@ -158,6 +160,18 @@ def test_radius_sends_its_mask_and_now_and_then_all() -> None:
     settings = (Method("radius", d, interval=t) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
     moved = [optimizer_bytes(setting, SHAPES, 4)[1] for setting in settings]
     assert moved[0] > moved[1] > moved[2] > optimizer_bytes(Method("adams"), SHAPES, 4)[1]
+
+
+def test_what_is_to_go_whole_is_not_compressed() -> None:
+    """The second matrix, by its place: as if it had one dimension, though tiles take these, too."""
+    flat = (SHAPES[0], (1024 * 512,), SHAPES[2])
+    for method in (Method("radius", 0.4), Method("topk", 0.01), Method("scape", 0.01), Method("scape", 0.01, "int4")):
+        dense = replace(method, dense=(1,))
+        assert messages(dense, SHAPES, 4) == messages(method, flat, 4) != messages(method, SHAPES, 4)
+        assert simulated_memory_bytes(dense, SHAPES, 1) == simulated_memory_bytes(method, flat, 1)
+    tiles, whole = messages(Method("topk", 0.01, selection="tile", dense=(1,)), SHAPES, 4)
+    assert whole.nbytes == 4 * 1024 * 512
+    assert [tiles] == messages(Method("topk", 0.01, selection="tile"), (SHAPES[0], SHAPES[2]), 4)
 
 
 @pytest.mark.parametrize("kind", ["diloco", "streaming_diloco"])

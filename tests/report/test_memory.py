@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, RECIPE
+from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.text import size_text
 
@@ -20,7 +20,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     from torchtitan_scape.sync.shards import stored
     from torchtitan_scape.train import ScapeTrainer, parse
 
-    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
+    trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
     optimizers = trainer.optimizers
     found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
     scape = getattr(optimizers, "first", None)
@@ -92,6 +92,20 @@ def test_a_dry_run_asks_the_machines_preset() -> None:
     assert over <= n / 16 + 2 * report.kinds["payload"] + report.kinds["rates of visits"]
 
 
+def test_names_that_go_whole_have_no_residual() -> None:
+    from torchtitan_scape.report.forecast import method_of
+    from torchtitan_scape.specs import register
+    from torchtitan_scape.train import layout_of, parse
+
+    with patch.dict(os.environ, {"NGPU": "4"}):
+        arguments = [*RECIPE, *EMBEDDED, *METHODS["radius"], "--comm.mode=fake_backend"]
+        plain, whole = (parse([*arguments, *more]) for more in ([], ["--sync.radius.dense_names=output.weight"]))
+        register(whole, with_data=False)
+        kinds = [MemoryReport.of(config, layout_of(config), None).kinds for config in (plain, whole)]
+    assert method_of(whole).dense == (6 * 9 + 2,)  # after the embedding, six layers and a norm
+    assert kinds[0]["residual"] - kinds[1]["residual"] == 4 * 4096 * 128
+
+
 def test_what_lies_on_the_host_is_compared_with_what_would_not() -> None:
     """Of any method; coded messages are none of it."""
     from torchtitan_scape.specs import register
@@ -99,7 +113,7 @@ def test_what_lies_on_the_host_is_compared_with_what_would_not() -> None:
 
     for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):
         with patch.dict(os.environ, {"NGPU": "4"}):
-            config = parse([*RECIPE, *METHODS[method], "--comm.mode=fake_backend", *more])
+            config = parse([*RECIPE, *EMBEDDED, *METHODS[method], "--comm.mode=fake_backend", *more])
             register(config, with_data=False)
             report = MemoryReport.of(config, layout_of(config), None)
         assert report.against.startswith(size_text(sum(report.host.values())) + " less") if more else not report.against

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kernels import block_code
 from kernels.scape.blocks import offset_code
 from tests.replicas import run_replicas
 from tests.sync.test_contract import SHAPES, STEPS, Case, gradients, make, play
@@ -192,9 +193,24 @@ def test_values_in_fp32_are_read_where_they_arrived() -> None:
     messages = TopkMessages([cut], [2], "float32")
     values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
     arrived = messages.encode([values], [offsets], [None]).repeat(3).view(3, -1)
-    (found,) = messages.decode_values(arrived[2])
+    found = messages.decode_values(arrived[2], 0)
     assert torch.equal(found, values) and found.data_ptr() == arrived[2].data_ptr()
     assert torch.equal(messages.decode_offsets(arrived[2], 0), offsets)
+
+
+def test_values_of_a_block_code_are_decoded_tensor_by_tensor() -> None:
+    """To the bits that the whole code has; blocks are of several tensors."""
+    cuts = [cut_of((n,), "block", 8) for n in (40, 1, 2000, 16)]
+    messages, code = TopkMessages(cuts, 0.5, "e2m1"), block_code("torch", "e2m1")
+    values = [torch.randn(cut.tiles, 4, generator=torch.Generator().manual_seed(cut.tiles)) for cut in cuts]
+    offsets = [torch.arange(4).expand(cut.tiles, 4) for cut in cuts]
+    message = messages.encode(values, offsets, [None] * 4)
+    flat = torch.cat([v.view(-1) for v in values])
+    whole = torch.nn.functional.pad(flat, (0, -flat.numel() % code.unit)).view(1, -1)
+    code.decode(code.encode(whole), whole)
+    expected = whole.view(-1)[: flat.numel()].split([v.numel() for v in values])
+    for i, wanted in enumerate(expected):
+        assert torch.equal(messages.decode_values(message, i).view(-1), wanted)
 
 
 def test_equal_entries_go_in_their_order() -> None:

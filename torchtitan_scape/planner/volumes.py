@@ -21,7 +21,6 @@ from torchtitan_scape.planner.payload import (
     chosen_at,
     coded_by,
     cut_of,
-    demo_message_bytes,
     entries_of,
     mask_counts,
     tagc_index,
@@ -38,7 +37,7 @@ from torchtitan_scape.planner.scape_volumes import (
     scape_passes,
     scape_simulated,
 )
-from torchtitan_scape.planner.workloads import Workload, local_shapes
+from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class Method:
         "radius" and "scape" (at `density`), "demo" (`k` of each tile), "powersgd" (rank `rank`), "quantized" (in the
         code `wire`), or "diloco", "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
     optimizer: of those in front of an optimizer, "adamw", "adams", "muon" or "signsgd".
-    interval: of "radius", steps from one whole exchange to the next.
+    dense: tensors that are sent whole besides those of one dimension, by their places in the model.
+    interval, clip_refresh: of "radius", steps between whole exchanges; "fresh" where what was kept goes apart in them.
     wire: of SCAPE's payload between nodes, "float32", "bfloat16" or a block code; of quantized gradients and of
         what parameters have moved likewise.
     update: of SCAPE, "replicated" or "sharded" (each entry's owner updates it for all).
@@ -78,7 +78,9 @@ class Method:
     block: int = 1024
     selection: str = "block"
     optimizer: str = "adams"
+    dense: tuple[int, ...] = ()
     interval: int = 200
+    clip_refresh: str = "literal"
     feedback: bool = True
     overlap: bool = False
     inner_steps: int = 1
@@ -165,12 +167,12 @@ class Volumes:
 
 
 def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    return VOLUMES[method.kind].messages(method, shapes, replicas)
+    return VOLUMES[method.kind].messages(method, _seen(method, shapes), replicas)
 
 
 def optimizer_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
     """`Volumes.passes` of a method."""
-    return VOLUMES[method.kind].passes(method, shapes, replicas)
+    return VOLUMES[method.kind].passes(method, _seen(method, shapes), replicas)
 
 
 def optimizer_flops(method: Method, shapes: Shapes) -> float:
@@ -182,18 +184,18 @@ def optimizer_flops(method: Method, shapes: Shapes) -> float:
 def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
     """`Volumes.host` of a method."""
     of = VOLUMES[method.kind].host
-    return of(method, shapes, replicas) if of else {}
+    return of(method, _seen(method, shapes), replicas) if of else {}
 
 
 def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
     """`Volumes.host_link` of a method."""
     of = VOLUMES[method.kind].host_link
-    return of(method, shapes, replicas) if of else (0.0, 0.0)
+    return of(method, _seen(method, shapes), replicas) if of else (0.0, 0.0)
 
 
 def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
     """Estimated memory of a rank's device by kind, bytes: `Volumes.memory`, and what the model needs besides."""
-    shapes = local_shapes(workload.shapes(), shard)
+    shapes = _seen(method, local_shapes(workload.shapes(), shard))
     kinds = VOLUMES[method.kind].memory(method, shapes, replicas)
     if method.overlap and replicas > 1:  # all at once: the gradients in chunks, and what a code loses of them
         kinds["chunks in flight"] = (8.0 if "residual" in kinds else 4.0) * entries_of(shapes)
@@ -203,7 +205,12 @@ def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, 
 def simulated_memory_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
     """Memory of a rank that holds all replicas, by kind, bytes; without activations and FSDP's working copy."""
     volumes = VOLUMES[method.kind]
-    return (volumes.simulated or volumes.memory)(method, shapes, replicas)
+    return (volumes.simulated or volumes.memory)(method, _seen(method, shapes), replicas)
+
+
+def _seen(method: Method, shapes: Shapes) -> Shapes:
+    """What is `dense` as if it had one dimension."""
+    return [(math.prod(shape),) if i in method.dense else shape for i, shape in enumerate(shapes)]
 
 
 # ------------------------------------------------------------------------ methods in front of an optimizer
@@ -243,7 +250,7 @@ def _with_residual(
         return 0.0, moved(method) * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        compressed = entries_of(shapes) - sum(_left_whole(method, shapes))
+        compressed = entries_of(_compressed(method, shapes))
         residual = 4.0 * (kept(method, shapes) if kept else compressed)
         kinds = optimizer_of(method).memory(method, shapes, replicas)
         kinds |= {"residual": residual} if residual else {}
@@ -268,9 +275,9 @@ def _with_residual(
 def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
     if method.density >= 1.0:
         return [Message("reduce", 4.0 * entries_of(shapes))]
-    selected = [shape for shape in shapes if math.prod(shape) and (method.selection == "tile" or len(shape) > 1)]
-    cuts = [cut_of(shape, method.selection, method.block) for shape in selected]
-    whole = 4.0 * sum(_left_whole(method, shapes))
+    selected = _compressed(method, shapes)
+    cuts = [cut_of(shape, method.selection, method.block) for shape in selected if math.prod(shape)]
+    whole = 4.0 * (entries_of(shapes) - entries_of(selected))
     gathered = Message("gather", topk_message_bytes(cuts, chosen_at(cuts, method.density), method.values))
     return [gathered, Message("reduce", whole)] if whole else [gathered]
 
@@ -288,20 +295,19 @@ def _demo_messages(method: Method, shapes: Shapes, replicas: int) -> list[Messag
     return [Message("gather", demo_message_bytes(shapes, method.k, method.block, method.values))]
 
 
-def _left_whole(method: Method, shapes: Shapes) -> list[int]:
-    """Entries of the tensors that a method with a residual does not compress."""
-    return [] if method.selection == "tile" else whole_sizes(shapes)
+def _compressed(method: Method, shapes: Shapes) -> list[Shape]:
+    """The tensors that a method with a residual does not send whole."""
+    return [s for i, s in enumerate(shapes) if i not in method.dense and (len(s) > 1 or method.selection == "tile")]
 
 
 def _radius_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    """What the mask has, and every so many steps all."""
-    sizes = tuple(math.prod(shape) for shape in shapes if len(shape) > 1)
-    kept = sum(mask_counts(sizes, method.density, method.selection, method.block)) + sum(whole_sizes(shapes))
+    """What the mask has, and every so many steps all, in which what was kept back may travel apart."""
+    sizes = [math.prod(shape) for shape in _compressed(method, shapes)]
+    kept = sum(mask_counts(sizes, method.density, method.selection, method.block)) + entries_of(shapes) - sum(sizes)
     share = 1.0 / method.interval
-    return [
-        Message("reduce", 4.0 * kept, share=1.0 - share),
-        Message("reduce", 4.0 * entries_of(shapes), share=share),
-    ]
+    found = [(kept, 1.0 - share), (entries_of(shapes), share)]
+    found += [(sum(sizes), share)] if method.clip_refresh == "fresh" else []
+    return [Message("reduce", 4.0 * entries, share=share) for entries, share in found]
 
 
 def _radius_moved(method: Method) -> float:

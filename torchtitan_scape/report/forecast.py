@@ -21,8 +21,11 @@ from torchtitan_scape.sync.registry import METHODS
 
 
 def method_of(config: JobConfig) -> Method:
-    """The config's method as the cost model knows it."""
-    return replace(options_of(config.sync).planned(config.optimizer.name), overlap=config.sync.overlap)
+    """The config's method as the cost model knows it. Its TrainSpec must be registered."""
+    options = options_of(config.sync)
+    names = getattr(options, "dense_names", None)  # of some methods
+    dense = tuple(i for i, name in enumerate(_model_of(config)[1]) if name in names) if names else ()
+    return replace(options.planned(config.optimizer.name), overlap=config.sync.overlap, dense=dense)
 
 
 def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
@@ -31,13 +34,19 @@ def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
     return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
 
 
-def workload_of(config: JobConfig) -> Workload:
-    """The config's Llama as the cost model knows it. Its TrainSpec must be registered; nothing is allocated."""
+def _model_of(config: JobConfig) -> tuple[Any, dict[str, Shape]]:
+    """Its arguments, and its parameters in their order."""
     spec = get_train_spec(config.model.name)
     args = spec.model_args[config.model.flavor]
     args.update_from_config(config)
     with torch.device("meta"):
-        shapes: tuple[Shape, ...] = tuple(tuple(p.shape) for p in spec.model_cls(args).parameters())
+        return args, {name: tuple(p.shape) for name, p in spec.model_cls(args).named_parameters()}
+
+
+def workload_of(config: JobConfig) -> Workload:
+    """The config's Llama as the cost model knows it. Its TrainSpec must be registered; nothing is allocated."""
+    args, parameters = _model_of(config)
+    shapes = tuple(parameters.values())
     # The feed-forward's last matrix alone leads to the model's width from another one.
     ffn = next((s[1] for s in shapes[1:-1] if len(s) == 2 and s[0] == args.dim != s[1]), args.dim)
     workload = Workload(
@@ -51,7 +60,7 @@ def workload_of(config: JobConfig) -> Workload:
         sequence=config.training.seq_len,
         batch=config.training.global_batch_size,
     )
-    assert sorted(workload.shapes()) == sorted(shapes)
+    assert workload.shapes() == shapes
     return workload
 
 

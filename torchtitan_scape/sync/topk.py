@@ -122,9 +122,9 @@ class Topk(Method):
         arrived = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
         handle = self.collectives.all_gather(arrived, message, kind="payload")
         self.collectives.all_reduce_chunked([gradients[i] for i in self._whole])
-        told = messages.decode_values(message)
         for i, (picked, offsets, _) in enumerate(selected):
-            tiles = tiles_of(sparse[i], self._cuts[i]).scatter_(1, offsets, picked - told[i])
+            lost = picked - messages.decode_values(message, i)
+            tiles = tiles_of(sparse[i], self._cuts[i]).scatter_(1, offsets, lost)
             keep(self._residuals[i], joined(tiles, self._cuts[i]), step.applied)
         handle.wait()
         arrived = arrived.view(self.collectives.replicas, -1)

@@ -101,23 +101,24 @@ class TopkMessages:
         assert -length % 16 + length == self.nbytes
         return torch.cat([*parts, parts[0].new_zeros(-length % 16)])
 
-    def decode_values(self, message: Tensor) -> list[Tensor]:
-        """FP32 (tiles, k) of every tensor: views of the message where it has FP32."""
+    def decode_values(self, message: Tensor, tensor: int) -> Tensor:
+        """FP32 (tiles, k) of one tensor: a view of the message where it has FP32."""
         # Messages, of which each is a multiple of 16 bytes, begin where words of 32 bits may.
-        told = message[: self._value_bytes]
-        if self.values == "2bit":
+        before, count = self.counts[:tensor], self.counts[tensor]
+        if self.values == "float32":
+            flat = message[4 * sum(before) :][: 4 * count].view(torch.float32)
+        elif self.values == "2bit":
             head = 4 * LEVELS * len(self.cuts)
-            means = told[:head].view(torch.float32).view(-1, LEVELS)
-            codes = told[head:].split([-(-count // 4) for count in self.counts])
-            flat = [decode_two_bits(*both) for both in zip(means, codes, self.counts, strict=True)]
+            means = message[:head].view(torch.float32).view(-1, LEVELS)[tensor]
+            codes = message[head + sum(-(-n // 4) for n in before) :][: -(-count // 4)]
+            flat = decode_two_bits(means, codes, count)
         elif self.values == "1bit":
             head = 4 * len(self.cuts)
-            codes = told[head:].split([-(-count // 8) for count in self.counts])
-            signs = [unpack_bits(code, count).float() * 2 - 1 for code, count in zip(codes, self.counts, strict=True)]
-            flat = [mean * sign for mean, sign in zip(told[:head].view(torch.float32), signs, strict=True)]
+            codes = message[head + sum(-(-n // 8) for n in before) :][: -(-count // 8)]
+            flat = message[:head].view(torch.float32)[tensor] * (unpack_bits(codes, count).float() * 2 - 1)
         else:
-            flat = list(self._decode_all(told)[: sum(self.counts)].split(self.counts))
-        return [values.view(cut.tiles, -1) for cut, values in zip(self.cuts, flat, strict=True)]
+            flat = self._decode_blocks(message, sum(before), count)
+        return flat.view(self.cuts[tensor].tiles, -1)
 
     def decode_offsets(self, message: Tensor, tensor: int) -> Tensor:
         """int64 (tiles, k) of one tensor."""
@@ -129,16 +130,15 @@ class TopkMessages:
 
     def means(self, arrived: Tensor, over_senders: bool) -> Iterator[Tensor]:
         """FP32 (tiles, entries of a tile) of every tensor: what messages, uint8 (replicas, nbytes), say, added up in
-        their order and divided by their number, or by that of those that have the entry."""
-        values = [self.decode_values(message) for message in arrived]
+        their order and divided by their number, or by that of those that have the entry. One at a time is decoded."""
         for i, cut in enumerate(self.cuts):
             total = torch.zeros(cut.tiles, cut.size, dtype=torch.float32, device=arrived.device)
             senders = torch.zeros_like(total) if over_senders else None
-            for message, told in zip(arrived, values, strict=True):
-                offsets = self.decode_offsets(message, i)
-                total.scatter_add_(1, offsets, told[i])
+            for message in arrived:
+                offsets, told = self.decode_offsets(message, i), self.decode_values(message, i)
+                total.scatter_add_(1, offsets, told)
                 if senders is not None:
-                    senders.scatter_add_(1, offsets, torch.ones_like(told[i]))
+                    senders.scatter_add_(1, offsets, torch.ones_like(told))
             yield total.div_(float(len(arrived)) if senders is None else senders.clamp_(min=1.0))
 
     def _encode_values(self, values: list[Tensor], real: list[Tensor | None]) -> list[Tensor]:
@@ -154,11 +154,10 @@ class TopkMessages:
         flat = torch.cat(values)
         return [code.encode(pad(flat, (0, -flat.numel() % code.unit)).view(1, -1)).view(-1)]
 
-    def _decode_all(self, told: Tensor) -> Tensor:
-        """FP32 (entries and zeros,)."""
-        if self.values == "float32":
-            return told.view(torch.float32)
-        code = block_code(self._backend, self.values)
-        out = torch.empty(1, -(-sum(self.counts) // code.unit) * code.unit, dtype=torch.float32, device=told.device)
-        code.decode(told.view(1, -1), out)
-        return out.view(-1)
+    def _decode_blocks(self, message: Tensor, first: int, count: int) -> Tensor:
+        """FP32 (count,) of a block code: so many values from `first` on."""
+        code, total = block_code(self._backend, self.values), sum(self.counts)
+        start, end = first // code.unit * code.unit, -(-(first + count) // code.unit) * code.unit
+        out = torch.empty(1, end - start, dtype=torch.float32, device=message.device)
+        code.decode(code.part(message, -(-total // code.unit) * code.unit, start, end - start), out)
+        return out.view(-1)[first - start :][:count]
