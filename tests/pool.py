@@ -61,6 +61,18 @@ class Pool:
         return outcomes
 
 
+def attempts(function: Callable[..., Any], *rows: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+    """In a rank: (True, result) or (False, traceback) of one call of `function` after the other, a row of arguments
+    each. Ranks are started once for all; a call that fails must do so on all of them."""
+    found: list[tuple[bool, Any]] = []
+    for row in rows:
+        try:
+            found.append((True, function(*row)))
+        except Exception:
+            found.append((False, traceback.format_exc()))
+    return found
+
+
 class _Rank:
     def __init__(self, rank: int, world: int, store: str) -> None:
         ours, theirs = socket.socketpair()

@@ -1,6 +1,5 @@
 """Resuming where replicas differ: what becomes of their parameters, moments and what they have not sent."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_resume import SAVING, WHERE, _pool, largest
+from tests.checkpoint.runs import SAVING, WHERE, largest, pool_of, run, whole
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
 
@@ -28,8 +27,6 @@ KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "res
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
     """By kind and parameter, whole: the mean over replicas of what each has, FP64."""
-    from torch.distributed.tensor import DTensor
-
     from torchtitan_scape.optimizer.local import LocalOptimizers
     from torchtitan_scape.sync.shards import local
 
@@ -52,41 +49,12 @@ def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
             mean = torch.stack(of_each).mean(0)
             optimizers.collectives.sum_over_replicas(mean)
             mean = mean / optimizers.collectives.replicas
-            parameter = shard.parameter
-            if isinstance(parameter, DTensor):
-                mean = DTensor.from_local(
-                    mean, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-                ).full_tensor()
-            found[kind][shard.name] = mean
+            found[kind][shard.name] = whole(mean, shard.parameter)
     return {kind: values for kind, values in found.items() if values}
 
 
 def trained(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
-    """Trains until `steps`, saving at 6; what there was after loading and what there is at the end."""
-    from torchtitan.tools.logging import logger
-
-    from torchtitan_scape.train import ScapeTrainer, parse
-
-    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
-    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
-    load, lines = trainer.checkpointer.load, []
-    found: dict[str, Any] = {}
-
-    def load_and_look(step: int = -1) -> bool:
-        loaded = load(step)
-        found["loaded"] = means(trainer)
-        return loaded
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(trainer.checkpointer, "load", load_and_look))
-        stack.enter_context(patch.object(logger, "info", lambda text, *more: lines.append(str(text))))
-        stack.enter_context(patch("time.sleep"))
-        trainer.train()
-    trainer.optimizers.settle()
-    found["loss"], found["after"] = trainer.metrics_processor.last_loss, means(trainer)
-    found["told"] = [line for line in lines if line.startswith("Resumed from")]
-    trainer.close()
-    return found
+    return run(folder, arguments, steps, means)
 
 
 def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -116,8 +84,8 @@ def test_another_layout_or_method(
     before: str, after: str, method: str, into: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """The anchor is the model; a run of another kind starts at the mean of what replicas had come to."""
-    saved = _pool(before, request)(trained, str(tmp_path), [*HERE[method], *WHERE[before]], 6)[0]["after"]
-    results = _pool(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], 9)
+    saved = pool_of(before, request)(trained, str(tmp_path), [*HERE[method], *WHERE[before]], 6)[0]["after"]
+    results = pool_of(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], 9)
     found = results[0]["loaded"]
     (line,) = results[0]["told"]
     if method in LOCAL and into in LOCAL:
@@ -164,7 +132,7 @@ def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
     all its replicas start."""
     from torchtitan_scape.train import ScapeTrainer, parse
 
-    common = [*RECIPE, *SAVING, *arguments, "--training.steps=6"]
+    common = [*RECIPE, *SAVING, *arguments, "--validation.enable", "--training.steps=6"]
     trainer = ScapeTrainer(parse([*common, f"--job.dump_folder={folder}"]))
     with patch("time.sleep"):
         trainer.train()
@@ -191,7 +159,7 @@ def test_what_is_validated_and_saved_is_the_anchor(pool4: Pool, tmp_path: Path) 
 
 def test_validation_leaves_training_as_it_was(pool2: Pool, tmp_path: Path) -> None:
     """FSDP2 keeps what it has gathered for a forward pass that no backward pass follows."""
-    arguments = [*LOCAL["diloco"], *LAYOUTS["2x1"], "--topology.simulate_replicas=2"]
+    arguments = [*LOCAL["diloco"], *LAYOUTS["2x1"], "--topology.simulate_replicas=2", "--validation.enable"]
     often, never = (
         pool2(trained, str(tmp_path / freq), [*arguments, f"--validation.freq={freq}"], 6)[0] for freq in ("2", "100")
     )

@@ -10,11 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.pool import Pool
-from tests.test_training import METHODS, RECIPE, SMALL, train
+from tests.pool import Pool, attempts
+from tests.test_training import EMBEDDED, METHODS, RECIPE, train
 
 SAVING = [
-    *SMALL,
     *METHODS["scape"],
     "--training.steps=8",
     "--validation.no-enable",
@@ -23,8 +22,6 @@ SAVING = [
     "--checkpoint.interval=2",
     "--checkpoint.no-last-save-model-only",
 ]
-# Another model, whose checkpoints are large.
-EMBEDDED = ["--model.flavor=embedded", "--model.hf_assets_path=./torchtitan_scape/data/tokenizer"]
 
 
 def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -> dict[str, Any]:
@@ -71,6 +68,13 @@ def half_written(step: Path) -> None:
     (step / "manifest.json").unlink()
 
 
+def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
+    """Every rank ends with the message of each of these runs."""
+    for outcomes in pool(attempts, saved, *((str(folder), 8, *more) for more, _ in cases)):
+        for (good, text), (_, message) in zip(outcomes, cases, strict=True):
+            assert not good and "ValueError" in text and message in text.splitlines()[-1], text
+
+
 @pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "not written")])
 def test_the_last_whole_checkpoint_is_used(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
@@ -92,14 +96,14 @@ def test_a_damaged_checkpoint_stops_the_run_if_that_is_asked_for(
     for step in (2, 4, 6, 8):
         flip(folder / "checkpoint" / f"step-{step}")
     truncate(folder / "checkpoint" / "step-8")
-    for more, message in (
+    refused(
+        pool2,
+        folder,
         (["--checkpoint.no-fallback"], "step-8 is damaged"),
         (["--checkpoint.load_step=4"], "step-4 is damaged"),
         (["--checkpoint.load_step=5"], "there is no finished"),
         ([], "all checkpoints"),
-    ):
-        for good, text in pool2.outcomes(saved, str(folder), 8, *more):
-            assert not good and "ValueError" in text and message in text.splitlines()[-1]
+    )
     assert len(list((folder / "checkpoint").iterdir())) == 4  # nothing was deleted
 
 
@@ -107,15 +111,14 @@ def test_another_model_or_a_model_alone_is_refused(
     run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
-    for more, message in (
-        (EMBEDDED, "holds the model"),
-        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is no checkpoint folder"),
-    ):
-        for good, text in pool2.outcomes(saved, str(folder), 8, *more):
-            assert not good and "ValueError" in text and message in text.splitlines()[-1]
     pool2(saved, str(folder), 9, "--training.steps=9", "--checkpoint.last_save_model_only")
-    for good, text in pool2.outcomes(saved, str(folder), 10, "--training.steps=10"):
-        assert not good and "step-9 holds the model alone" in text.splitlines()[-1]
+    refused(
+        pool2,
+        folder,
+        (["--checkpoint.load_step=8", *EMBEDDED], "holds the model"),
+        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is no checkpoint folder"),
+        (["--training.steps=10"], "step-9 holds the model alone"),
+    )
     # Its weights, and no more, for a run of its own.
     path = f"--checkpoint.initial_load_path={folder}/checkpoint/step-9"
     pool2(saved, str(tmp_path / "new"), 1, path)
@@ -197,8 +200,9 @@ def test_asynchronous_saves_hold_the_step_they_were_made_at(method: str, pool2: 
     """Training goes on while they are written; what is offloaded lies in host memory, which staging must copy, too."""
     arguments = [*METHODS[method], "--checkpoint.async_mode=async"]
     whole = pool2(saved, str(tmp_path / "whole"), 8, *arguments)
-    pool2(saved, str(tmp_path / "parts"), 5, *arguments)
-    resumed = pool2(saved, str(tmp_path / "parts"), 8, *arguments)
+    step = Path("checkpoint", "step-4")
+    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    resumed = pool2(saved, str(tmp_path / "resumed"), 8, *arguments)
     for a, b in zip(whole, resumed, strict=True):
         assert torch.equal(a["parameters"], b["parameters"])
 

@@ -11,31 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.runs import WHERE, largest, pool_of, run, whole
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, RECIPE, SMALL, train
-
-SAVING = [
-    *SMALL,
-    "--training.steps=20",
-    "--checkpoint.enable",
-    "--checkpoint.interval=6",
-    "--checkpoint.no-last-save-model-only",
-]
-MORE = {
-    "4x1": ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
-    "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
-    "3 shards": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=3"],
-    "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
-    # One group of two shards that plays three replicas.
-    "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
-}
-WHERE = LAYOUTS | MORE
+from tests.test_training import LAYOUTS, METHODS, train
 
 
 def pending(trainer: Any) -> dict[str, torch.Tensor]:
     """b1 * first moment + mean of residuals, FP64, of whole parameters: from the buffers, as the steps use them."""
-    from torch.distributed.tensor import DTensor
-
     from kernels.scape import reference
     from kernels.scape.updaters import Owner
     from torchtitan_scape.sync.shards import local
@@ -56,7 +38,6 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
     for scape in getattr(optimizers, "each", ()):
         passes, masks = scape.passes, scape.masks
         layout = passes.updater.tensors
-        place = 0
         for i, shard in enumerate(scape.ordered):
             bits = layout.bits(masks.previous, i) if i < len(layout.sizes) else None
             held = torch.ones(shard.size, dtype=torch.bool)
@@ -75,7 +56,6 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
                         total[stretch] += common * torch.where(held[stretch], 0.9, 1.0) * scape.collectives.replicas
             else:
                 total += passes.kept("state")[i].double() * torch.where(held, 0.9, 1.0)
-            place += shard.size
             if passes.wire_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
                 for number, (parameter, piece) in enumerate(scape.pieces):
                     if parameter == i:
@@ -84,73 +64,34 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             if scape.collectives.groups.replicate is not None:
                 dist.all_reduce(total, group=scape.collectives.groups.replicate)
             found[shard.name] = found.get(shard.name, 0.0) + total / every
-    whole = {}
-    for shard in optimizers.shards():
-        values, parameter = found[shard.name].view(local(shard.parameter).shape), shard.parameter
-        if isinstance(parameter, DTensor):
-            values = DTensor.from_local(
-                values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-            ).full_tensor()
-        whole[shard.name] = values
-    return whole
+    return {
+        shard.name: whole(found[shard.name].view(local(shard.parameter).shape), shard.parameter)
+        for shard in optimizers.shards()
+    }
 
 
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
+def look(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
-    named = {shard.name: shard.parameter.detach() for shard in trainer.optimizers.shards()}
-    return {k: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for k, p in named.items()}
+    parameters = {shard.name: shard.parameter.detach() for shard in trainer.optimizers.shards()}
+    masks = getattr(trainer.optimizers.optimizers[0], "masks", None)
+    return {
+        "pending": pending(trainer),
+        "weights": {k: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for k, p in parameters.items()},
+        "dense": None if masks is None else masks.in_use.dense,
+    }
 
 
-def first(folder: str, arguments: list[str], steps: int = 6) -> dict[str, Any]:
-    """Trains until `steps`, where it saves."""
-    from torchtitan_scape.train import ScapeTrainer, parse
-
-    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
-    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
-    trainer.train()
-    trainer.optimizers.settle()
-    found = {"pending": pending(trainer), "weights": weights(trainer), "loss": trainer.metrics_processor.last_loss}
-    trainer.close()
-    return found
+def first(folder: str, arguments: list[str]) -> dict[str, Any]:
+    """What there is when it is saved."""
+    found = run(folder, arguments, 6, look)
+    return found["after"] | {"loss": found["loss"]}
 
 
-def second(folder: str, arguments: list[str], steps: int = 9) -> dict[str, Any]:
-    """Resumes, looks, and trains on until `steps`."""
-    from torchtitan_scape.train import ScapeTrainer, parse
-
-    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
-    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
-    load, lines = trainer.checkpointer.load, []
-    found: dict[str, Any] = {}
-
-    def load_and_look(step: int = -1) -> bool:
-        loaded = load(step)
-        found.update(pending=pending(trainer), weights=weights(trainer))
-        masks = getattr(trainer.optimizers.optimizers[0], "masks", None)
-        found["dense"] = None if masks is None else masks.in_use.dense
-        return loaded
-
-    from unittest.mock import patch
-
-    from torchtitan.tools.logging import logger
-
-    with (
-        patch.object(trainer.checkpointer, "load", load_and_look),
-        patch.object(logger, "info", lambda text, *more: lines.append(str(text))),
-        patch("time.sleep"),
-    ):
-        trainer.train()
-    found["told"] = [line for line in lines if line.startswith("Resumed from")]
-    found["loss"], found["after"] = trainer.metrics_processor.last_loss, weights(trainer)
-    trainer.close()
-    return found
-
-
-def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The largest relative distance (L2) of two parameters' values."""
-    assert a.keys() == b.keys()
-    return max(float((a[k] - b[k]).norm() / a[k].norm().clamp(min=1e-30)) for k in a)
+def second(folder: str, arguments: list[str]) -> dict[str, Any]:
+    """What there is when it is loaded, and the weights three steps later."""
+    found = run(folder, arguments, 9, look)
+    return found["loaded"] | {"loss": found["loss"], "told": found["told"], "after": found["after"]["weights"]}
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +101,12 @@ def first_half(
     """(layout, method, folder) -> results of `first`, run once and its checkpoint copied into the folder."""
 
     @functools.cache
-    def run(layout: str, method: str) -> tuple[Path, list[dict[str, Any]]]:
+    def make(layout: str, method: str) -> tuple[Path, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp(f"{method}-{layout.replace(' ', '-')}")
-        return folder, _pool(layout, request)(first, str(folder), [*METHODS[method], *WHERE[layout]])
+        return folder, pool_of(layout, request)(first, str(folder), [*METHODS[method], *WHERE[layout]])
 
     def copy(layout: str, method: str, folder: Path) -> list[dict[str, Any]]:
-        made, results = run(layout, method)
+        made, results = make(layout, method)
         shutil.copytree(made / "checkpoint", folder / "checkpoint")
         return results
 
@@ -218,7 +159,7 @@ def test_another_layout_or_method_keeps_what_is_pending(
 ) -> None:
     """The sum over replicas of moment and residual, divided by their number, stays; so do the parameters."""
     saved = first_half(before, method, tmp_path)
-    resumed = _pool(after, request)(
+    resumed = pool_of(after, request)(
         second,
         str(tmp_path),
         [*METHODS[into], *WHERE[after]],
@@ -286,15 +227,3 @@ def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) ->
         assert torch.equal(results[0]["parameters"], results[1]["parameters"])
         norm = json.loads((tmp_path / folder / "summary.json").read_text())["residual_norm"]
         assert (norm == 0.0) == bool(more)
-
-
-def _pool(layout: str, request: pytest.FixtureRequest) -> Pool:
-    name = {
-        "3x1": "pool3",
-        "3 shards": "pool3",
-        "4x1": "pool4",
-        "2x2": "pool4",
-        "nodes": "pool4",
-        "tensor": "pool4",
-    }.get(layout, "pool2")
-    return request.getfixturevalue(name)

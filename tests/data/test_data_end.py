@@ -19,7 +19,7 @@ def short_of(folder: Path, texts: list[str]) -> list[str]:
     return ["--training.dataset=text_files", f"--training.dataset_path={path}"]
 
 
-LONG, SHORT = "spam and eggs " * 80, "spam and eggs " * 40
+LONG, SHORT = "spam and eggs " * 30, "spam and eggs " * 15
 
 
 @pytest.mark.parametrize("layout", ["1x2", "2x1"])
@@ -37,12 +37,14 @@ def test_one_ranks_end_is_the_end_of_all(layout: str, pool2: Pool, tmp_path: Pat
         "--checkpoint.interval=50",
         "--checkpoint.no-last-save-model-only",
     ]
-    results = pool2(train, str(tmp_path), arguments)
+    flush = ["--sync.flush_at_end"] if layout == "2x1" else []
+    results = pool2(train, str(tmp_path), [*arguments, *flush])
     steps = len(results[0]["losses"])
     assert 2 < steps < 60 and results[1]["losses"] == results[0]["losses"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == steps and summary["data_ran_out"] is True
     assert summary["tokens"] == steps * 8 * 64
+    assert (summary["residual_norm"] == 0.0) == bool(flush)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [f"step-{steps}"]
     # One rank's data are still at their end, and nothing is left to do.
     assert pool2(train, str(tmp_path), arguments)[0]["losses"] == []

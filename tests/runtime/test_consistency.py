@@ -16,7 +16,7 @@ from tests.test_training import LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.report.stragglers import slowest_rank, waits_text
 from torchtitan_scape.sync.timing import PhaseTimer
 
-STEPS = ["--training.steps=5", "--validation.no-enable"]
+STEPS = ["--training.steps=5", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2"]
 
 

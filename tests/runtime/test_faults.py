@@ -16,12 +16,12 @@ from tests import server
 from tests.pool import Pool
 from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
 from tests.server import Process
-from tests.test_training import train
+from tests.test_training import EMBEDDED, train
 from torchtitan_scape.runtime import launch
 
 STEPS = 16
 # Both of what the recipe sets and what the tests' own does.
-ARGUMENTS = [*TINY, "--sync.scape.wire=int4", f"--training.steps={STEPS}"]
+ARGUMENTS = [*EMBEDDED, *TINY, "--sync.scape.wire=int4", f"--training.steps={STEPS}"]
 
 
 @pytest.fixture

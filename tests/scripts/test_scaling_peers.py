@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, SMALL, train
+from tests.test_training import LAYOUTS, METHODS, train
 
 
 def with_peer(folder: str, peer: str, arguments: list[str]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def with_peer(folder: str, peer: str, arguments: list[str]) -> dict[str, Any]:
 def test_peers_train_as_dense_training_does(micro_batches: int, pool2: Pool, tmp_path: Path) -> None:
     """With two micro-batches DDP exchanges after the second, TorchTitan's HSDP after each."""
     batch = ["--training.local_batch_size=1", f"--training.global_batch_size={2 * micro_batches}"]
-    arguments = [*SMALL, *METHODS["adams"], *LAYOUTS["1x2"], "--training.steps=4", *batch]
+    arguments = [*METHODS["adams"], *LAYOUTS["1x2"], "--training.steps=4", *batch]
     plain = pool2(train, str(tmp_path / "plain"), arguments)[0]
     for peer in ("ddp", "hsdp"):
         for result in pool2(with_peer, str(tmp_path / peer), peer, arguments):

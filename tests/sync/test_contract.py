@@ -1,7 +1,9 @@
 """What holds for every method of the replicate axis. A method is one line of `CASES`."""
 
 import copy
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.pool import Pool
+from tests.pool import Pool, attempts
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups, Ring
 from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape import AdamS
+from torchtitan_scape.planner.volumes import messages
 from torchtitan_scape.sync.base import Method, Setting, Step
 from torchtitan_scape.sync.registry import METHODS
 from torchtitan_scape.sync.shards import collect_shards, store_gradient
@@ -27,7 +30,7 @@ WITHOUT = 4
 STEPS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """options: as a run has them. dense: with which the method is dense training, up to `tolerance`. begins: steps
     until it compresses; from then on what it sends repeats every `period` steps. conserves: whether all that is given
@@ -88,8 +91,14 @@ def is_local(case: Case) -> bool:
     return method is not None and method.local
 
 
-def make(case: Case, collectives: ReplicaCollectives, scale: float = 1.0, **other: Any) -> Method:
-    named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(SHAPES)]
+def make(
+    case: Case,
+    collectives: ReplicaCollectives,
+    scale: float = 1.0,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    **other: Any,
+) -> Method:
+    named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
     optimizer = AdamS(named, lr=1e-2)
     entry = METHODS[case.method]
     assert entry.method is not None
@@ -199,10 +208,16 @@ def shared_model(method: Method) -> list[Tensor]:
     return [tensors[shard.name] for shard in method.setting.shards]
 
 
-def on_gloo(case: Case, **other: Any) -> Played:
+@functools.cache
+def as_replicas(case: Case, replicas: int) -> list[Played]:
+    """Of every replica. Played once, for tests that read it."""
+    return run_replicas(replicas, lambda collectives: play(collectives, case))
+
+
+def on_gloo(case: Case) -> Played:
     collectives = ProcessGroupCollectives(dist.group.WORLD)
     collectives.chunk_entries = 64  # as `run_replicas` has it: chunks are padded
-    return play(collectives, case, **other)
+    return play(collectives, case)
 
 
 def mean(step: int, replicas: int) -> list[Tensor]:
@@ -228,7 +243,7 @@ def synchronising(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> None:
     """In the mean over replicas, of every parameter, at every step; and all replicas take the same bits."""
-    ranks = run_replicas(replicas, lambda collectives: play(collectives, case))
+    ranks = as_replicas(case, replicas)
     total, delivered = ([torch.zeros_like(t) for t in mean(0, 1)] for _ in range(2))
     for i in range(STEPS):
         for n, (all_given, got) in enumerate(zip(mean(i + 1, replicas), ranks[0].given[i], strict=True)):
@@ -266,10 +281,10 @@ def test_a_skipped_step_changes_nothing(case: Case) -> None:
 @pytest.mark.parametrize("at", range(1, STEPS))
 def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> None:
     """A new method with the states of another goes on as that one, to the last bit, in any phase."""
+    wholes = as_replicas(case, 2)
 
-    def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
-        whole = play(collectives, case)
-        method = make(case, collectives)
+    def work(collectives: ReplicaCollectives) -> Played:
+        whole, method = wholes[collectives.replica], make(case, collectives)
         for key in whole.kept[at - 1]:
             method.make_room(*key.split(".", 1))
         for state in method.states():
@@ -278,10 +293,10 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
         parameters, optimizer_state = whole.trained[at - 1]
         for shard, values in zip(method.setting.shards, parameters, strict=True):
             shard.parameter.data.copy_(values)
-        method.setting.optimizer.load_state_dict(optimizer_state)
-        return whole, play(collectives, case, method=method, first=at + 1)
+        method.setting.optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+        return play(collectives, case, method=method, first=at + 1)
 
-    for whole, rest in run_replicas(2, work):
+    for whole, rest in zip(wholes, run_replicas(2, work), strict=True):
         for one, other in zip(whole.given[at:], rest.given, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         assert all(torch.equal(values, rest.kept[-1][key]) for key, values in whole.kept[-1].items())
@@ -289,7 +304,7 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
-    for rank in run_replicas(replicas, lambda collectives: play(collectives, case)):
+    for rank in as_replicas(case, replicas):
         steady = rank.sent[case.begins :]
         for first in range(len(steady) - case.period + 1):
             assert sum(steady[first : first + case.period]) == pytest.approx(case.period * rank.planned)
@@ -302,6 +317,16 @@ def test_bytes_over_nodes_are_those_that_were_planned(case: Case) -> None:
     played = play(collectives, case)
     steady = played.sent[case.begins : case.begins + case.period]
     assert sum(steady) == pytest.approx(case.period * played.planned)
+
+
+def test_the_planner_has_its_bytes(case: Case) -> None:
+    """From shapes and options alone, up to what chunks and messages are filled up with."""
+    shapes = [(800, 120), (330, 250), (1, 1), (160, 64), (700,), (1,)]
+    method = make(case, DryRunCollectives(ReplicaGroups(None, None, rings=(Ring("node", 4, 0),))), shapes=shapes)
+    dense = tuple(i for i in range(len(shapes)) if f"p{i}" in getattr(method.options, "dense_names", ()))
+    planned = replace(method.options.planned("AdamS"), dense=dense)
+    sent = sum(stage.sent for message in messages(planned, shapes, 4) for stage in message.stages([("node", 4)]))
+    assert method.planned_bytes() == pytest.approx(sent, rel=2e-2)
 
 
 def test_its_dense_limit(case: Case) -> None:
@@ -366,11 +391,19 @@ def test_send_all_leaves_nothing_pending(case: Case) -> None:
         assert all(not t.any() for t in left)
 
 
+@pytest.fixture(scope="module")
+def on_ranks(pool2: Pool, pool4: Pool) -> Callable[[int], list[list[tuple[bool, Any]]]]:
+    """Of so many gloo ranks, of each what every case of `CASES` comes to: they are started once for all."""
+    pools = {2: pool2, 4: pool4}
+    return functools.cache(lambda world: pools[world](attempts, on_gloo, *((case,) for case in CASES)))
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_simulated_replicas_are_ranks(case: Case, world: int, pool2: Pool, pool4: Pool) -> None:
+def test_simulated_replicas_are_ranks(case: Case, world: int, on_ranks: Any) -> None:
     """Of real gloo processes, up to the order of sums; these take the same bits, and as many bytes are counted."""
-    real = {2: pool2, 4: pool4}[world](on_gloo, case)
-    simulated = run_replicas(world, lambda collectives: play(collectives, case))
+    outcomes = [rank[CASES.index(case)] for rank in on_ranks(world)]
+    assert all(good for good, _ in outcomes), outcomes
+    real, simulated = [played for _, played in outcomes], as_replicas(case, world)
     for mine, theirs in zip(simulated, real, strict=True):
         assert mine.sent == pytest.approx(theirs.sent) and mine.planned == theirs.planned
         for i in range(STEPS):

@@ -1,4 +1,4 @@
-"""What the optimizer promises beside the arithmetic: masks, bytes, skipped steps, state, and its errors."""
+"""What the optimizer promises beside the arithmetic: masks, bytes, skipped steps, and its errors."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from kernels.scape.step import Step
 from kernels.scape.torch_passes import TorchPasses
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape, positions, train
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, positions, train
 from torchtitan_scape import NonFiniteGradientError, Scape
 from torchtitan_scape.sync.scape.options import ScapeOptions
 
@@ -239,13 +239,6 @@ def test_groups_cannot_be_added_later() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
 
-def test_a_state_without_residuals_is_refused() -> None:
-    optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    state = {key: value for key, value in optimizer.state_dict().items() if key != "scape"}
-    with pytest.raises(ValueError, match="no 'scape' entry"):
-        optimizer.load_state_dict(state)
-
-
 def test_first_step_broadcasts_replica_0() -> None:
     def work(collectives: ThreadCollectives) -> Tensor:
         parameter = nn.Parameter(torch.full((4, 4), float(collectives.replica)))
@@ -253,43 +246,6 @@ def test_first_step_broadcasts_replica_0() -> None:
         return parameter.detach()
 
     assert all(torch.equal(p, torch.zeros(4, 4)) for p in run_replicas(3, work))
-
-
-@pytest.mark.parametrize("rule", [{}, {"staleness_scaling": False, "selection": "tensor"}])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "2bit"])
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
-    """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
-
-    def work(collectives: ThreadCollectives) -> None:
-        options: dict[str, Any] = {
-            "lr": 1e-2,
-            "block_size": 16,
-            "density_warmup_steps": 4,
-            "replicas": collectives,
-            "wire": wire,
-            **rule,
-        }
-        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        optimizer = make_scape(parameters, **options)
-        for step in range(10):
-            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                p.grad = g
-            optimizer.step()
-            if step == at:
-                saved = copied(optimizer.state_dict())
-                copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-                resumed = make_scape(copies, **options)
-                resumed.load_state_dict(saved)
-            if step > at:
-                for p, g in zip(copies, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                    p.grad = g
-                resumed.step()
-        assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
-        assert torch.equal(resumed.passes.storage.flat["state"], optimizer.passes.storage.flat["state"])
-        assert torch.equal(resumed.passes.wire_residual, optimizer.passes.wire_residual)
-
-    run_replicas(2, work)
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
@@ -303,33 +259,6 @@ def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyP
     assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
     assert seen[0].passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
     assert not sum(seen[0].collectives.traffic.sent.values())
-
-
-@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
-def test_rounding_errors_are_loaded_however_the_payload_is_cut(wire: str) -> None:
-    """Parts are padded to the replicas: saved as they lie, errors would come back at other entries."""
-
-    def work(collectives: ThreadCollectives) -> None:
-        states = []
-        for chunk_bytes in (4, 1 << 24):
-            options = {"density": 0.1, "wire": wire, "chunk_bytes": chunk_bytes}
-            train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
-        small, large = states
-        assert small.passes.wire_residual.numel() > large.passes.wire_residual.numel()
-        saved = copied(small.state_dict())
-        large.load_state_dict(saved)
-        assert bool((large.passes.wire_residual != 0).any())
-        for i in range(len(small.passes.sizes)):
-            a, b = (o.passes.wire_residual_of(i) for o in states)
-            assert torch.equal(a, b)
-
-    run_replicas(3, work)
-
-
-def test_another_layout_is_refused_at_load() -> None:
-    saved = make_scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=8).state_dict()
-    with pytest.raises(ValueError, match=r"block_size=8.*this run has 16"):
-        make_scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=16).load_state_dict(saved)
 
 
 def test_bf16_parameters_and_closure() -> None:
@@ -409,22 +338,6 @@ def test_a_step_lets_go_of_the_gradients() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert storage.expired()
-
-
-def test_the_state_can_be_taken_after_too_many_skipped_steps() -> None:
-    """The mask on its way is dropped before the error, so that nobody waits for it a second time."""
-    parameter = nn.Parameter(torch.randn(64, 64))
-    optimizer = make_scape([("p", parameter)], lr=1e-3, density=0.1, density_warmup_steps=9, max_skipped_steps=1)
-    for value in (1.0, float("nan")):
-        parameter.grad = torch.full((64, 64), value)
-        optimizer.step()
-    with pytest.raises(NonFiniteGradientError):
-        optimizer.settle()
-    optimizer.load_state_dict(optimizer.state_dict())
-    parameter.grad = torch.ones(64, 64)
-    optimizer.step()
-    optimizer.settle()
-    assert optimizer.guard.skipped == 1
 
 
 def test_parameters_on_two_devices_are_refused() -> None:

@@ -1,0 +1,87 @@
+"""Runs of little models that are saved after step 6 and resumed: what there is after loading, and at the end."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from tests.pool import Pool
+from tests.test_training import LAYOUTS, RECIPE
+
+SAVING = [
+    "--training.steps=20",
+    "--validation.no-enable",
+    "--metrics.no-enable-tensorboard",
+    "--checkpoint.enable",
+    "--checkpoint.interval=6",
+    "--checkpoint.no-last-save-model-only",
+]
+MORE = {
+    "4x1": ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
+    "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
+    "3 shards": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=3"],
+    "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
+    # One group of two shards that plays three replicas.
+    "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
+}
+WHERE = LAYOUTS | MORE
+
+
+def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Trains until `steps`. What `look` sees in the trainer, after loading where there is a checkpoint, and at the end;
+    the last loss, and what the log says of the checkpoint."""
+    from torchtitan.tools.logging import logger
+
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
+    trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
+    load, lines = trainer.checkpointer.load, list[str]()
+    found: dict[str, Any] = {}
+
+    def load_and_look(step: int = -1) -> bool:
+        if loaded := load(step):
+            found["loaded"] = look(trainer)
+        return loaded
+
+    with (
+        patch.object(trainer.checkpointer, "load", load_and_look),
+        patch.object(logger, "info", lambda text, *more: lines.append(str(text))),
+        patch("time.sleep"),
+    ):
+        trainer.train()
+    trainer.optimizers.settle()
+    found["loss"], found["after"] = trainer.metrics_processor.last_loss, look(trainer)
+    found["told"] = [line for line in lines if line.startswith("Resumed from")]
+    trainer.close()
+    return found
+
+
+def whole(values: Tensor, parameter: Tensor) -> Tensor:
+    """Of all ranks: of local values that lie as the parameter does."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return values
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(values, mesh, placements, shape=parameter.shape, stride=parameter.stride()).full_tensor()
+
+
+def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest relative distance (L2) of two parameters' values."""
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).norm() / a[k].norm().clamp(min=1e-30)) for k in a)
+
+
+def pool_of(layout: str, request: pytest.FixtureRequest) -> Pool:
+    name = {
+        "3x1": "pool3",
+        "3 shards": "pool3",
+        "4x1": "pool4",
+        "2x2": "pool4",
+        "nodes": "pool4",
+        "tensor": "pool4",
+    }.get(layout, "pool2")
+    return request.getfixturevalue(name)

@@ -1,0 +1,107 @@
+"""A study of the quality study's form: a small grid, and a stand-in for the trainer."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.studies.quality_study import main
+
+HEAD = """
+recipe = "train_configs/study.toml"
+parameters = 200720
+lr_warmup = 0.05
+density_warmup = 0.1
+validations = 4
+validation_tokens = 81920
+[methods.dense-adams]
+label = "AdamS, dense"
+"sync.method" = "dense"
+"optimizer.name" = "AdamS"
+[methods.dense-adamw]
+"sync.method" = "dense"
+"optimizer.name" = "AdamW"
+[methods."scape-0.1"]
+label = "SCAPE 0.1"
+"sync.method" = "scape"
+"sync.scape.density" = 0.1
+"sync.scape.staleness_scaling" = false
+[methods.coded]
+label = "SCAPE int4, 48 of 1024"
+density_warmup = 0.05
+"sync.method" = "scape"
+"sync.scape.density" = 0.046875
+"sync.scape.wire" = "int4"
+[methods.few]
+"sync.method" = "scape"
+"sync.scape.density" = 0.0125
+"sync.scape.wire" = "2bit"
+[methods.slow]
+"sync.method" = "scape"
+"sync.scape.density" = 0.01
+density_warmup = 0.25
+"""
+SMALL = {
+    "name": "small",
+    "steps": 40,
+    "batch": 1024,
+    "replicas": 4,
+    "methods": ["dense-adams", "scape-0.1"],
+    "learning_rates": [1e-3, 2e-3, 4e-3],
+    "seeds": [0, 1],
+}
+# A trainer's outputs in no time. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It notes
+# that it ran; told so by the environment, it fails with SCAPE at 4e-3.
+TRAINER = """
+import json, os, sys
+from pathlib import Path
+given = dict(a.lstrip("-").split("=", 1) for a in sys.argv[1:] if "=" in a)
+out, steps = Path(given["job.dump_folder"]), int(given["training.steps"])
+scape, rate, seed = given["sync.method"] == "scape", float(given["optimizer.lr"]), int(given["debug.seed"])
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(out.name + "\\n")
+print("Standard-library corpus: digest 0123456789ab\\nModel llama3 study size: 200,720 total parameters")
+if os.environ.get("FAILS") and scape and rate == 4e-3:
+    print("reading /nowhere/at/all\\n[rank 0] error: the gradient of /nowhere/at/all is not finite")
+    sys.exit(2)
+loss = (2 + 100 * abs(rate - 2e-3) + 0.01 * seed) * (1.1 if scape else 1)
+points = [1, steps // 2, steps]
+curves = {"training": [(s, loss + 1 / s) for s in points], "validation": [(s, loss + 1 - s / steps) for s in points]}
+curves["network"] = [(s, 120.0 if scape else 1000.0) for s in points]
+(out / "curves.json").write_text(json.dumps(curves))
+summary = dict(steps=steps, validation_loss=loss, training_loss=loss, tokens=steps * 1024, seconds_per_step=0.1)
+summary |= dict(bytes_sent_per_step_and_rank={"network": 120.0 if scape else 1000.0})
+summary |= dict(dense_bytes_per_step_and_rank=1000.0, skipped_steps=0)
+(out / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+def declare(path: Path, *sets: dict[str, Any]) -> Path:
+    texts = ["[[sets]]\n" + "\n".join(f"{k} = {toml(v)}" for k, v in one.items() if v is not None) for one in sets]
+    path.write_text(HEAD + "\n".join(texts))
+    return path
+
+
+class Study:
+    """A study in a folder of its own, with the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.grid, self.output, self.calls = folder / "grid.toml", folder / "out", folder / "calls"
+        self.trainer = (sys.executable, "-S", str(folder / "trainer.py"))
+        (folder / "trainer.py").write_text(TRAINER)
+        self.options = ("--grid", self.grid, "--output", self.output, "--work", folder / "work")
+
+    def run(self, *sets: dict[str, Any], jobs: int = 2) -> int:
+        declare(self.grid, *sets)
+        return main(["run", f"--jobs={jobs}", *map(str, self.options)], self.trainer)
+
+    def ran(self) -> list[str]:
+        names = self.calls.read_text().split() if self.calls.exists() else []
+        self.calls.unlink(missing_ok=True)
+        return names
