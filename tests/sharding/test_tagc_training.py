@@ -9,14 +9,14 @@ import torch
 
 from tests.pool import Pool, RankError
 from tests.sharding.test_training import summary
-from tests.test_training import METHODS, SMALL, train
+from tests.test_training import METHODS, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 
 TAGC = ["--sharding.gradients=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 KEEP = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
 BATCH = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--training.steps=8"]
-BASE = [*SMALL, *METHODS["adamw"], *TAGC, *KEEP, *BATCH]
+BASE = [*METHODS["adamw"], *TAGC, *KEEP, *BATCH]
 FOUR, TWO = (["--topology.ranks_per_node=2", f"--parallelism.data_parallel_shard_degree={n}"] for n in (4, 2))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_training import METHODS, SMALL, TWELVE, train
+from tests.test_training import METHODS, TWELVE, train
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from torchtitan_scape.sharding import build
@@ -36,7 +36,7 @@ def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> 
     """Stochastic rounding and the secondary included, and a skipped step; and what is sent is what was foretold."""
     keep = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
     micro = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
-    arguments = [*SMALL, *METHODS["adamw"], *NODES, *ALL, "--sharding.rounding=stochastic", *micro, *keep]
+    arguments = [*METHODS["adamw"], *NODES, *ALL, "--sharding.rounding=stochastic", *micro, *keep]
     arguments.append("--training.steps=8")
     whole = pool4(train, str(tmp_path / "whole"), arguments, nan_at=6)
     step = Path("checkpoint", "step-4")
@@ -54,7 +54,7 @@ def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> 
 
 
 def test_dense_collectives_are_as_planned(pool4: Pool, tmp_path: Path) -> None:
-    pool4(train, str(tmp_path), [*SMALL, *METHODS["adamw"], *NODES, "--training.steps=2"])
+    pool4(train, str(tmp_path), [*METHODS["adamw"], *NODES, "--training.steps=2"])
     found = summary(tmp_path)
     assert found["shard_axis_bytes_per_step_and_rank"] == pytest.approx(
         found["planned_shard_axis_bytes_per_step_and_rank"]
@@ -65,7 +65,7 @@ def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Pa
     """Raw messages are FSDP2's default to the last bit."""
     tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     more = ["--training.mixed_precision_param=bfloat16", "--activation_checkpoint.mode=selective"]
-    arguments = [*SMALL, *METHODS["adamw"], *tensor, *more, "--training.steps=3"]
+    arguments = [*METHODS["adamw"], *tensor, *more, "--training.steps=3"]
     dense = pool4(train, str(tmp_path / "dense"), arguments)
     raw = pool4(train_raw, str(tmp_path / "raw"), [*arguments, *INT8])
     for one, other in zip(dense, raw, strict=True):
@@ -88,7 +88,7 @@ def test_the_secondary_is_of_the_weights_that_there_are(
 ) -> None:
     """Raw messages give the default's bits, validations included; weights cross nodes once a step, or turn."""
     nodes = ["--topology.ranks_per_node=1", "--parallelism.data_parallel_shard_degree=2"]
-    arguments = [*SMALL, *METHODS[method], *nodes, more, "--training.steps=4"]
+    arguments = [*METHODS[method], *nodes, more, "--training.steps=4"]
     dense = pool2(train, str(tmp_path / "dense"), arguments)
     raw = pool2(train_raw, str(tmp_path / "raw"), [*arguments, *INT8, "--sharding.secondary"])
     for one, other in zip(dense, raw, strict=True):
@@ -102,7 +102,7 @@ def test_the_secondary_is_of_the_weights_that_there_are(
 @pytest.mark.slow
 def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
     """Stand-ins lie outside of what is compiled."""
-    arguments = [*SMALL, *METHODS["adamw"], "--parallelism.data_parallel_shard_degree=2", "--training.steps=3", *INT8]
+    arguments = [*METHODS["adamw"], "--parallelism.data_parallel_shard_degree=2", "--training.steps=3", *INT8]
     plain = pool2(train, str(tmp_path / "plain"), arguments)
     compiled = pool2(train, str(tmp_path / "compiled"), [*arguments, "--compile.enable"], timeout=600)
     assert compiled[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-3)
@@ -134,5 +134,5 @@ def test_wrong_options_are_refused() -> None:
 
 
 def test_a_run_is_refused_at_its_start(pool2: Pool, tmp_path: Path) -> None:
-    for good, text in pool2.outcomes(train, str(tmp_path), [*SMALL, *METHODS["adamw"], *INT8, TWELVE]):
+    for good, text in pool2.outcomes(train, str(tmp_path), [*METHODS["adamw"], *INT8, TWELVE]):
         assert not good and "ValueError" in text and "one rank on the shard axis" in text.splitlines()[-1], text
