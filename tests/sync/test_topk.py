@@ -201,7 +201,7 @@ def test_values_in_fp32_are_read_where_they_arrived() -> None:
 def test_values_of_a_block_code_are_decoded_tensor_by_tensor() -> None:
     """To the bits that the whole code has; blocks are of several tensors."""
     cuts = [cut_of((n,), "block", 8) for n in (40, 1, 2000, 16)]
-    messages, code = TopkMessages(cuts, 0.5, "e2m1"), block_code("torch", "e2m1")
+    messages, code = TopkMessages(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
     values = [torch.randn(cut.tiles, 4, generator=torch.Generator().manual_seed(cut.tiles)) for cut in cuts]
     offsets = [torch.arange(4).expand(cut.tiles, 4) for cut in cuts]
     message = messages.encode(values, offsets, [None] * 4)

@@ -21,6 +21,7 @@ from torchtitan_scape.planner.payload import (
     chosen_at,
     coded_by,
     cut_of,
+    demo_message_bytes,
     entries_of,
     mask_counts,
     tagc_index,
@@ -313,8 +314,7 @@ def _radius_messages(method: Method, shapes: Shapes, replicas: int) -> list[Mess
 def _radius_moved(method: Method) -> float:
     """Gradient and residual in and out, the mask, the payload in and out; at a whole exchange no payload, but moments
     and parameters for the next mask."""
-    share = 1.0 / method.interval
-    return 16.125 + 8.0 * method.density * (1.0 - share) + 12.0 * share
+    return 16.125 + 8.0 * method.density * (1.0 - 1.0 / method.interval) + 12.0 / method.interval
 
 
 def _powersgd_messages(method: Method, shapes: Shapes, replicas: int = 0) -> list[Message]:
