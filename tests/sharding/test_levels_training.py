@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, SMALL, train
+from tests.test_training import LAYOUTS, METHODS, train
 
 PARTS = ("weights", "gradients", "update", "secondary")
 
@@ -73,7 +73,7 @@ def test_steps_are_those_of_fsdp(w: int, g: int, method: str, pool4: Pool, tmp_p
     more = ["--training.steps=4", "--training.local_batch_size=1", "--training.global_batch_size=8"]
     more += ["--activation_checkpoint.mode=selective", "--optimizer.eps=1e-6"]
     runs = [
-        pool4(train, str(tmp_path / name), [*SMALL, *METHODS[method], *where, *more])
+        pool4(train, str(tmp_path / name), [*METHODS[method], *where, *more])
         for name, where in (("levels", on(w, g, update="float32")), ("plain", LAYOUTS["2x2"]))
     ]
     for one, other in zip(*runs, strict=True):
@@ -101,7 +101,7 @@ def test_resuming_is_the_run_that_never_stopped(
     method: str, where: list[str], more: list[str], nan_at: int | None, pool4: Pool, tmp_path: Path
 ) -> None:
     """Losses, norms and weights to the last bit; the weights' own bits are saved, as differences made them."""
-    arguments = [*SMALL, *METHODS[method], *where, *more, *SAVING]
+    arguments = [*METHODS[method], *where, *more, *SAVING]
     run = pool4(train_levels, str(tmp_path / "whole"), arguments, nan_at=nan_at)
     step = Path("checkpoint", "step-3")
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
@@ -116,7 +116,7 @@ def test_resuming_is_the_run_that_never_stopped(
 
 def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_path: Path) -> None:
     """From three levels to others, to FSDP2's shards and back: a step of no length shows what was read."""
-    arguments = [*SMALL, *METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
+    arguments = [*METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
     saved = pool4(train_levels, str(tmp_path / "1"), [*arguments, *on(2, 4, **CODED), "--training.steps=3"])
     folder = Path("checkpoint", "step-3")
     for number, where in enumerate((on(1, 2), on(2, 2, gradients="int4"))):
