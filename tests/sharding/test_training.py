@@ -34,31 +34,23 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> None:
     """Stochastic rounding and the secondary included, and a skipped step; and what is sent is what was foretold."""
-    keep = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
+    keep = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last-save-model-only"]
     micro = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
     arguments = [*METHODS["adamw"], *NODES, *ALL, "--sharding.rounding=stochastic", *micro, *keep]
-    arguments.append("--training.steps=8")
-    whole = pool4(train, str(tmp_path / "whole"), arguments, nan_at=6)
-    step = Path("checkpoint", "step-4")
+    arguments.append("--training.steps=6")
+    whole = pool4(train, str(tmp_path / "whole"), arguments, nan_at=5)
+    step = Path("checkpoint", "step-3")
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
-    resumed = pool4(train, str(tmp_path / "resumed"), arguments, nan_at=6)
+    resumed = pool4(train, str(tmp_path / "resumed"), arguments, nan_at=5)
     for a, b in zip(whole, resumed, strict=True):
-        assert len(b["losses"]) == 4 and b["losses"] == a["losses"][4:]
+        assert len(b["losses"]) == 3 and b["losses"] == a["losses"][3:]
         assert torch.equal(a["parameters"], b["parameters"])
     found = summary(tmp_path / "resumed")
     sent, planned = (found[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
     assert sent.keys() == planned.keys() == {f"{a} {b}" for a in ("node", "network") for b in ("weights", "gradients")}
     # The step after the skipped one has kept its weights.
-    planned["network weights"] *= 3 / 4
+    planned["network weights"] *= 2 / 3
     assert sent == pytest.approx(planned)
-
-
-def test_dense_collectives_are_as_planned(pool4: Pool, tmp_path: Path) -> None:
-    pool4(train, str(tmp_path), [*METHODS["adamw"], *NODES, "--training.steps=2"])
-    found = summary(tmp_path)
-    assert found["shard_axis_bytes_per_step_and_rank"] == pytest.approx(
-        found["planned_shard_axis_bytes_per_step_and_rank"]
-    )
 
 
 def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Path) -> None:
@@ -86,17 +78,22 @@ SIMULATED = "--topology.simulate_replicas=2"
 def test_the_secondary_is_of_the_weights_that_there_are(
     method: str, more: str, most: float, pool2: Pool, tmp_path: Path
 ) -> None:
-    """Raw messages give the default's bits, validations included; weights cross nodes once a step, or turn."""
+    """Raw messages give the default's bits, validations included; weights cross nodes once a step, or turn.
+
+    The default sends what was foretold.
+    """
     nodes = ["--topology.ranks_per_node=1", "--parallelism.data_parallel_shard_degree=2"]
-    arguments = [*METHODS[method], *nodes, more, "--training.steps=4"]
+    arguments = [*METHODS[method], *nodes, more, "--training.steps=3"]
     dense = pool2(train, str(tmp_path / "dense"), arguments)
     raw = pool2(train_raw, str(tmp_path / "raw"), [*arguments, *INT8, "--sharding.secondary"])
     for one, other in zip(dense, raw, strict=True):
         assert one["losses"] == other["losses"] and torch.equal(one["parameters"], other["parameters"])
     told = [summary(tmp_path / name) for name in ("dense", "raw")]
     assert told[0]["validation_loss"] == told[1]["validation_loss"]
-    sent = [one["shard_axis_bytes_per_step_and_rank"]["network weights"] for one in told]
-    assert sent[1] < most * sent[0]
+    sent = [one["shard_axis_bytes_per_step_and_rank"] for one in told]
+    # After a validation FSDP2 prefetches a group once for nothing.
+    assert sent[0] == pytest.approx(told[0]["planned_shard_axis_bytes_per_step_and_rank"], rel=0.01)
+    assert sent[1]["network weights"] < most * sent[0]["network weights"]
 
 
 @pytest.mark.slow

@@ -136,7 +136,8 @@ def report_dry_run(trainer: Run) -> None:
 
 def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
     """Bytes a step and rank, by level and kind, in closed form."""
-    plan, rows = shard_axis_of(trainer.job_config, trainer.layout, trainer.device.type == "cpu")
+    on_cpu = trainer.device.type == "cpu" and trainer.job_config.comm.mode != "fake_backend"
+    plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)
     return shard_bytes(plan, rows, trainer.layout, trainer.gradient_accumulation_steps // trainer.simulated)
 
 
