@@ -12,6 +12,7 @@ from tests.sharding.test_training import summary
 from tests.test_training import METHODS, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.sharding.levels_options import LevelsOptions
 
 TAGC = ["--sharding.gradients=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 KEEP = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
@@ -62,4 +63,7 @@ def test_what_it_does_not_go_with_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"gradients = 'tagc' with .* method = 'scape' and simulate_replicas = 1: what"
     ):
+        check_config(config, "cpu")
+    config.sync.method, config.sharding.levels = "dense", LevelsOptions(weights=2, gradients=2)
+    with pytest.raises(ValueError, match=r"gradients = 'tagc' does not go with \[sharding.levels\]"):
         check_config(config, "cpu")

@@ -74,6 +74,11 @@ def _check_levels(config: JobConfig) -> None:
     names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.pieces)
     for given, wrong, fix in (
         (f"[sync] method = {method!r}", not METHODS[method].pieces, f"set {names}"),
+        (
+            f"[sharding] gradients = {config.sharding.gradients!r}",
+            config.sharding.sparse,
+            "set 'dense', or a code",
+        ),
         ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are summed in the node first"),
         (
             f"[topology] simulate_replicas = {config.topology.simulate_replicas}",
