@@ -54,7 +54,7 @@ def pool4() -> Pool:
 
 
 # What takes longest begins first, so that the two streams of run_tests.sh end together.
-LONGEST = ("test_triton", "test_training", "test_faults", "test_resume", "test_manager", "test_contract")
+LONGEST = ("test_training", "test_faults", "test_triton", "test_resume", "test_manager", "test_quality_study")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -106,6 +106,10 @@ class ShardGroups:
     gathers: tuple[Circle, ...] = ()
     reductions: tuple[Circle, ...] = ()
 
+    @property
+    def crosses_nodes(self) -> bool:
+        return any(level == "network" for level, _ in self.whole.levels)
+
     def set_timeout(self, timeout: timedelta) -> None:
         for circle in (*self.gathers, *self.reductions):
             if circle.group is not None:

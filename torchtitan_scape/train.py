@@ -199,10 +199,7 @@ class ScapeTrainer(Trainer):
         number = self._micro_batches % self.gradient_accumulation_steps
         self._micro_batches += 1
         last = number + 1 == self.gradient_accumulation_steps
-        sharding = self.optimizers.sharding
-        if number == 0 and sharding.unsent.written_by_backward:
-            self.checkpointer.maybe_wait_for_staging()  # it may be on its way to a checkpoint
-        sharding.before_micro_batch(self.step, number, last)
+        self.optimizers.sharding.before_micro_batch(self.step, number, last)
         if last:
             self.optimizers.before_last_backward()
         with self.optimizers.timer.phase("forward_backward"):

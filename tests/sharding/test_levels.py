@@ -188,3 +188,29 @@ def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
         for rank in range(RANKS):
             first = every[rank % degrees[0]][number][1]
             assert all(torch.equal(a, b) for a, b in zip(every[rank][number][1], first, strict=True))
+
+
+def _flipped(degrees: tuple[int, int], repair: bool) -> tuple[str, bool]:
+    """What is said where a bit of the weights flips on rank 3; whether all weights are as they were."""
+    from torchtitan_scape.sync.consistency import ReplicasDifferError
+
+    run, told = Run(*degrees), ""
+    run.step(0)
+    before = [p.to_local().detach().clone() for p in run.model.parameters()]
+    run.levels.check_consistency(torch.device("cpu"), 1, repair)
+    if dist.get_rank() == 3:
+        next(run.model.parameters()).to_local().view(torch.int32)[0] ^= 1
+    try:
+        run.levels.check_consistency(torch.device("cpu"), 1, repair)
+    except ReplicasDifferError as error:
+        told = str(error)
+    now = [p.to_local().detach() for p in run.model.parameters()]
+    return told, all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+def test_holders_of_the_same_weights_are_compared(pool4: Pool) -> None:
+    """Over all nodes and pairs; most of four tell which is right, of two nobody can."""
+    assert pool4(_flipped, (1, 2), True) == [("", True)] * RANKS
+    found = pool4(_flipped, (2, 4), False)
+    assert all("ranks 1 and 3 differ in '0.0.weight'" in told for told, _ in found)
+    assert [same for _, same in found] == [True, True, True, False]

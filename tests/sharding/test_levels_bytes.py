@@ -96,3 +96,24 @@ def test_the_published_figures_follow() -> None:
     largest = 64 * 2**30 / (2 / 2 + 1 / 2 + 2 / 8 + 12 / 80)
     assert largest == pytest.approx(36e9, rel=0.01)
     assert coded(8, 256) == 1.015625
+
+
+def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 GCDs; a rank holds half the model, and an eighth of what its node reduces and SCAPE exchanges."""
+    from torchtitan_scape.report.forecast import levels_of
+    from torchtitan_scape.report.memory import MemoryReport
+    from torchtitan_scape.specs import register
+    from torchtitan_scape.train import layout_of, parse
+
+    monkeypatch.setenv("NGPU", "64")
+    config = parse(["--job.config_file=train_configs/llama_1_8b_frontier.toml", "--comm.mode=fake_backend"])
+    register(config, with_data=False)
+    layout, n = layout_of(config), 1_831_201_280
+    kinds, plan = MemoryReport.of(config, layout, None).kinds, levels_of(config, layout)
+    assert plan is not None and (kinds["parameters"], kinds["gradients"]) == (n, n / 2)
+    assert kinds["masters"] == kinds["state"] == pytest.approx(n / 2, rel=0.001)
+    sent = plan.sent(n, 2.0, 4, layout)
+    assert sent["gcd_pair", "weights"] == 4 * n * coded(8, 256)
+    assert sent["node", "gradients"] == 4 * coded(4, 128) * n * 6 / 8
+    assert sent["node", "update"] == coded(8, 256) * n * 6 / 16
+    assert not any(level == "network" for level, _ in sent)

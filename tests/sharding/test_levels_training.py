@@ -138,3 +138,35 @@ def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_pat
     again = pool4(train_levels, str(tmp_path / "back"), [*arguments, *more])
     masters = whole(again, "masters")
     assert all(torch.equal(masters[name], values) for name, values in whole(saved, "masters").items())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (on(2, 4) + METHODS["topk"], "method = 'topk' does not go with .*weights = 2; set 'dense' or 'scape'"),
+        ([*on(2, 4), "--sync.method=scape", *METHODS["scape-offload"]], 'weights_dtype = "bfloat16" does not go with'),
+        ([*on(2, 4), "--sync.method=dense", "--sync.overlap"], "overlap = true does not go with"),
+        ([*on(2, 4), "--topology.simulate_replicas=2"], "simulate_replicas = 2 does not go with"),
+        ([*on(2, 4), "--checkpoint.last_save_in_hf"], "last_save_in_hf does not go with"),
+        ([*on(2, 4), "--checkpoint.export_dtype=bfloat16"], "export_dtype = 'bfloat16' does not go with"),
+        (on(1, 2, weights="int8"), "weights = 'int8'; with .* weights = 1 nothing is gathered"),
+        (on(2, 4, hops=2, gradients="tagc"), "gradients = 'tagc' does not go with"),
+        (on(2, 2, gradients="int8+int4"), "gradients = 'int8.int4'; two hops need pairs of several ranks"),
+        (on(2, 4, gradients="int8+int4", hops=1), "gradients = 'int8.int4'; two codes need two hops"),
+        ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; units of it must not span nodes"),
+        ([*on(2, 2), "--parallelism.tensor_parallel_degree=2"], "three levels shard by data alone"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_scape.config.checks import check_config
+    from torchtitan_scape.sharding.levels_build import check_levels
+    from torchtitan_scape.train import layout_of, parse
+
+    monkeypatch.setenv("WORLD_SIZE", "8" if "tensor" in message + str(arguments) else "4")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=message):
+        config = parse(["--job.config_file=train_configs/embedded.toml", *METHODS["adams"], *arguments])
+        check_config(config, "cpu")
+        check_levels(config.sharding, layout_of(config))

@@ -1,14 +1,11 @@
 """TAGC in training: resuming to the last bit, residuals in checkpoints of other degrees, and the bytes foretold."""
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torchtitan.components.checkpoint import CheckpointManager
 
 from tests.pool import Pool, RankError
 from tests.sharding.test_training import summary
@@ -16,7 +13,6 @@ from tests.test_training import METHODS, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.sharding.levels_options import LevelsOptions
-from torchtitan_scape.sharding.tagc import TagcReduce
 
 TAGC = ["--sharding.gradients=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 KEEP = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
@@ -24,37 +20,19 @@ BATCH = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--t
 BASE = [*METHODS["adamw"], *TAGC, *KEEP, *BATCH]
 FOUR, TWO = (["--topology.ranks_per_node=2", f"--parallelism.data_parallel_shard_degree={n}"] for n in (4, 2))
 
-STEP = Path("checkpoint", "step-4")
-
 
 def resumed(pool: Pool, tmp_path: Path, source: str, name: str, arguments: list[str], **more: Any) -> list[Any]:
     """A run that goes on from step 4 of another."""
-    shutil.copytree(tmp_path / source / STEP, tmp_path / name / STEP)
+    step = Path("checkpoint", "step-4")
+    shutil.copytree(tmp_path / source / step, tmp_path / name / step)
     return pool(train, str(tmp_path / name), arguments, **more)
-
-
-def train_watched(folder: str, arguments: list[str], **more: Any) -> dict[str, Any]:
-    """Before a step's backward passes write residuals, what is on its way to a checkpoint is waited for."""
-    events: list[str] = []
-
-    def noted(event: str, call: Any) -> Any:
-        return lambda *given, **named: (events.append(event), call(*given, **named))[1]
-
-    with (
-        patch.object(CheckpointManager, "maybe_wait_for_staging", noted("w", CheckpointManager.maybe_wait_for_staging)),
-        patch.object(TagcReduce, "__call__", noted("r", TagcReduce.__call__)),
-    ):
-        found = train(folder, arguments, **more)
-    assert re.fullmatch("(w{1,2}r+w)+w*", "".join(events)), events
-    return found
 
 
 def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> None:
     """With each rank's own residuals, a skipped step and two micro-batches included; and what is sent is what was
     foretold."""
     whole = pool4(train, str(tmp_path / "exact"), [*BASE, *FOUR], nan_at=6)
-    shutil.copytree(tmp_path / "exact" / STEP, tmp_path / "again" / STEP)
-    again = pool4(train_watched, str(tmp_path / "again"), [*BASE, *FOUR], nan_at=6)
+    again = resumed(pool4, tmp_path, "exact", "again", [*BASE, *FOUR], nan_at=6)
     for a, b in zip(whole, again, strict=True):
         assert len(b["losses"]) == 4 and b["losses"] == a["losses"][4:]
         assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1

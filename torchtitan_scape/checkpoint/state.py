@@ -26,7 +26,7 @@ from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.optimizer.registry import FIRST, SECOND
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard as LocalShard
-from torchtitan_scape.sync.shards import SliceParameter, local
+from torchtitan_scape.sync.shards import is_slice, local
 
 # Of weights beside their masters, in names.
 _WEIGHTS = "weights"
@@ -51,7 +51,7 @@ class Frame:
 
     def whole(self, parameter: Tensor, values: Tensor) -> Any:
         """`values`, of the parameter's local shape, as a tensor sharded like it, or what DCP takes for one."""
-        if isinstance(parameter, SliceParameter):
+        if is_slice(parameter):
             return FlatSlices(parameter.whole, values.dtype, [(parameter.start, values)])
         if not isinstance(parameter, DTensor):
             return values
@@ -59,7 +59,7 @@ class Frame:
 
     def rows(self, parameter: Tensor, values: Tensor, count: int) -> Any:
         """`values` (rows of this rank, *local shape) as (count, *global shape)."""
-        if isinstance(parameter, SliceParameter):
+        if is_slice(parameter):
             first, size = self.replica * self.share_at_most(count), parameter.whole.numel()
             slices = [((first + i) * size + parameter.start, row) for i, row in enumerate(values)]
             return FlatSlices((count, *parameter.whole), values.dtype, slices)
@@ -81,7 +81,7 @@ class Frame:
         for key, values in found.items():
             name, _, _ = key.removeprefix("state.").rpartition(".")
             parameter = parameters.get(name)
-            if isinstance(parameter, SliceParameter) and isinstance(values, Tensor) and values.ndim:
+            if is_slice(parameter) and isinstance(values, Tensor) and values.ndim:
                 told[key] = self.whole(parameter, _apart(values))
         return told
 
@@ -168,7 +168,7 @@ class SavedModel(Stateful):
         """What a checkpoint's model is read into: the model's tensors, or the masters that its weights are made of."""
         found = dict(self.own.state_dict())
         for shard in self._optimizers.shards():
-            if isinstance(shard.parameter, SliceParameter):
+            if is_slice(shard.parameter):
                 found[shard.name] = self._frame.whole(shard.parameter, shard.parameter.detach())
         return found
 

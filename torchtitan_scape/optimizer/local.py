@@ -121,7 +121,6 @@ class LocalOptimizers(SyncedOptimizers):
         step = Step(self.attempted_steps, torch.ones_like(self.grad_norm, dtype=torch.bool))
         with self.timer.phase("exchange"):
             self.replicas.run(lambda i: self.methods[i].updated(step))
-        self.sharding.version.changed()
 
     def _follow_the_schedule(self) -> None:
         """The rates of the first optimizer, which the schedule sets, are those of all."""

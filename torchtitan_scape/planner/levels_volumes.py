@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from topology.layout import Layout
 from torchtitan_scape.planner.workloads import Shape
 
 
@@ -36,11 +37,25 @@ class LevelsPlan:
         """Whether gradients are summed across nodes here, so that states are spread over them."""
         return self.summed > 0
 
-    def micro_batch_bytes(self, n: float, gathers: int = 2) -> dict[tuple[str, str], float]:
+    def sent(self, n: float, gathers: float, micro_batches: int, layout: Layout) -> dict[tuple[str, str], float]:
+        """Bytes that a rank sends in a step, in the mean over ranks, by (level of the link, kind).
+
+        layout: whose shard axis has the g ranks. gathers: as in `micro_batch_bytes`.
+        """
+        ends = {"pair": self.weights - 1, "node": self.weights, "network": self.gradients}
+        found: dict[tuple[str, str], float] = {}
+        for times, bytes_of in ((micro_batches, self.micro_batch_bytes(n, gathers)), (1, self.step_bytes(n))):
+            for (over, kind), sent in bytes_of.items():
+                if sent:
+                    key = layout.level(0, ends[over]), "weights" if kind == "kept" else kind
+                    found[key] = found.get(key, 0.0) + times * sent
+        return found
+
+    def micro_batch_bytes(self, n: float, gathers: float = 2.0) -> dict[tuple[str, str], float]:
         """Bytes that a rank sends by (what it goes over, kind), in the mean over ranks: within a "pair" of w ranks, or
         over the rest of the "node".
 
-        gathers: of a module in a micro-batch, 2 where it is resharded after the forward pass.
+        gathers: of an entry in a micro-batch, 2 where its module is resharded after the forward pass.
         """
         w, g = self.weights, self.gradients
         found = {("pair", "weights"): gathers * n * self.gathered * (w - 1) / w}

@@ -12,7 +12,7 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.planner.sharding import shard_bytes
-from torchtitan_scape.report.forecast import Forecast, shard_axis_of
+from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.metrics import ReplicaMetrics
@@ -138,7 +138,12 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
     """Bytes a step and rank, by level and kind, in closed form."""
     on_cpu = trainer.device.type == "cpu" and trainer.job_config.comm.mode != "fake_backend"
     plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)
-    return shard_bytes(plan, rows, trainer.layout, trainer.gradient_accumulation_steps // trainer.simulated)
+    micro_batches = trainer.gradient_accumulation_steps // trainer.simulated
+    if levels := levels_of(trainer.job_config, trainer.layout):
+        each = sum(row.entries for row in rows)
+        gathers = sum(row.gathers * row.entries for row in rows) / each
+        return levels.sent(float(each * trainer.layout.shard), gathers, micro_batches, trainer.layout)
+    return shard_bytes(plan, rows, trainer.layout, micro_batches)
 
 
 def _loss_text(loss: float | None) -> str:

@@ -42,7 +42,7 @@ def build_sharding(
 ) -> Sharding:
     """Installs the stand-ins on a model after `fully_shard`, before its first forward pass.
 
-    kernels: "triton" or "torch". seed: of stochastic rounding. Raises ValueError where TAGC finds nothing to compress.
+    kernels: "triton" or "torch". seed: of stochastic rounding.
     """
     sharding = Sharding(groups, ShardLedger(traffic), seed)
     ledger, device = sharding.ledger, local(next(model.parameters())).device
@@ -74,7 +74,6 @@ def build_sharding(
         install(flat, gather(flat), reductions[-1])
     if options.sparse:
         sharding.unsent = Residuals(reductions)
-        options.tagc.check_found(sharding.unsent.names())
     return sharding
 
 

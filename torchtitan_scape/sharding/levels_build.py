@@ -127,9 +127,6 @@ def check_levels(options: ShardingOptions, layout: Layout) -> None:
         options.require(False, "weights", "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'")
     if levels.gradients == 1 and options.gradients != "dense":
         options.require(False, "gradients", "with [sharding.levels] gradients = 1 none are sent; set it to 'dense'")
-    if options.sparse:
-        rule = "it knows one group of ranks, and [sharding.levels] has several; set a block code, or 'dense'"
-        options.require(False, "gradients", rule)
     if options.secondary:
         options.require(
             False, "secondary", "weights stay in the node; that of three levels is [sharding.levels] secondary"

@@ -75,8 +75,6 @@ class PieceReduce(Allocates):
     def hook(self, reduced: Tensor) -> None:
         """For FSDP2 over one rank, where it calls nothing else: its all-reduce hook."""
         self._flat.check_row(reduced)
-        if reduced.is_cuda:  # of the reduce-scatter's stream, where it would be used again once the gradient is dropped
-            reduced.record_stream(torch.cuda.current_stream())
         self._add(reduced.view(1, -1))
 
     def across_nodes(self, nodes: Circle) -> Tensor:

@@ -132,8 +132,7 @@ class ShardingOptions(Options):
                 rule = f"it saves bytes between nodes, and {_lie(nodes)}; raise data_parallel_shard_degree"
                 self.require(False, "secondary", rule)
             if hops == 1 and len(nodes[0]) > 1:
-                fix = "leave hops at 'auto', with as many ranks of it on every node"
-                self.require(False, "secondary", f"it needs two hops, and {_lie(nodes)}; {fix}")
+                self.require(False, "secondary", f"it needs two hops, and {_lie(nodes)}; leave hops at 'auto'")
         if len(self.gradient_codes) > hops:
             self.require(False, "gradients", f"two codes need two hops, and {_lie(nodes)}; set 'int8' or 'int4'")
         if self.sparse:

@@ -7,7 +7,6 @@ Every rank keeps, of every entry of the group and not of its own row alone, what
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from kernels import finite_check, tagc_passes
 from kernels.scape.reference import unpack_bits
-from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes, sketch_rows
+from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
 from kernels.tagc.index import (
     from_nibbles,
     select_above,
@@ -73,8 +72,7 @@ class TagcReduce(Allocates):
         self.residual = torch.zeros(ranks, self.blocks * BLOCK, dtype=torch.float32, device=device)
         self._index = options.index_among(ranks)
         self._capacity = capacity(options.density, ranks)
-        self._sketched = options.codec == "sketch" and self.blocks > 0
-        self._check_blocks()
+        self._sketches = self._make_sketches(device) if options.codec == "sketch" and self.blocks else []
         # Of this step so far: what is not compressed, and which rows had numbers that are not finite.
         self._waiting: Tensor | None = None
         self._bad = torch.zeros(ranks, dtype=torch.bool, device=device)
@@ -114,7 +112,7 @@ class TagcReduce(Allocates):
         return own
 
     def send_all(self) -> None:
-        """Makes the exchanges of the next step whole."""
+        """Makes the next exchange whole."""
         self._send_all = True
 
     def bytes_sent(self) -> dict[str, float]:
@@ -124,8 +122,7 @@ class TagcReduce(Allocates):
             index = (ranks - 1) * index_bytes(self._options.density, ranks * self.blocks) if entries else 0
         else:
             index = 2 * (ranks - 1) * self.blocks * BITMAP * (4 if self._index == "nibble_sum" else 1)
-        sketched = sketch_rows(self.blocks, self._options.ratio) * BLOCK if self._sketched else 0
-        values = sketched or self.blocks * self._capacity
+        values = self._sketches[0].rows * BLOCK if self._sketches else self.blocks * self._capacity
         return {INDEX: float(index), GRADIENTS: 4.0 * (ranks - 1) * (values + sum(s.size for s in self._raw))}
 
     # --------------------------------------------------------------------------------------------- the step so far
@@ -171,7 +168,7 @@ class TagcReduce(Allocates):
             chosen = self._passes.select(self.residual.view(-1), self._options.chosen)
         index = self._agree(chosen, fake).view(ranks, -1)
         sends = index if self._options.fill else chosen.view(ranks, -1)
-        if self._sketched:
+        if self._sketches:
             turn = (self._moment.step + self._moment.micro_batch) % TURNS
             self._through_sketch(self._sketches[turn], index, sends, own)
         else:
@@ -179,7 +176,7 @@ class TagcReduce(Allocates):
         return own
 
     def _all_of_it(self, own: Tensor) -> Tensor:
-        self._send_all = not self._moment.last  # with what its step has still to come
+        self._send_all = False
         self._sum(torch.where(self._bad[:, None], torch.nan, self.residual), own)
         self.residual.masked_fill_(~self._bad[:, None], 0.0)
         return own
@@ -236,19 +233,15 @@ class TagcReduce(Allocates):
         self._circle.exchange(rows, received, self._ledger, GRADIENTS)
         add_rows(received, own)
 
-    @cached_property
-    def _sketches(self) -> list[Sketch]:
-        """Made when they are first needed: a dry run, which has no numbers to hash, does not get there."""
-        return [Sketch.of(self.blocks, self._options.ratio, self.residual.device, turn) for turn in range(TURNS)]
-
-    def _check_blocks(self) -> None:
-        """Raises ValueError for a group that has too few of them for a sketch."""
-        if self._sketched and self.blocks < LEAST_BLOCKS and not self._options.reproduce:
+    def _make_sketches(self, device: torch.device) -> list[Sketch]:
+        """Raises ValueError for a group that has too few blocks of one."""
+        if self.blocks < LEAST_BLOCKS and not self._options.reproduce:
             raise ValueError(
                 f"[sharding.tagc] codec = 'sketch': a rank has {self.blocks} blocks of {BLOCK} entries of "
                 f"{self._flat.name} to compress, and a sketch of fewer than {LEAST_BLOCKS} may not come apart; take "
                 "codec = 'packed', raise min_entries, or set reproduce = true"
             )
+        return [Sketch.of(self.blocks, self._options.ratio, device, turn) for turn in range(TURNS)]
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -4,7 +4,6 @@ No `from __future__ import annotations` in a file with a section: TorchTitan tel
 `is_dataclass(field.type)`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -111,23 +110,10 @@ class TagcShardingOptions(Options):
             f"take codec = 'packed', {unless}",
         )
 
-    def check_found(self, compressed: Sequence[str]) -> None:
-        """Refuses to compress nothing, or nothing of a name in `layers`. compressed: parameters that are."""
-        for own in self.layers if isinstance(self.layers, list) else ():
-            rule = f"no matrix of min_entries = {self.min_entries} or more has {own!r} in its name; leave it out"
-            self.require(any(_has(name, own) for name in compressed), "layers", rule)
-        rule = "no parameter would be compressed; lower it, or take layers = 'all'"
-        self.require(bool(compressed), "min_entries", rule)
-
     def compresses(self, name: str, dims: int, entries: int) -> bool:
         """Whether a parameter is; dims and entries: of all of it."""
         if dims < 2 or entries < self.min_entries:
             return False
         if isinstance(self.layers, list):
-            return any(_has(name, own) for own in self.layers)
+            return any(f".{own}." in f".{name}." for own in self.layers)
         return self.layers == "all" or not any("attention" in part or "attn" in part for part in name.split("."))
-
-
-def _has(name: str, part: str) -> bool:
-    """Whether a parameter's name has these parts, whole."""
-    return f".{part}." in f".{name}."

@@ -17,12 +17,7 @@ KIND = "shard_residual"
 
 
 class Unsent:
-    """Nothing is kept: by FSDP2's own collectives, and by codes.
-
-    written_by_backward: whether backward passes write what checkpoints have, before a step does.
-    """
-
-    written_by_backward = False
+    """Nothing is kept: by FSDP2's own collectives, and by codes."""
 
     def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
         """For a checkpoint. A collective call.
@@ -67,11 +62,6 @@ class Residuals(Unsent):
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = [group for group in groups if group.residual.numel()]
-        self.written_by_backward = bool(self._groups)
-
-    def names(self) -> list[str]:
-        """Of the parameters that something is kept of."""
-        return [name for group in self._groups for name in group.slices()]
 
     def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
         if residual == "drop":

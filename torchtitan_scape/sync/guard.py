@@ -79,12 +79,7 @@ class FiniteGuard:
         return self.applied
 
     def last_applied(self) -> bool:
-        """Whether the last step was applied. Waits for the device: for its check alone, where it is not settled."""
-        if self._pending is not None:
-            flags, event = self._pending
-            if event is not None:
-                event.synchronize()
-            return bool(flags[0])
+        """Whether the last step was applied. Waits for the device: for log lines."""
         return self.applied is None or bool(self.applied)
 
     def settle(self) -> bool | None:

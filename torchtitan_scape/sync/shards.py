@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class SliceParameter(torch.nn.Parameter):
         pass
 
 
+def is_slice(tensor: Any) -> TypeGuard[SliceParameter]:
+    """Fake tensors, of a dry run, are no subclasses and have its attributes alone."""
+    return hasattr(tensor, "whole")
+
+
 @dataclass(eq=False)
 class Shard:
     """One parameter's local shard.
@@ -59,7 +64,7 @@ class Shard:
     def entries(self) -> int:
         """Of the whole parameter, over all ranks."""
         own = self.parameter
-        return own.whole.numel() if isinstance(own, SliceParameter) else own.numel()
+        return own.whole.numel() if is_slice(own) else own.numel()
 
     @property
     def local_shape(self) -> torch.Size:
@@ -73,7 +78,7 @@ class Shard:
     def columns(self) -> int:
         """Entries of a row: of all dimensions but the first. A slice has whole rows of as many as divide both."""
         own = self.parameter
-        if isinstance(own, SliceParameter):
+        if is_slice(own):
             return max(1, math.gcd(own.numel(), math.prod(own.whole[1:])))
         return max(1, math.prod(local(own).shape[1:]))
 

@@ -121,7 +121,8 @@ def test_all_equal_values(values: tuple[float, ...]) -> None:
     check_selection(Case((100, 7), values=values, beta1=0.0, in_use=1.0, density=1.0), 0.1)
 
 
-@pytest.mark.parametrize("block_size, density", [(1024, 0.1), (1024, 0.01), (2048, 0.01), (40, 0.1)])
+@pytest.mark.parametrize("block_size", [1024, 2048, 40])
+@pytest.mark.parametrize("density", [0.1, 0.01])
 def test_blocks_of_real_sizes(block_size: int, density: float) -> None:
     """More tiles than one, whole and not, owned and not."""
     check_step(
