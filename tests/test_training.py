@@ -331,7 +331,7 @@ def test_resuming_is_the_run_that_never_stopped(
         assert result["skipped"] == (0 if nan_at is None else 1) and all(map(math.isfinite, result["losses"]))
         skipped = [number for number, norm in enumerate(result["norms"], 1) if math.isnan(norm)]
         assert skipped == ([] if nan_at is None else [nan_at])
-        assert layout != "1x2" or method == "diloco" or torch.equal(result["parameters"], whole[0]["parameters"])
+        assert layout != "1x2" or "diloco" in method or torch.equal(result["parameters"], whole[0]["parameters"])
     step = Path("checkpoint", "step-4")  # of the whole run: the one that stopped there would write the same
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
     other = ["--sync.scape.offload=state"] if "gather" in method else []

@@ -1,5 +1,6 @@
 """Muon for the matrices of the blocks: against PyTorch's own, its formula, and in containers of either kind."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -125,3 +126,14 @@ def test_the_planner_has_what_it_holds_and_multiplies() -> None:
     held = sum(t.nbytes for state in optimizer.state.values() for kind, t in state.items() if kind != "step")
     assert simulated_memory_bytes(Method("muon"), shapes, 1)["state"] == held
     assert muon_flops(shapes) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
+
+
+def test_a_step_lets_go_of_the_gradients() -> None:
+    """They would stay through the next backward pass."""
+    weights = parameters()
+    optimizer = Muon(weights.items(), **RATES)
+    give(weights, 1)
+    held = [weakref.ref(w.grad.untyped_storage()) for w in weights.values() if w.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert held and not any(storage() for storage in held)

@@ -286,7 +286,7 @@ class ReplicaCheckpointer(CheckpointManager):
         """Everything that a run needs to go on."""
         begin = time.monotonic()
         names = names_in(path)
-        if OPTIMIZER not in names:
+        if not {OPTIMIZER, RUN_METADATA} & set(names):  # without moments, and nothing kept, there is a record alone
             raise ValueError(
                 f"{path} holds the model alone, so training cannot go on from it; name an earlier step with "
                 "--checkpoint.load_step, or start a new run in another --job.dump_folder. (A run whose last checkpoint "

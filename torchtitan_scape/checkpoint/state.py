@@ -23,7 +23,7 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.optimizer.registry import FIRST, SECOND
+from torchtitan_scape.optimizer.registry import FIRST, OPTIMIZERS, SECOND
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.shards import Shard as LocalShard
 from torchtitan_scape.sync.shards import is_slice, local
@@ -290,7 +290,7 @@ class StateReader:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
                     room[kind] = torch.empty(shard.local_shape)
                     keys[moment] = self.frame.whole(shard.parameter, room[kind])
-            if not room and not self.has(f"state.{shard.name}.step"):
+            if not room and OPTIMIZERS[self.saved["optimizer"]].moments(shard):
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)

@@ -64,8 +64,8 @@ def load_synced(
             _put_moments(optimizer, shard, found.moment_with(mean, beta1), second, flushed=True)
     if not same_optimizer:
         steps = reader.applied_steps()
-        for state in optimizer.state.values():
-            state["step"].fill_(steps)
+        for state in optimizer.state.values():  # moments that begin at zero are corrected as such
+            state["step"].fill_(steps if moments or flushed else 0.0)
     rebuilt = fill_of_this_shard(each, reader) if as_it_lies else any(s.carries == "rebuild" for s in each[0])
     goes_on = None if same_optimizer else moments and any(FIRST in state for state in optimizer.state.values())
     told = _told(reader, goes_on, bool(keeps), flushed, rebuilt, norm)

@@ -42,7 +42,7 @@ def load_local(
     """
     entry = METHODS[reader.saved["method"]]
     from_local = entry.method is not None and entry.method.local
-    lost = False
+    lost = moments = False
     for number, shard, kinds in reader:
         name = shard.name
         for method in methods:
@@ -52,18 +52,21 @@ def load_local(
         if from_local:
             values = {kind: _for_each(kind, kinds, len(each), reader, device) for kind in kinds}
             _put_own(each, number, name, values)
+            moments = moments or FIRST in values
             _put_pending(each, number, name, states, values, reader)
         else:
             found = entry.incoming(kinds, reader, device)
             mean, beta1 = found.mean(reader), beta1_of(each[0].optimizer, shard)
             moment = found.moment_with(mean, beta1)
-            lost = lost or (mean is not None and beta1 == 0.0)
+            moments, lost = moments or moment is not None, lost or (mean is not None and beta1 == 0.0)
             second = found.second
             if mean is not None and second is not None and moment is not None:
                 second = torch.maximum(second, moment.square())  # as in `loading`
             _put_moments(each, name, *(None if m is None else [m] * len(each) for m in (moment, second)))
         copy_shared(states, shard, kinds, reader.saved["states"])
     applied = reader.applied_steps()
+    if not moments and reader.saved["optimizer"] != type(each[0].optimizer).__name__:
+        applied = 0.0  # as in `loading`
     for steps in (steps for one in each for steps in one.steps()):
         steps.fill_(applied)
     states = [method.states() for method in methods]

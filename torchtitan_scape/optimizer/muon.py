@@ -95,6 +95,8 @@ class Muon(Optimizer):
         self._muon.state = momentum
         self._muon.param_groups[0].update(rates, params=list(momentum), momentum=group["betas"][0])
         self._muon.step()
+        for own in momentum:
+            own.grad = None  # of the parameter's memory alone: it would stay through the next backward pass
         if self._adamw is not None:
             self._adamw.state = self.state
             self._adamw.param_groups[0].update(rates, betas=group["betas"], eps=group["eps"])
