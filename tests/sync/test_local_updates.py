@@ -337,7 +337,9 @@ def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list
     before = [copy.deepcopy(one.optimizer.state_dict()) for one in optimizers.each]
     for flush in (False, True):
         if flush:
+            version = optimizers.sharding.version.now()
             optimizers.flush()
+            assert optimizers.sharding.version.now() != version  # of weights
         found.append([*parameters(optimizers), *kept(optimizers)])
     after = [one.optimizer.state_dict() for one in optimizers.each]
     moments = [[s[kind] for s in one["state"].values() for kind in s] for each in (before, after) for one in each]
