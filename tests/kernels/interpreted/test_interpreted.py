@@ -37,6 +37,7 @@ from torchtitan_scape import Scape
 VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))
 
 OFFLOAD = ["state", "master"]
+ALL_EXAMPLES = os.environ.get("SCAPE_ALL_EXAMPLES") == "1"
 
 densities = st.sampled_from([1.0, 0.5, 0.3, 0.1, 0.01])
 sizes = st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple)
@@ -78,7 +79,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
 
 def examples(count: int) -> int:
     """So many with --slow, a third of them otherwise."""
-    return count if os.environ.get("SCAPE_ALL_EXAMPLES") == "1" else max(4, count // 3)
+    return count if ALL_EXAMPLES else max(4, count // 3)
 
 
 @settings(max_examples=examples(18))
@@ -218,18 +219,23 @@ def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: 
     check_finite(sizes, bad, dtype, data.draw(st.sampled_from([0, 1])), "cpu")
 
 
+MORE_TRAINING = [
+    (2, dict(density=0.3, density_warmup_steps=3)),
+    (2, dict(density=0.3, density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
+    (2, dict(density=0.3, update="sharded", density_warmup_steps=3, clip_mode="literal")),
+    (2, dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16", dense_names=["p1"])),
+    # Whole tiles of aligned storage.
+    (3, dict(density=0.1, update="sharded", shapes=[(40, 320), (9,)])),
+]
+
+
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
         (1, dict(density=0.1)),
-        (2, dict(density=0.3, density_warmup_steps=3)),
         (2, dict(density=0.1, staleness_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
-        (2, dict(density=0.3, density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
-        (2, dict(density=0.3, update="sharded", density_warmup_steps=3, clip_mode="literal")),
-        (2, dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16", dense_names=["p1"])),
         (2, dict(density=0.3, update="sharded", density_warmup_steps=3, bf16_weights=True, offload=OFFLOAD)),
-        # Whole tiles of aligned storage.
-        (3, dict(density=0.1, update="sharded", shapes=[(40, 320), (9,)])),
+        *(MORE_TRAINING if ALL_EXAMPLES else ()),
     ],
 )
 def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
