@@ -1,8 +1,10 @@
 """scripts/benchmarks/shard_axis_bytes.py: ratios and verdicts from runs that can be worked out by hand."""
 
+import json
 from typing import Any
 
 from scripts.benchmarks.shard_axis_bytes import FORMS, TARGETS, rows_of, table
+from scripts.common import RESULTS
 
 
 def one(counter: float, counted: float, planned: float) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def test_the_network_is_held_against_what_dense_needs() -> None:
     runs["1"]["all"], runs["2"]["all"] = one(2.4e6, 2.3e6, 2.3e6), one(2.4e6, 2.3e6, 2.3e6)
     rows = rows_of(runs)
     dense, (first, second) = rows[0], [row for row in rows if row["form"] == "all three"]
-    assert dense["network, counter"] == "10.500" and dense["counter / planned"] == "1.050"
+    assert dense["network, counter"] == "10.500" and dense["counter / counted"] == "1.050"
     assert dense["against dense"] == "1.050" and dense["target"] == "-" and dense["node, planned"] == "5.000"
     assert first["against dense"] == second["against dense"] == "0.240"
     assert (first["target"], first["holds"]) == ("0.25", "yes") and (second["target"], second["holds"]) == (
@@ -28,3 +30,14 @@ def test_the_network_is_held_against_what_dense_needs() -> None:
         "no",
     )
     assert "`--sharding.weights=int8`" in table({"command": "c", "runs": runs})
+
+
+def test_the_stored_table_is_that_of_the_stored_runs() -> None:
+    folder = RESULTS / "shard_axis_bytes"
+    stored = json.loads((folder / "runs.json").read_text())
+    assert (folder / "table.md").read_text() == table(stored)
+    rows = rows_of(stored["runs"])
+    assert (
+        len(rows) == len(TARGETS) * len(FORMS) and [row["holds"] for row in rows if row["target"] != "-"] == ["yes"] * 2
+    )
+    assert all(1.0 <= float(row["counter / counted"]) <= 1.05 for row in rows)
