@@ -76,6 +76,8 @@ class Emulated:
         wanted: dict[str, Any] = {"output": str(raw), "plain": self.args.plain, **self.timing(cell.plan)}
         if not self.real:
             wanted["compute"] = self.compute(cell.size)
+        if cell.plan.again:
+            wanted["again"] = True
         if cell.plan.peer:
             wanted |= {"peer": cell.plan.peer, "rank": self.rank_of(cell)}
         arguments = [*RANK, *self.trainer(cell.recipe, cell.size, log), f"--training.steps={steps}", *cell.plan.options]
@@ -161,23 +163,23 @@ class Emulated:
         shapes = self.shapes(cell.recipe)
         return cell.plan.rank or powersgd_rank(shapes, payload_bytes(shapes, 0.01))
 
-    def calibrate_rate(self) -> None:
+    def calibrate_rate(self, dense: Plan) -> None:
         """Sets the rate so that the dense step takes `slowdown` times what it takes, exchange aside, without limits."""
-        path, cell = self.folder / "rate.json", Cell(self.sweep.recipes[0], Plan.parse("adams"), self.sweep.sizes[0])
+        path, cell = self.folder / "rate.json", Cell(self.sweep.recipes[0], dense, self.sweep.sizes[0])
         if not path.exists():
 
-            def measured(rate: float | None) -> tuple[float, float]:
-                found = read(self.measure(cell, self.args.warm_up + 6, rate, "rate"))
-                return found["step_seconds"] - found["phases"]["exposed"], found["phases"]["exposed"]
+            def measured(rate: float | None) -> tuple[float, float, float]:
+                found = from_raw(self.measure(cell, self.args.warm_up + 6, rate, "rate"), self.batch(cell.recipe))
+                exposed = found["phases"]["exposed"]
+                return found["step_seconds"] - exposed, exposed, found["nic"]["network"]
 
-            print("[calibration] dense AdamS, links not limited ...", flush=True)
-            alone, _ = measured(None)
-            sent = 2 * (cell.size - 1) / cell.size * payload_bytes(self.shapes(cell.recipe), 1.0)
-            rate = 8e-6 * sent * self.args.ranks_per_node / (alone * (self.args.slowdown - 1)) / 0.95
+            print(f"[calibration] {dense.label}, links not limited ...", flush=True)
+            alone, _, sent = measured(None)
+            rate = 8e-6 * sent / (alone * (self.args.slowdown - 1))
             tried, goal = [], self.args.slowdown * alone
             for last in (False, False, False, True):
-                print(f"[calibration] dense AdamS at {rate:.2f} Mbit/s ...", flush=True)
-                own, exposed = measured(rate)
+                print(f"[calibration] {dense.label} at {rate:.2f} Mbit/s ...", flush=True)
+                own, exposed, _ = measured(rate)
                 tried.append({"rate": rate, "without_exchange": own, "exchange": exposed})
                 if last or abs((own + exposed) / goal - 1) < 0.03:
                     break
@@ -220,7 +222,7 @@ def run(sweep: Sweep) -> int:
     machine = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
     sweep.store(machine)  # so that another set-up cannot be mixed in
     if sweep.args.slowdown:
-        emulated.calibrate_rate()
+        emulated.calibrate_rate(Plan.parse("adams"))
     sweep.notes = notes(emulated)
     return sweep.run(emulated.cell, machine)
 

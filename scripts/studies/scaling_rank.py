@@ -8,6 +8,7 @@ The environment variable SCALING holds what to measure, as JSON:
                 first one, which is real. Absent: all of them are real
     peer        of scaling_peers.py, which exchanges gradients in the place of our method
     rank        of ddp-powersgd
+    again       true: weights that cross nodes once an update (hpZ) do so in every forward pass, as published
     period      steps over which means are taken; medians where it is 1
     plain       true: no FSDP around the model, as with a peer, whose forward and backward are faster without
     calibrate   {name: options, warm_up, period}; every method takes steps whose compute and exchange take no time: what
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,15 +35,19 @@ from torch import Tensor
 
 from scripts.common import write
 from scripts.studies.scaling_peers import PEERS, unwrapped
+from topology.circles import Circle
 from topology.dry_run import DryRunCollectives
 from topology.groups import Ring
 from topology.lanes import Handle
 from topology.primitives import all_gather_into
 from torchtitan_scape import train
 from torchtitan_scape.report.metrics import LEVELS
+from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, DenseGather, DenseReduce
 from torchtitan_scape.sync.shards import local
+from torchtitan_scape.sync.timing import PhaseTimer
 
 PASSES = ("check", "pack", "clip", "update")
+SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's collectives
 
 ALONE = 3  # passes that tell a peer's compute from its exchange
 
@@ -67,8 +72,14 @@ class ScalingTrainer(train.ScapeTrainer):
         self._events: list[torch.cuda.Event] = []
         self._sent_before: dict[str, float] = {}
 
+    def train(self) -> None:
+        with shard_axis_timed(self.optimizers.timer) if self.layout.shard > 1 else nullcontext():
+            super().train()
+
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
         self._passes += 1
+        if self.wanted.get("again"):
+            self.optimizers.sharding.version.changed()
         if self.peer is not None:
             if self.steps_taken == self.wanted["warm_up"] - 1 and not self._alone:
                 self._alone = [self._pass_alone(**kwargs) for _ in range(ALONE)]
@@ -166,7 +177,7 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
     phases = {name: mean("phases", name) for name in sorted({n for rank in ranks for n in rank["phases"]})}
     seconds = middle(times)
     passes, compute = sum(phases.get(n, 0.0) for n in PASSES), phases.get("forward_backward", 0.0)
-    exposed = phases.get("exchange", 0.0)
+    exposed = sum(phases.get(n, 0.0) for n in ("exchange", *SHARD.values()))
     if ranks[0]["alone"] is not None:  # of an exchange beside the backward pass what that is slower for it
         alone = min(compute, statistics.fmean(rank["alone"] for rank in ranks))
         compute, exposed = alone, exposed + compute - alone
@@ -184,6 +195,29 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
         "peak_memory_bytes": max(rank["peak"] for rank in ranks),
         "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
     }
+
+
+@contextmanager
+def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
+    """Inside, the shard axis's collectives are phases by the kinds of what they send.
+
+    gloo has no streams: FSDP2 waits for each of them. Coding stays with the passes that it is part of.
+    """
+
+    def by_kind(send: Callable[..., None]) -> Callable[..., None]:
+        def call(circle: Circle, own: Tensor, output: Tensor, ledger: Any, kind: str) -> None:
+            with timer.phase(SHARD[kind]):
+                send(circle, own, output, ledger, kind)
+
+        return call
+
+    with (
+        patch.object(Circle, "gather", by_kind(Circle.gather)),
+        patch.object(Circle, "exchange", by_kind(Circle.exchange)),
+        patch.object(DenseGather, "__call__", timer.timed(SHARD[WEIGHTS], DenseGather.__call__)),
+        patch.object(DenseReduce, "__call__", timer.timed(SHARD[GRADIENTS], DenseReduce.__call__)),
+    ):
+        yield
 
 
 # ----------------------------------------------------------------------------------- passes without an exchange

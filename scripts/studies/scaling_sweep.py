@@ -36,7 +36,8 @@ class Plan:
     """A method as this sweep runs it: options of the trainer, and what scaling_rank.py is told.
 
     planned: as the cost model knows it; None where its rank is chosen by the bytes of the model. peer: of
-    scaling_peers.py. measured, settles, period: as of `methods.Named`.
+    scaling_peers.py. measured, settles, period: as of `methods.Named`. again: weights that
+    cross nodes once an update do so in every forward pass, as ZeRO++ has been published.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Plan:
     rank: int = 0
     settles: int = 0
     period: int = 1
+    again: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Plan":
@@ -91,12 +93,16 @@ class Cell(NamedTuple):
 
 
 class Sweep:
-    """The cells of a sweep and where they are kept."""
+    """The cells of a sweep and where they are kept. module: which started it. others: arguments that may change, as
+    they say which cells and where, not how they are measured."""
+
+    module = "scripts.studies.strong_scaling"
+    others: tuple[str, ...] = ("output", "methods", "sizes", "recipes")
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, args.output
-        self.outputs = OUTPUTS / "strong_scaling" / args.output.name
-        self.plans = [Plan.parse(name) for name in args.methods]
+        self.outputs = OUTPUTS / self.module.rpartition(".")[2] / args.output.name
+        self.plans = [self.plan(name) for name in args.methods]
         self.recipes = [Path(recipe) for recipe in args.recipes]
         for recipe in self.recipes:
             if not recipe.is_file():
@@ -105,7 +111,7 @@ class Sweep:
             raise ValueError(f"--sizes {args.sizes}: give different numbers of ranks, 1 or more")
         self.sizes = sorted(args.sizes)
         # Cells of another set-up must not stand beside these.
-        self.setup = {k: str(v) for k, v in vars(args).items() if k not in ("output", "methods", "sizes", "recipes")}
+        self.setup = {k: str(v) for k, v in vars(args).items() if k not in self.others}
         stored = self.folder / "sweep.json"
         if stored.exists() and (before := (read(stored) or {}).get("setup") or {}) != self.setup:
             changed = [k for k in self.setup if before.get(k) != self.setup[k]]
@@ -114,6 +120,14 @@ class Sweep:
                 "give another --output, or remove it"
             )
         self.notes: list[str] = []
+
+    def plan(self, name: str) -> Plan:
+        """Raises ValueError for an unknown one."""
+        return Plan.parse(name)
+
+    def report(self) -> Path:
+        """Writes it, and says where."""
+        return write_report(self.folder)
 
     def cells(self) -> list[Cell]:
         return [Cell(r, plan, size) for r in self.recipes for size in self.sizes for plan in self.plans]
@@ -157,7 +171,7 @@ class Sweep:
         """Notes what is swept and how, before cells of another set-up can be mixed in."""
         content = {
             "launcher": self.args.launcher,
-            "command": command_of("scripts.studies.strong_scaling"),
+            "command": command_of(self.module),
             "machine": machine,
             "notes": self.notes,
             "sizes": self.sizes,
@@ -170,7 +184,7 @@ class Sweep:
     def finish(self, machine: str) -> int:
         """Stores what was swept and writes the report. Returns how many cells failed."""
         self.store(machine)
-        report = write_report(self.folder)
+        report = self.report()
         failed = [cell for cell in self.cells() if not self.done(cell)]
         print(f"{len(self.cells()) - len(failed)} measured, {len(failed)} failed; see {report}")
         return len(failed)
