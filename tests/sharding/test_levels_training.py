@@ -28,16 +28,32 @@ def on(w: int, g: int, **options: Any) -> list[str]:
     ]
 
 
+def moments_of(optimizers: Any) -> dict[str, Any]:
+    """By name (first entry, shape of the whole parameter, values) of the first moments that are there."""
+    states = optimizers.optimizers[0].state
+    return {
+        name: (p.start, p.whole, states[p]["exp_avg"].view(-1).clone())
+        for name, p in optimizers.levels.parameters
+        if "exp_avg" in states[p]
+    }
+
+
 def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -> dict[str, Any]:
-    """As `train`; the last rank's gradient has a NaN at that step. And what every rank holds in masters and moments."""
+    """As `train`; the last rank's gradient has a NaN at that step.
+
+    And what every rank holds in masters and moments at the end, and had ("began") in moments before its first step.
+    """
     from torchtitan_scape.optimizer.container import ReplicaOptimizers
     from torchtitan_scape.sharding.levels import Levels
 
     kept: list[ReplicaOptimizers] = []
+    began: dict[str, Any] = {}
     spread, before, steps = ReplicaOptimizers.spread, Levels.before_step, [0]
 
     def spoil(levels: Levels) -> None:
         steps[0] += 1
+        if steps[0] == 1:
+            began.update(moments_of(kept[0]))
         if steps[0] == nan_at and dist.get_rank() == dist.get_world_size() - 1:
             levels.groups[0].reduce.buffer.view(-1)[0] = torch.nan
         before(levels)
@@ -48,12 +64,9 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
 
     with patch.object(ReplicaOptimizers, "spread", keep), patch.object(Levels, "before_step", spoil):
         found = train(folder, arguments)
-    states = kept[0].optimizers[0].state if kept else {}
-    slices = kept[0].levels.parameters if kept and kept[0].levels else []
+    slices = kept[0].levels.parameters if kept[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}
-    found["moments"] = {
-        name: (p.start, p.whole, states[p]["exp_avg"].view(-1).clone()) for name, p in slices if "exp_avg" in states[p]
-    }
+    found["moments"], found["began"] = moments_of(kept[0]), began
     return found
 
 
@@ -67,7 +80,7 @@ def whole(results: list[dict[str, Any]], kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("w, g, method", [(2, 4, "adamw"), (1, 2, "adams")])
+@pytest.mark.parametrize("w, g, method", [(2, 4, "adamw"), pytest.param(1, 2, "adams", marks=pytest.mark.slow)])
 def test_steps_are_those_of_fsdp(w: int, g: int, method: str, pool4: Pool, tmp_path: Path) -> None:
     """Raw messages, two micro-batches, clipping, recomputed layers: losses and norms to FP32 rounding."""
     more = ["--training.steps=4", "--training.local_batch_size=1", "--training.global_batch_size=8"]
@@ -114,6 +127,7 @@ def test_resuming_is_the_run_that_never_stopped(
             assert all(torch.equal(a[kind][name][2], b[kind][name][2]) for name in a[kind])
 
 
+@pytest.mark.slow
 def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_path: Path) -> None:
     """From three levels to others, to FSDP2's shards and back: a step of no length shows what was read."""
     arguments = [*METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
@@ -125,6 +139,8 @@ def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_pat
         resumed = pool4(train_levels, str(target), [*arguments, *where, "--optimizer.lr=0", "--training.steps=4"])
         masters, expected = whole(resumed, "masters"), whole(saved, "masters")
         assert all(torch.equal(masters[name], values) for name, values in expected.items())
+        began, moments = whole(resumed, "began"), whole(saved, "moments")
+        assert len(moments) == 21 and all(torch.equal(began[name], values) for name, values in moments.items())
     shutil.copytree(tmp_path / "1" / folder, tmp_path / "plain" / folder)
     # After a validation FSDP's last group is whole.
     plain = [*arguments, *LAYOUTS["2x2"], "--optimizer.lr=0", "--validation.no-enable"]

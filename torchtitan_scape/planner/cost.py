@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
+from torchtitan_scape.planner.levels_volumes import LevelsPlan
 from torchtitan_scape.planner.payload import coded_by
 from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, shard_stages
 from torchtitan_scape.planner.volumes import (
@@ -190,12 +191,14 @@ def predict(
     compute_seconds: float | None = None,
     fixed_seconds: float = 0.0,
     sharding: ShardPlan | None = None,
+    levels: LevelsPlan | None = None,
 ) -> Prediction:
     """A step of `workload` on `layout` (replicate x shard), from bytes, FLOPs and `assumptions`.
 
     batch: sequences a step, over all ranks. micro_batch: sequences at a time on a rank.
     compute_seconds: forward and backward of a step, where it is known.
-    sharding: what stands in for FSDP's own collectives; None for these.
+    sharding: what stands in for FSDP's own collectives; None for these. levels: three of them instead; what they send
+        once a step is exposed.
 
     Of FSDP's traffic what exceeds compute is exposed. Raises ValueError for a batch that the ranks do not divide.
     """
@@ -210,7 +213,7 @@ def predict(
     if compute_seconds is None:
         flops = workload.flops_per_token() * workload.sequence * batch
         compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
-    shapes = local_shapes(workload.shapes(), layout.shard)
+    shapes = local_shapes(workload.shapes(), levels.spread if levels else layout.shard)
     bandwidth = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
     device_bytes, link_bytes = (of(method, shapes, layout.replicate) for of in (optimizer_bytes, host_link_bytes))
     # Copies to and from the host hide beside the passes, as far as these take time.
@@ -224,7 +227,14 @@ def predict(
         for group in (layout.model_group(0), layout.replicate_group(0))
     )
     micro_batches = batch // (ranks * micro_batch)
-    if sharding is not None and sharding.active:
+    if levels is not None:
+        rows = flat_rows(workload, layout.shard)
+        gathers = sum(row.gathers * row.entries for row in rows) / sum(row.entries for row in rows)
+        each, once = levels.stages(float(workload.parameters), gathers, len(rows), layout)
+        traffic = micro_batches * sum(stage_seconds(each, links))
+        fixed_seconds += sum(stage_seconds(once, links))
+        tiers = [] if levels.sums else tiers
+    elif sharding is not None and sharding.active:
         stages = shard_stages(sharding, flat_rows(workload, layout.shard), layout, micro_batches)
         traffic = sum(stage_seconds(stages, links))
     else:
@@ -241,4 +251,6 @@ def predict(
         fixed_seconds=fixed_seconds,
         backward_seconds=last_backward(compute_seconds, micro_batches),
     )
-    return replace(predicted, memory=memory_bytes(method, workload, layout.shard, layout.replicate, micro_batch))
+    shard = levels.spread if levels else layout.shard
+    memory = memory_bytes(method, workload, shard, layout.replicate, micro_batch)
+    return replace(predicted, memory=levels.memory(workload.shapes(), memory) if levels else memory)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topology.layout import Layout
+from topology.links import Stage
 from torchtitan_scape.planner.workloads import Shape
 
 
@@ -42,14 +43,32 @@ class LevelsPlan:
 
         layout: whose shard axis has the g ranks. gathers: as in `micro_batch_bytes`.
         """
-        ends = {"pair": self.weights - 1, "node": self.weights, "network": self.gradients}
         found: dict[tuple[str, str], float] = {}
         for times, bytes_of in ((micro_batches, self.micro_batch_bytes(n, gathers)), (1, self.step_bytes(n))):
             for (over, kind), sent in bytes_of.items():
                 if sent:
-                    key = layout.level(0, ends[over]), "weights" if kind == "kept" else kind
+                    key = self._level(over, layout), "weights" if kind == "kept" else kind
                     found[key] = found.get(key, 0.0) + times * sent
         return found
+
+    def stages(self, n: float, gathers: float, groups: int, layout: Layout) -> tuple[list[Stage], list[Stage]]:
+        """Of a micro-batch, and of what a step has besides; every one of the `groups` pays its latency."""
+        w, g, found = self.weights, self.gradients, []
+        steps = {"pair": w - 1, "node": g // w - 1, "network": self.nodes - 1}
+        for times, bytes_of in ((gathers, self.micro_batch_bytes(n, gathers)), (1.0, self.step_bytes(n))):
+            found.append(
+                [
+                    Stage(self._level(over, layout), groups * steps[over] * (times if kind == "weights" else 1.0), sent)
+                    for (over, kind), sent in bytes_of.items()
+                    if sent
+                ]
+            )
+        return found[0], found[1]
+
+    def _level(self, over: str, layout: Layout) -> str:
+        """Of a link from the first rank to another of its pair, node, or network."""
+        ends = {"pair": self.weights - 1, "node": self.weights, "network": self.gradients}
+        return layout.level(0, ends[over])
 
     def micro_batch_bytes(self, n: float, gathers: float = 2.0) -> dict[tuple[str, str], float]:
         """Bytes that a rank sends by (what it goes over, kind), in the mean over ranks: within a "pair" of w ranks, or
