@@ -75,6 +75,10 @@ class PieceReduce(Allocates):
     def hook(self, reduced: Tensor) -> None:
         """For FSDP2 over one rank, where it calls nothing else: its all-reduce hook."""
         self._flat.check_row(reduced)
+        if reduced.is_cuda:
+            # It is of another stream than the hook's, and FSDP2 counts on gradients, views of it that are dropped here,
+            # to hold it until the backward pass is over.
+            reduced.record_stream(torch.cuda.current_stream())
         self._add(reduced.view(1, -1))
 
     def across_nodes(self, nodes: Circle) -> Tensor:

@@ -3,8 +3,8 @@
 Each rank tells the others of its row what has become of its cut, across nodes, then over the pairs of a node. With
 "int8" that is the difference between its master and what all holders have, in blocks that share a scale: all add the
 same numbers to the same numbers, so that they stay equal to the last bit, and what rounding leaves is in the next
-difference: error feedback that takes no memory. "bfloat16" and "float32" send the new values. Norms and biases always
-go as FP32 values.
+difference: error feedback that takes no memory; norms and biases go as FP32 values. "bfloat16" and "float32" send the
+new values of all.
 
 Source: arXiv 2501.04266, Section V-C, gathers new weights in FP16.
 """
