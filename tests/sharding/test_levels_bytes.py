@@ -25,10 +25,11 @@ from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 
 ENTRIES = 64 * 128  # of a matrix whose cuts are whole blocks
+MICRO_BATCHES = 2
 
 
 def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict[str, Any], sums: bool) -> Any:
-    """Bytes by level and kind, of a micro-batch and of a step; entries held."""
+    """Bytes by level and kind, of the micro-batches and of a step; entries held."""
     chosen = ShardingOptions(levels=LevelsOptions(weights, gradients, **levels), **options)
     layout = plan_layout(4, ranks_per_node=gradients, machine=get_machine("frontier"), replicate=-1, shard=gradients)
     groups = build_level_groups(layout, weights, timedelta(seconds=60), chosen.levels.secondary)
@@ -39,7 +40,8 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     made = build_levels(model, chosen, layout, groups, traffic, sums=sums, bf16=False, kernels="torch", seed=0)
-    model(torch.randn(2, 128)).square().sum().backward()
+    for _ in range(MICRO_BATCHES):
+        model(torch.randn(2, 128)).square().sum().backward()
     micro_batch = {(level, kind): sent for (_, level, kind), sent in traffic.sent.items()}
     made.before_step()
     made.after_step(None)
@@ -70,19 +72,20 @@ def test_bytes_and_entries_are_those_of_the_closed_forms(
     assert plan is not None
     place = {"pair": "gcd_pair", "node": "gcd_pair" if g == 2 else "node", "network": "network"}
 
-    def expected(bytes_of: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    def expected(bytes_of: dict[tuple[str, str], float], times: int) -> dict[tuple[str, str], float]:
         found: dict[tuple[str, str], float] = {}
         for (over, kind), sent in bytes_of.items():
             key = place[over], "weights" if kind == "kept" else kind
-            found[key] = found.get(key, 0.0) + sent
+            found[key] = found.get(key, 0.0) + times * sent
         return {key: sent for key, sent in found.items() if sent}
 
     ranks = pool4(_counted, w, g, levels, options, sums)
-    for number, wanted in enumerate((plan.micro_batch_bytes(n), plan.step_bytes(n))):
+    micro_batch = plan.micro_batch_bytes(n, 2.0, MICRO_BATCHES)
+    for number, (wanted, times) in enumerate(((micro_batch, MICRO_BATCHES), (plan.step_bytes(n), 1))):
         mean: dict[tuple[str, str], float] = {}
         for key, sent in (item for rank in ranks for item in rank[number].items()):
             mean[key] = mean.get(key, 0.0) + sent / len(ranks)
-        assert mean == pytest.approx(expected(wanted), abs=64)  # a message is filled up to 16 bytes
+        assert mean == pytest.approx(expected(wanted, times), abs=64)  # a message is filled up to 16 bytes
     assert {rank[2] for rank in ranks} == {(n // g, n // (4 if sums else g), n // (4 if sums else g))}
 
 

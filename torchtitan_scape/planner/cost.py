@@ -230,7 +230,7 @@ def predict(
     if levels is not None:
         rows = flat_rows(workload, layout.shard)
         gathers = sum(row.gathers * row.entries for row in rows) / sum(row.entries for row in rows)
-        each, once = levels.stages(float(workload.parameters), gathers, len(rows), layout)
+        each, once = levels.stages(float(workload.parameters), gathers, len(rows), layout, micro_batches)
         traffic = micro_batches * sum(stage_seconds(each, links))
         fixed_seconds += sum(stage_seconds(once, links))
         tiers = [] if levels.sums else tiers

@@ -44,18 +44,22 @@ class LevelsPlan:
         layout: whose shard axis has the g ranks. gathers: as in `micro_batch_bytes`.
         """
         found: dict[tuple[str, str], float] = {}
-        for times, bytes_of in ((micro_batches, self.micro_batch_bytes(n, gathers)), (1, self.step_bytes(n))):
+        each = self.micro_batch_bytes(n, gathers, micro_batches)
+        for times, bytes_of in ((micro_batches, each), (1, self.step_bytes(n))):
             for (over, kind), sent in bytes_of.items():
                 if sent:
                     key = self._level(over, layout), "weights" if kind == "kept" else kind
                     found[key] = found.get(key, 0.0) + times * sent
         return found
 
-    def stages(self, n: float, gathers: float, groups: int, layout: Layout) -> tuple[list[Stage], list[Stage]]:
-        """Of a micro-batch, and of what a step has besides; every one of the `groups` pays its latency."""
+    def stages(
+        self, n: float, gathers: float, groups: int, layout: Layout, micro_batches: int = 1
+    ) -> tuple[list[Stage], list[Stage]]:
+        """Of a micro-batch, in a step's mean, and of what a step has besides; each of the `groups` pays its latency."""
         w, g, found = self.weights, self.gradients, []
         steps = {"pair": w - 1, "node": g // w - 1, "network": self.nodes - 1}
-        for times, bytes_of in ((gathers, self.micro_batch_bytes(n, gathers)), (1.0, self.step_bytes(n))):
+        each = self.micro_batch_bytes(n, gathers, micro_batches)
+        for times, bytes_of in ((gathers, each), (1.0, self.step_bytes(n))):
             found.append(
                 [
                     Stage(self._level(over, layout), groups * steps[over] * (times if kind == "weights" else 1.0), sent)
@@ -70,17 +74,18 @@ class LevelsPlan:
         ends = {"pair": self.weights - 1, "node": self.weights, "network": self.gradients}
         return layout.level(0, ends[over])
 
-    def micro_batch_bytes(self, n: float, gathers: float = 2.0) -> dict[tuple[str, str], float]:
-        """Bytes that a rank sends by (what it goes over, kind), in the mean over ranks: within a "pair" of w ranks, or
-        over the rest of the "node".
+    def micro_batch_bytes(self, n: float, gathers: float = 2.0, micro_batches: int = 1) -> dict[tuple[str, str], float]:
+        """Bytes that a rank sends by (what it goes over, kind), in the mean over ranks and over the micro-batches of a
+        step: within a "pair" of w ranks, or over the rest of the "node".
 
         gathers: of an entry in a micro-batch, 2 where its module is resharded after the forward pass.
         """
         w, g = self.weights, self.gradients
         found = {("pair", "weights"): gathers * n * self.gathered * (w - 1) / w}
         if self.secondary:  # the first gather alone is over the w ranks, and that once an update
-            again = (gathers - 1) * n * self.gathered * (self.secondary - 1) / self.secondary
-            found = {("pair", "weights"): found["pair", "weights"] / gathers}
+            first = 1 / micro_batches
+            again = (gathers - first) * n * self.gathered * (self.secondary - 1) / self.secondary
+            found = {("pair", "weights"): found["pair", "weights"] / gathers * first}
             # Round the ring of a node one link in w leads out of a pair.
             out = 1 / w if self.secondary > w else 0.0
             found |= {("pair", "kept"): (1 - out) * again, ("node", "kept"): out * again}
