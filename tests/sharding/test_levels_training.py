@@ -38,22 +38,36 @@ def moments_of(optimizers: Any) -> dict[str, Any]:
     }
 
 
+def apart(levels: Any) -> float:
+    """The largest distance of a weight from its master, of this rank's."""
+    distances = [0.0]
+    for master in levels.masters:
+        for one, weight in zip(master.places, master.group.weights(), strict=True):
+            if one.start < one.stop:
+                own = master.values[one.at : one.at + one.stop - one.start]
+                distances.append(float((own - weight[one.start : one.stop]).abs().max()))
+    return max(distances)
+
+
 def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -> dict[str, Any]:
     """As `train`; the last rank's gradient has a NaN at that step.
 
-    And what every rank holds in masters and moments at the end, and had ("began") in moments before its first step.
+    And what every rank holds in masters and moments at the end, and had ("began") in moments, and weights "apart" from
+    masters, before its first step.
     """
     from torchtitan_scape.optimizer.container import ReplicaOptimizers
     from torchtitan_scape.sharding.levels import Levels
 
     kept: list[ReplicaOptimizers] = []
     began: dict[str, Any] = {}
+    distances: list[float] = []
     spread, before, steps = ReplicaOptimizers.spread, Levels.before_step, [0]
 
     def spoil(levels: Levels) -> None:
         steps[0] += 1
         if steps[0] == 1:
             began.update(moments_of(kept[0]))
+            distances.append(apart(levels))
         if steps[0] == nan_at and dist.get_rank() == dist.get_world_size() - 1:
             levels.groups[0].reduce.buffer.view(-1)[0] = torch.nan
         before(levels)
@@ -66,7 +80,7 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
         found = train(folder, arguments)
     slices = kept[0].levels.parameters if kept[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}
-    found["moments"], found["began"] = moments_of(kept[0]), began
+    found["moments"], found["began"], found["apart"] = moments_of(kept[0]), began, distances
     return found
 
 
@@ -154,6 +168,18 @@ def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_pat
     again = pool4(train_levels, str(tmp_path / "back"), [*arguments, *more])
     masters = whole(again, "masters")
     assert all(torch.equal(masters[name], values) for name, values in whole(saved, "masters").items())
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_masters_that_local_updates_have_left(pool4: Pool, tmp_path: Path) -> None:
+    """A checkpoint within a round: the run starts from the mean of replicas that differ, not from the saved model."""
+    arguments = [*SAVING, "--training.steps=3", "--checkpoint.interval=2", "--validation.no-enable"]
+    pool4(train, str(tmp_path / "1"), [*arguments, *METHODS["diloco"], *LAYOUTS["2x2"]])
+    step = Path("checkpoint", "step-2")
+    shutil.copytree(tmp_path / "1" / step, tmp_path / "2" / step)
+    more = [*METHODS["adamw"], *on(2, 4, update="float32")]
+    resumed = pool4(train_levels, str(tmp_path / "2"), [*arguments, *more])
+    assert [one["apart"] for one in resumed] == [[0.0]] * 4
 
 
 @pytest.mark.parametrize(

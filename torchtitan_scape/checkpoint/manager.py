@@ -319,6 +319,8 @@ class ReplicaCheckpointer(CheckpointManager):
             told.append(self._optimizers.load(reader, as_it_lies, self.states["train_state"].step))
             if as_it_lies and MODEL not in excluded:
                 reader.fill_weights()
+            elif self._optimizers.levels is not None:
+                self._optimizers.levels.masters_loaded()  # parameters of another method's own have gone into masters
         if DATALOADER not in excluded:
             told += self._load_data(path, saved)
         self._optimizers.put_counters(saved["counters"])
