@@ -113,14 +113,13 @@ class LocalOptimizers(SyncedOptimizers):
     @torch.no_grad()
     def flush(self) -> None:
         """An exchange alone: no inner optimizer steps, and its moments do not decay."""
-        if self.sharding.unsent.described("exact"):  # gradients, which take a step
-            return super().flush()
         self.settle()
         self.send_all()
         self._whole_next = False
         step = Step(self.attempted_steps, torch.ones_like(self.grad_norm, dtype=torch.bool))
         with self.timer.phase("exchange"):
             self.replicas.run(lambda i: self.methods[i].updated(step))
+        self.sharding.version.changed()
 
     def _follow_the_schedule(self) -> None:
         """The rates of the first optimizer, which the schedule sets, are those of all."""
