@@ -120,6 +120,7 @@ class Method:
 
     def __init__(self, setting: Setting, options: Any) -> None:
         self.setting, self.options, self.collectives = setting, options, setting.collectives
+        self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
         """What the optimizer takes, FP32 (n,) a shard, equal to the last bit on all replicas. A collective call.
@@ -149,6 +150,17 @@ class Method:
 
     def send_all(self) -> None:
         """Makes the next exchange whole: nothing is pending after it."""
+        self._send_all = True
+
+    def takes_all(self) -> bool:
+        """Whether `send_all` was called since the last exchange: for the method, which asks once an exchange."""
+        asked, self._send_all = self._send_all, False
+        return asked
+
+    def to_mean_units(self, gradients: list[Tensor]) -> None:
+        """Times `setting.scale`, in place."""
+        if self.setting.scale != 1.0:
+            torch._foreach_mul_(gradients, self.setting.scale)
 
     def norms(self, gradients: list[Tensor]) -> list[Tensor]:
         """FP64 () a shard: of what `synchronize` gave, by whose norm over the model it is clipped."""

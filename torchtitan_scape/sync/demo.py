@@ -76,16 +76,13 @@ class Demo(Method):
         self._messages = TopkMessages(self._cuts, chosen, options.code)
         self._pending = Pending.of(setting.shards)
         self._momenta = [self._pending.tensors[setting.shards[i].name] for i in self._sent]
-        self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
-        if self.setting.scale != 1.0:
-            torch._foreach_mul_(gradients, self.setting.scale)
+        self.to_mean_units(gradients)
         sent = [gradients[i] for i in self._sent]
         for x, momentum in zip(sent, self._momenta, strict=True):
             x.add_(momentum.view(-1), alpha=self.options.beta)
-        if self._send_all or not sent:
-            self._send_all = False
+        if self.takes_all() or not sent:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(step.applied)
             return gradients
@@ -106,9 +103,6 @@ class Demo(Method):
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def send_all(self) -> None:
-        self._send_all = True
 
     def messages(self) -> list[Message]:
         return [Message("all_gather", self._messages.nbytes)] if self._sent else []

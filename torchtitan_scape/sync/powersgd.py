@@ -59,16 +59,13 @@ class Powersgd(Method):
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _first_q(q, i).to(shard.device)
         self._start = options.start if options.start >= 0 else setting.steps // 10
-        self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
-        if self.setting.scale != 1.0:
-            torch._foreach_mul_(gradients, self.setting.scale)
+        self.to_mean_units(gradients)
         for gradient, shard in zip(gradients, self.setting.shards, strict=True):
             if (residual := self._pending.tensors.get(shard.name)) is not None:
                 gradient.add_(residual.view(-1))
-        if self._send_all or step.number <= self._start:
-            self._send_all = False
+        if self.takes_all() or step.number <= self._start:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(step.applied)
             return gradients
@@ -104,9 +101,6 @@ class Powersgd(Method):
     def states(self) -> list[State]:
         q = State("q", self._q, own=False, carries="rebuild", by_parameter=False)
         return [self._pending.state(), q]
-
-    def send_all(self) -> None:
-        self._send_all = True
 
     def messages(self) -> list[Message]:
         shards, step = self.setting.shards, self.collectives.granularity()

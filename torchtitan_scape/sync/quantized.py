@@ -66,14 +66,13 @@ class Quantized(ByChunks):
         backend = choose(setting.kernels, setting.shards[0].device)
         super().__init__(setting, options, block_code(backend, options.code, options.block))
         self._pending = Pending.of(setting.shards if options.error_feedback else [])
-        self._send_all = self._whole = False
+        self._whole = False
 
     def begin(self) -> None:
-        self._whole, self._send_all = self._send_all or self.collectives.replicas == 1, False
+        self._whole = self.takes_all() or self.collectives.replicas == 1
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[Step], None]]:
-        if self.setting.scale != 1.0:
-            values.mul_(self.setting.scale)
+        self.to_mean_units([values])
         residuals = self._residuals_of(chunk)
         if residuals:
             torch._foreach_add_([values[s.at : s.at + s.length] for s in chunk.slices], residuals)
@@ -98,6 +97,3 @@ class Quantized(ByChunks):
 
     def states(self) -> list[State]:
         return [self._pending.state()] if self.options.error_feedback else []
-
-    def send_all(self) -> None:
-        self._send_all = True

@@ -103,14 +103,13 @@ class Radius(Method):
         self._selected = mask_counts(sizes, options.density, options.selection, BLOCK)
         self._known: list[int] | None = None
         self._start = options.start if options.start >= 0 else setting.steps // 5
-        self._send_all = self._refreshes = False
+        self._refreshes = False
         self._fresh: list[Tensor] | None = None
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
-        if self.setting.scale != 1.0:
-            torch._foreach_mul_(gradients, self.setting.scale)
-        whole = self._send_all or step.number < self._start or step.number % self.options.interval == 0
-        self._send_all, self._fresh = False, None
+        self.to_mean_units(gradients)
+        whole = self.takes_all() or step.number < self._start or step.number % self.options.interval == 0
+        self._fresh = None
         self._refreshes = whole and step.number >= self._start
         if whole:
             self._exchange_all(gradients)
@@ -140,9 +139,6 @@ class Radius(Method):
 
     def states(self) -> list[State]:
         return [self._pending.state(), State("mask", self._masks, own=False, carries="copy", packed=True)]
-
-    def send_all(self) -> None:
-        self._send_all = True
 
     def messages(self) -> list[Message]:
         chunked = self.collectives.chunked_entries

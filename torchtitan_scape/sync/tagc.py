@@ -68,16 +68,13 @@ class Tagc(Method):
         self._chosen = entries_per_block(options.density, BLOCK)
         self._capacity = capacity(options.density, self.collectives.replicas)
         self._offsets = sends_offsets(options.density, self.collectives.replicas)
-        self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
-        if self.setting.scale != 1.0:
-            torch._foreach_mul_(gradients, self.setting.scale)
+        self.to_mean_units(gradients)
         sparse = [gradients[i] for i in self._sparse]
         if sparse:
             torch._foreach_add_(sparse, self._residuals)
-        if self._send_all or self._dense:
-            self._send_all = False
+        if self.takes_all() or self._dense:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(step.applied)
             return gradients
@@ -95,9 +92,6 @@ class Tagc(Method):
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def send_all(self) -> None:
-        self._send_all = True
 
     def messages(self) -> list[Message]:
         chunked, shards = self.collectives.chunked_entries, self.setting.shards

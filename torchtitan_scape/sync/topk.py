@@ -103,11 +103,9 @@ class Topk(Method):
         self._pending = Pending.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
         self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
         self._backend = choose(setting.kernels, shards[0].device)
-        self._send_all = False
 
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
-        if self.setting.scale != 1.0:
-            torch._foreach_mul_(gradients, self.setting.scale)
+        self.to_mean_units(gradients)
         sparse = [gradients[i] for i in self._sparse]
         for x, residual in zip(sparse, self._residuals, strict=True):
             x.add_(residual.view(-1), alpha=self.options.decay)
@@ -136,9 +134,6 @@ class Topk(Method):
     def states(self) -> list[State]:
         return [self._pending.state()]
 
-    def send_all(self) -> None:
-        self._send_all = True
-
     def messages(self) -> list[Message]:
         chunked, shards = self.collectives.chunked_entries, self.setting.shards
         if self.options.density >= 1.0 or not self._sparse:
@@ -154,8 +149,7 @@ class Topk(Method):
 
     def _density(self, number: int) -> float:
         """Of this step; 1 for a dense one."""
-        if self._send_all or number <= self.options.start:
-            self._send_all = False
+        if self.takes_all() or number <= self.options.start:
             return 1.0
         target = self.options.density
         density = density_at(number - self.options.start, target, self.options.density_warmup_steps)
