@@ -19,7 +19,7 @@ from topology.traffic import SHARD, Traffic
 
 
 class ShardLedger:
-    """Files what FSDP2's stand-ins send under the shard axis; nothing while it is closed."""
+    """Files what FSDP2's stand-ins send under the shard axis; nothing inside `uncounted`."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic, self._open = traffic, True
@@ -29,7 +29,7 @@ class ShardLedger:
             self.traffic.add(SHARD, level, kind, input_bytes, sent)
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Inside, nothing counts: a validation is no part of a step."""
         before, self._open = self._open, False
         try:

@@ -1,4 +1,4 @@
-"""The shard axis in closed form, against SHARDING.md's formulas: what is left out there is padding and norms."""
+"""The shard axis in closed form, against formulas written down apart: what is left out there is padding and norms."""
 
 from dataclasses import replace
 

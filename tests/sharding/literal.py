@@ -1,4 +1,4 @@
-"""ZeRO++ as SHARDING.md writes it down, entry by entry in NumPy: no product code, no order but that of the ranks."""
+"""ZeRO++ (arXiv:2306.10209), entry by entry in NumPy: no product code, no order but that of the ranks."""
 
 from collections.abc import Sequence
 

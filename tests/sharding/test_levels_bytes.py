@@ -90,7 +90,7 @@ def test_bytes_and_entries_are_those_of_the_closed_forms(
 
 
 def test_the_published_figures_follow() -> None:
-    """SHARDING's closed forms at w = 2, g = 8, N nodes, INT8 gathers and INT4 gradients, scales left out."""
+    """At w = 2, g = 8, N nodes, INT8 gathers and INT4 gradients, scales left out."""
     plan = LevelsPlan(2, 8, 16, gathered=1.0, reduced=(0.5,), told=1.0)
     micro, step = plan.micro_batch_bytes(1.0), plan.step_bytes(1.0)
     assert (micro["pair", "weights"], micro["pair", "gradients"]) == (1.0, 1 / 16)

@@ -13,7 +13,7 @@ from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
 from torchtitan_scape.planner.levels_volumes import LevelsPlan
 from torchtitan_scape.planner.payload import coded_by
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, shard_stages
+from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_stages
 from torchtitan_scape.planner.volumes import (
     Method,
     host_link_bytes,
@@ -229,8 +229,7 @@ def predict(
     micro_batches = batch // (ranks * micro_batch)
     if levels is not None:
         rows = flat_rows(workload, layout.shard)
-        gathers = sum(row.gathers * row.entries for row in rows) / sum(row.entries for row in rows)
-        each, once = levels.stages(float(workload.parameters), gathers, len(rows), layout, micro_batches)
+        each, once = levels.stages(float(workload.parameters), mean_gathers(rows), len(rows), layout, micro_batches)
         traffic = micro_batches * sum(stage_seconds(each, links))
         fixed_seconds += sum(stage_seconds(once, links))
         tiers = [] if levels.sums else tiers

@@ -88,6 +88,11 @@ def flat_rows(workload: Workload, ranks: int, tensor: int = 1, reshard: str = "d
     return (*found[:-1], replace(found[-1], gathers=2 if reshard == "always" else 1))
 
 
+def mean_gathers(rows: Sequence[FlatRow]) -> float:
+    """Of an entry, in a micro-batch."""
+    return sum(row.gathers * row.entries for row in rows) / sum(row.entries for row in rows)
+
+
 @dataclass(frozen=True)
 class _Sent:
     """A collective: its stage of one rank in the mean, and how often a step has it."""

@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.planner.sharding import shard_bytes
+from torchtitan_scape.planner.sharding import mean_gathers, shard_bytes
 from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
@@ -140,9 +140,8 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
     plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)
     micro_batches = trainer.gradient_accumulation_steps // trainer.simulated
     if levels := levels_of(trainer.job_config, trainer.layout):
-        each = sum(row.entries for row in rows)
-        gathers = sum(row.gathers * row.entries for row in rows) / each
-        return levels.sent(float(each * trainer.layout.shard), gathers, micro_batches, trainer.layout)
+        entries = float(trainer.layout.shard * sum(row.entries for row in rows))
+        return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     return shard_bytes(plan, rows, trainer.layout, micro_batches)
 
 

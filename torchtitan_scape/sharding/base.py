@@ -238,6 +238,27 @@ class Version:
             self.changed()
 
 
+class Kept:
+    """What was received, for as long as the weights are of the version that it was received of."""
+
+    def __init__(self, version: Version) -> None:
+        self._version = version
+        self._kept: tuple[int, Tensor] | None = None
+
+    def get(self) -> Tensor | None:
+        """None where there is none; what is stale is let go of, before there is another."""
+        if self._kept is not None and self._kept[0] == self._version.now():
+            kept = self._kept[1]
+            if kept.is_cuda:  # it may be of another stream than this gather
+                kept.record_stream(torch.cuda.current_stream())
+            return kept
+        self._kept = None
+        return None
+
+    def keep(self, received: Tensor) -> None:
+        self._kept = self._version.now(), received
+
+
 class Sharding:
     """What is installed on a model's parameter groups; on none by default.
 
@@ -262,7 +283,7 @@ class Sharding:
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Inside, bytes do not count: a validation is no part of a step."""
-        return self.ledger.closed()
+        return self.ledger.uncounted()
 
 
 def install(flat: FlatGroup, gather: Gather, reduce: Reduce) -> None:

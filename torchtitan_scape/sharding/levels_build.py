@@ -125,8 +125,6 @@ def check_levels(options: ShardingOptions, layout: Layout) -> None:
     levels.check(layout)
     if levels.weights == 1 and options.weights != "dense":
         options.require(False, "weights", "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'")
-    if levels.gradients == 1 and options.gradients != "dense":
-        options.require(False, "gradients", "with [sharding.levels] gradients = 1 none are sent; set it to 'dense'")
     if options.secondary:
         options.require(
             False, "secondary", "weights stay in the node; that of three levels is [sharding.levels] secondary"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import WEIGHTS, Allocates, FlatGroup, Version
+from torchtitan_scape.sharding.base import WEIGHTS, Allocates, FlatGroup, Kept, Version
 from torchtitan_scape.sharding.messages import RowMessages
 
 
@@ -34,8 +34,7 @@ class KeptGather(Allocates):
         version: Version,
     ) -> None:
         self._flat, self._circle, self._rows, self._keepers, self._ledger = flat, circle, rows, keepers, ledger
-        self._version = version
-        self.kept: tuple[int, Tensor] | None = None
+        self._kept = Kept(version)
 
     @torch.no_grad()
     def __call__(
@@ -46,21 +45,14 @@ class KeptGather(Allocates):
         self._flat.check_gather(output_tensor, input_tensor, group, ranks)
         part = -(-ranks * size // self._keepers.size)
         every = torch.zeros(part * self._keepers.size, dtype=torch.uint8, device=input_tensor.device)
-        version = self._version.now()
-        if self.kept is None or self.kept[0] != version:
-            self.kept = None  # before there is another
+        if (part_kept := self._kept.get()) is None:
             own = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)
             self._rows.encode(self._rows.cut(input_tensor), own)
             self._circle.gather(own, every[: ranks * size], self._ledger, WEIGHTS)
-            self.kept = version, every.view(-1, part)[self._keepers.place].clone()
+            self._kept.keep(every.view(-1, part)[self._keepers.place].clone())
         else:
-            own = self.kept[1]
-            if own.is_cuda:  # it may be of another stream than this gather
-                own.record_stream(torch.cuda.current_stream())
-            self._keepers.gather(own, every, self._ledger, WEIGHTS)
+            self._keepers.gather(part_kept, every, self._ledger, WEIGHTS)
         if dist.get_backend() == "fake":  # what has been received is no message
             output_tensor.zero_()
             return
-        messages = every[: ranks * size].view(ranks, size)
-        for message, row in zip(messages, output_tensor.view(ranks, -1), strict=True):
-            self._rows.paste(self._rows.decode(message, row.dtype), row)
+        self._rows.unpack(every[: ranks * size].view(ranks, size), output_tensor.view(ranks, -1))

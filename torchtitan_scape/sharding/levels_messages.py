@@ -22,8 +22,8 @@ class CutMessages(RowMessages):
             parts = parts[0][:0], torch.cat(parts)
         super().encode(parts, message, key)
 
-    def decode(self, message: Tensor, dtype: torch.dtype) -> Parts:
-        return self._told_apart(super().decode(message, dtype))
+    def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:
+        return self._told_apart(super().decode(messages, dtype))
 
     def add_up(self, messages: Tensor) -> Parts:
         return self._told_apart(super().add_up(messages))
@@ -31,5 +31,5 @@ class CutMessages(RowMessages):
     def _told_apart(self, parts: Parts) -> Parts:
         if self.code is not None:
             return parts
-        coded, raw = parts[1].split(self._sizes)
+        coded, raw = parts[1].split(self._sizes, -1)
         return coded, raw

@@ -78,5 +78,5 @@ class UpdateGather:
             output = torch.empty(circle.size * message.numel(), dtype=torch.uint8, device=message.device)
             circle.gather(message, output, self._ledger, UPDATE)
             message = output
-        every = [self._messages.decode(one, self._dtype) for one in message.view(self._layout.cuts, -1)]
-        return torch.cat([coded for coded, _ in every]).float(), torch.cat([raw for _, raw in every]).float()
+        coded, raw = self._messages.decode(message.view(self._layout.cuts, -1), self._dtype)
+        return coded.reshape(-1).float(), raw.reshape(-1).float()

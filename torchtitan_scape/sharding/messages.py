@@ -5,7 +5,7 @@ A message has the block codes of all segments that are coded, all their scales, 
 nor a row: every coded segment is filled up with zeros to whole blocks, in the message only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -34,9 +34,7 @@ class RowMessages:
     def __init__(self, segments: Sequence[Segment], code: BlockCode | None = None, turned: bool = False) -> None:
         self.code, self._turned, self._row = code, turned, entries(segments)
         unit = code.unit if code else 1
-        self._coded: list[
-            tuple[int, int, int, int]
-        ] = []  # place in the row, in what is coded, entries, entries filled up
+        self._coded: list[tuple[int, int, int, int]] = []  # place in the row and in what is coded, entries, filled up
         self._raw: list[tuple[int, int]] = []  # place in the row, entries
         self.coded_entries = 0
         for segment in (segment for segment in segments if segment.size):
@@ -92,12 +90,18 @@ class RowMessages:
         message[at:end] = raw.contiguous().view(torch.uint8)
         message[end:].zero_()
 
-    def decode(self, message: Tensor, dtype: torch.dtype) -> Parts:
-        """What a message says, what is raw being of this dtype."""
-        coded = torch.empty(self.coded_entries, dtype=torch.float32, device=message.device)
+    def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:
+        """What a message (bytes,) says, or each of (k, bytes), what is raw being of this dtype."""
+        coded = torch.empty(*messages.shape[:-1], self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
-            self.code.decode(message[None, : self._coded_bytes], coded.view(1, -1))
-        return coded, self._raw_of(message, dtype)
+            told = messages[..., : self._coded_bytes]
+            self.code.decode(told if told.ndim > 1 else told[None], coded.view(-1, self.coded_entries))
+        return coded, self._raw_of(messages, dtype)
+
+    def unpack(self, messages: Iterable[Tensor], rows: Tensor) -> None:
+        """rows (k, m) become what as many messages say. One after the other: decoded, a row takes 4 bytes an entry."""
+        for message, row in zip(messages, rows, strict=True):
+            self.paste(self.decode(message, row.dtype), row)
 
     def add_up(self, messages: Tensor) -> Parts:
         """The sum of messages (k, bytes), in FP32 and in their order; what is raw there is FP32."""

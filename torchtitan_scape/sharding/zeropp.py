@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, WEIGHTS, Allocates, FlatGroup, Moment, Version
+from torchtitan_scape.sharding.base import GRADIENTS, WEIGHTS, Allocates, FlatGroup, Kept, Moment, Version
 from torchtitan_scape.sharding.messages import RowMessages, gather_across, gather_inside, sum_over
 
 
@@ -39,8 +39,8 @@ class MessageGather(Allocates):
         ledger: ShardLedger,
         keeps: Version | None = None,
     ) -> None:
-        self._flat, self._circles, self._rows, self._ledger, self._version = flat, circles, rows, ledger, keeps
-        self._kept: tuple[int, Tensor] | None = None
+        self._flat, self._circles, self._rows, self._ledger = flat, circles, rows, ledger
+        self._kept = Kept(keeps) if keeps is not None else None
 
     @torch.no_grad()
     def __call__(
@@ -53,23 +53,17 @@ class MessageGather(Allocates):
         if dist.get_backend(group) == "fake":  # what has been received is no message
             output_tensor.zero_()
             return
-        for message, row in zip(every, output_tensor.view(ranks, -1), strict=True):
-            self._rows.paste(self._rows.decode(message, row.dtype), row)
+        self._rows.unpack(every, output_tensor.view(ranks, -1))
 
     def _across(self, row: Tensor) -> Tensor:
         """What has come over the last circle, now or before."""
-        if self._kept is not None and self._version is not None:
-            version, messages = self._kept
-            if version == self._version.now():
-                if messages.is_cuda:  # they may be of another stream than this gather
-                    messages.record_stream(torch.cuda.current_stream())
-                return messages
-            self._kept = None  # before there is another
+        if self._kept is not None and (kept := self._kept.get()) is not None:
+            return kept
         own = torch.empty(self._rows.bytes_of(row.dtype), dtype=torch.uint8, device=row.device)
         self._rows.encode(self._rows.cut(row), own)
         messages = gather_across(own, self._circles, self._ledger, WEIGHTS)
-        if self._version is not None:
-            self._kept = self._version.now(), messages
+        if self._kept is not None:
+            self._kept.keep(messages)
         return messages
 
 
