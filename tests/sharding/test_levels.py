@@ -62,7 +62,7 @@ class Run:
     """This rank's side."""
 
     def __init__(self, w: int, g: int, bf16: bool = False, middle: int = 37, **options: Any) -> None:
-        levels = {key: options.pop(key) for key in ("update", "secondary") if key in options}
+        levels = {key: options.pop(key) for key in ("sum", "update", "secondary") if key in options}
         self.options = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options)
         layout = plan_layout(RANKS, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
         groups = build_level_groups(layout, w, timedelta(seconds=60), self.options.levels.secondary)
@@ -164,6 +164,33 @@ def test_weights_stay_within_a_level_of_their_masters(pool4: Pool) -> None:
     assert max(pool4(_differences, (2, 4))) > 0
 
 
+def _sums(degrees: tuple[int, int]) -> list[tuple[Tensor, Tensor, int]]:
+    """Of every group what this node has for all, what this rank gets, and the coded entries of a cut."""
+    run = Run(*degrees, sum="int8")
+    run.levels.sharding.before_micro_batch(1, 0, True)
+    loss_of(run.model, dist.get_rank(), 0, 0).backward()
+    own = [group.reduce.buffer.clone() for group in run.levels.groups]
+    run.levels.before_step()
+    found = []
+    for buffer, group in zip(own, run.levels.groups, strict=True):
+        with run.levels.sharding.uncounted():
+            total = group.reduce.across_nodes(run.levels._nodes)
+        found.append((buffer, total, group.layout.cut_coded))
+    return found
+
+
+def test_a_coded_sum_is_within_half_a_level_of_each_node(pool4: Pool) -> None:
+    """Ranks 0 and 2 have the same place on their nodes, and the first and second cut; norms and biases are exact."""
+    found = pool4(_sums, (2, 2))
+    for first, second in ((0, 2), (1, 3)):
+        for (one, total, coded), (other, *_) in zip(found[first], found[second], strict=True):
+            assert torch.equal(total[coded:], one[0, coded:] + other[0, coded:])
+            error, *largest = (
+                x[:coded].view(-1, 256).abs().amax(1) for x in (total - one[0] - other[0], one[0], other[0])
+            )
+            assert (error <= sum(largest) / 254 * 1.001).all() and error.max() > 0
+
+
 CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
 
 
@@ -180,7 +207,10 @@ def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
     """40 steps; and holders of the same weights have the same bits, whatever is coded."""
     raw = {"update": "float32"}
     options = [((2, 4), raw), ((2, 4), CODED), ((2, 4), CODED | {"gradients": "int8+int4", "bf16": True})]
-    options += [((1, 2), CODED | {"weights": "dense"}), ((2, 2), CODED | {"update": "bfloat16", "secondary": 2})]
+    options += [
+        ((1, 2), CODED | {"weights": "dense"}),
+        ((2, 2), CODED | {"sum": "int8", "update": "bfloat16", "secondary": 2}),
+    ]
     every = pool4(_losses, options)
     losses = [sum(rank[number][0] for rank in every) for number in range(len(options))]
     assert losses[1:] == pytest.approx([losses[0]] * (len(losses) - 1), rel=0.01)

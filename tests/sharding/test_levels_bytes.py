@@ -59,7 +59,7 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
         ((2, 4), {"update": "float32"}, {}, True),
         ((2, 4), {}, {"weights": "int8", "gradients": "int4"}, True),
         ((2, 4), {"secondary": 4}, {"weights": "int8", "gradients": "int8+int4"}, True),
-        ((2, 2), {"update": "bfloat16"}, {"gradients": "int8"}, True),
+        ((2, 2), {"sum": "int8", "update": "bfloat16"}, {"gradients": "int8"}, True),
         ((1, 2), {}, {"gradients": "int4"}, True),
         ((1, 2), {}, {"gradients": "int4"}, False),
     ],

@@ -79,6 +79,11 @@ def _check_levels(config: JobConfig) -> None:
             config.sharding.sparse,
             "set 'dense', or a code",
         ),
+        (
+            f"[sync] method = {method!r} with sum = {levels.sum!r}",
+            levels.sum != "float32" and not METHODS[method].adds_up,
+            'set sum = "float32": the method has an exchange of its own across nodes',
+        ),
         ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are summed in the node first"),
         (
             f"[topology] simulate_replicas = {config.topology.simulate_replicas}",

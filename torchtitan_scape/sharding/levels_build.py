@@ -17,7 +17,7 @@ from torchtitan_scape.sharding.levels import LevelGroup, Levels
 from torchtitan_scape.sharding.levels_gather import KeptGather
 from torchtitan_scape.sharding.levels_gradients import PieceReduce
 from torchtitan_scape.sharding.levels_layout import RowLayout
-from torchtitan_scape.sharding.levels_options import UPDATE_BLOCK
+from torchtitan_scape.sharding.levels_options import STEP_BLOCK
 from torchtitan_scape.sharding.levels_update import UpdateGather
 from torchtitan_scape.sharding.messages import RowMessages
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -60,11 +60,12 @@ def build_levels(
             )
     hops = _hops(options, groups, kernels)
     over = (groups.nodes, groups.pairs) if sums else (groups.pairs,)
+    step_code = block_code(kernels, "int8", STEP_BLOCK, torch.float32)
     found = []
     for flat in flats:
         row = flat.reduced
         rows = RowLayout([s.size for s in row], [s.dims > 1 for s in row], options.cut_block, groups.pairs.size, nodes)
-        code = block_code(kernels, "int8", UPDATE_BLOCK, torch.float32) if update == "int8" else None
+        summed, told = (step_code if of == "int8" else None for of in (options.levels.sum, update))
         found.append(
             LevelGroup(
                 rows,
@@ -79,10 +80,11 @@ def build_levels(
                     ledger,
                     moment,
                     device,
+                    across=summed,
                     turned=options.turns,
                     stochastic=options.rounding == "stochastic",
                 ),
-                update=UpdateGather(rows, over, code, _DTYPES[update], ledger),
+                update=UpdateGather(rows, over, told, _DTYPES[update], ledger),
                 whole=UpdateGather(rows, over, None, _DTYPES[update], ledger),
             )
         )

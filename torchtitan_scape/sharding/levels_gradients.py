@@ -2,8 +2,8 @@
 
 After every backward pass the flat of a group, (w, m), goes to the g ranks of the node in codes: the rank of pair p and
 place q gets piece p of row q, adds what came in rank order, and adds that to a buffer of its own, in FP32. FSDP2 keeps
-no gradient. Once a step the buffers are summed across nodes: a reduce-scatter, of which each rank keeps its sub-piece,
-where the paper all-reduces and throws (N - 1) / N of the sums away.
+no gradient. Once a step the buffers are summed across nodes, coded or not: a reduce-scatter, of which each rank keeps
+its sub-piece, where the paper all-reduces and throws (N - 1) / N of the sums away.
 
 Source: arXiv 2501.04266, Sections V-B and V-C.
 """
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.codec.codes import BlockCode
 from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, Allocates, FlatGroup, Moment, add_rows
+from torchtitan_scape.sharding.base import GRADIENTS, Allocates, FlatGroup, Moment
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_messages import CutMessages
 from torchtitan_scape.sharding.messages import Parts, RowMessages, hop
@@ -32,6 +32,7 @@ class PieceReduce(Allocates):
         ranks: w, over which FSDP2 shards.
         hops: (circle, code of its messages): all g ranks at once, or the w ranks of a pair, then the pairs; a circle of
             one rank is left out. The place of a rank among all g is that of its pair times w, plus its own in the pair.
+        across: the code of the sum across nodes; None for FP32.
         turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before the first hop; turned back
             after the last one, as that is linear.
         stochastic: rounding by keys of the moment, else to the nearest.
@@ -49,6 +50,7 @@ class PieceReduce(Allocates):
         ledger: ShardLedger,
         moment: Moment,
         device: torch.device,
+        across: BlockCode | None = None,
         turned: bool = False,
         stochastic: bool = False,
     ) -> None:
@@ -61,6 +63,7 @@ class PieceReduce(Allocates):
             # Of every row so many parts go out, and what comes in is a part of one row.
             cuts, rows = cuts // (circle.size // rows), 1
             self._hops.append((circle, CutMessages(layout, cuts, code)))
+        self._across = CutMessages(layout, 1, across)
         self.buffer = torch.zeros(layout.nodes, layout.sub_piece, dtype=torch.float32, device=device)
 
     @torch.no_grad()
@@ -83,11 +86,14 @@ class PieceReduce(Allocates):
 
     def across_nodes(self, nodes: Circle) -> Tensor:
         """FP32 (sub_piece,): the sum over nodes, in their order. A collective call."""
-        received = torch.zeros_like(self.buffer)
-        nodes.exchange(self.buffer, received, self._ledger, GRADIENTS)
-        total = torch.empty_like(received[0])
-        add_rows(received, total)
-        return total
+        if nodes.size == 1:
+            return self.buffer[0]
+        parts = list(zip(*self._layout.parts(self.buffer), strict=True))
+        key = partial(self._key, len(self._hops))
+        (own,) = hop(partial(_of, parts), 1, nodes, self._across, self.buffer.device, self._ledger, GRADIENTS, key)
+        if dist.get_backend() == "fake":
+            return self.buffer[nodes.place]  # what has been received is no message
+        return torch.cat(own)
 
     def _add(self, flat: Tensor) -> None:
         layout = self._layout

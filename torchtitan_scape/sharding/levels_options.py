@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from topology.layout import Layout
 from torchtitan_scape.sync.options import Options
 
-UPDATE_BLOCK = 256  # entries that share a scale in what goes out after a step
+STEP_BLOCK = 256  # entries that share a scale in what goes over the wire once a step
 
 
 @dataclass
@@ -25,6 +25,10 @@ class LevelsOptions(Options):
 
     gradients: int = 0
     """Ranks over which gradients are sharded: the degree of the shard axis, all of a node; 0 turns the levels off"""
+
+    sum: Literal["float32", "int8"] = "float32"
+    """How gradients are summed across nodes, once a step: as they are, or in a block code of 8 bits, decoded and added
+    in node order. For [sync] method = "dense"; others exchange what nodes have in their own way"""
 
     update: Literal["int8", "bfloat16", "float32"] = "int8"
     """How weights follow the masters after a step: by differences in a block code of 8 bits, whose rounding error is in

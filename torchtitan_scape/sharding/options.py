@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from topology.layout import Layout
 from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
 from torchtitan_scape.planner.sharding import ShardPlan
-from torchtitan_scape.sharding.levels_options import UPDATE_BLOCK, LevelsOptions
+from torchtitan_scape.sharding.levels_options import STEP_BLOCK, LevelsOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.sync.options import Options
 
@@ -83,7 +83,7 @@ class ShardingOptions(Options):
     def cut_block(self) -> int:
         """Entries that no cut of a row divides, where there are three levels."""
         coded = [self.gradients_block] if self.gradients != "dense" else []
-        return max([*coded, UPDATE_BLOCK if self.levels.update == "int8" else 1])
+        return max([*coded, STEP_BLOCK if "int8" in (self.levels.sum, self.levels.update) else 1])
 
     def plan(self, nodes: int, sums: bool, dtype: str) -> LevelsPlan | None:
         """Three levels as the closed forms know them; None where there are none.
@@ -100,8 +100,8 @@ class ShardingOptions(Options):
             nodes,
             gathered=kept if self.weights == "dense" else coded(8, self.weights_block),
             reduced=(codes or (4.0,)) * (2 if self.hops == 2 and len(codes) < 2 else 1),
-            summed=4.0 if sums else 0.0,
-            told=told.get(self.levels.update, coded(8, UPDATE_BLOCK)),
+            summed=(coded(8, STEP_BLOCK) if self.levels.sum == "int8" else 4.0) if sums else 0.0,
+            told=told.get(self.levels.update, coded(8, STEP_BLOCK)),
             secondary=self.levels.secondary,
             kept=kept,
         )
