@@ -1,12 +1,13 @@
-"""Trains the embedded tokenizer: byte-level BPE, 4096 entries, on the training part of the embedded corpus.
+"""Trains a committed tokenizer: byte-level BPE, 4096 entries, on the training part of a corpus.
 
 Run from the repository root:
 
-    python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]
-    python -m scripts.train_tokenizer --bytes           # the study's: 256 bytes, BOS and EOS, nothing merged
+    python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]    # the standard library
+    python -m scripts.train_tokenizer --corpus speeches
+    python -m scripts.train_tokenizer --bytes    # the study's: 256 bytes, BOS and EOS, nothing merged
 
 Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The
-same Python gives the same bytes; another version of Python has another standard library, and so another
+same Python gives the same bytes of the first; another version has another standard library, and so another
 tokenizer.
 """
 
@@ -19,12 +20,20 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.common import guarded, parser
-from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER
-from torchtitan_scape.data.standard_library import read_corpus
+from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_TOKENIZER, speeches, standard_library
 
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
 SMALLEST = 256 + 2  # bytes and special tokens
+# Where the tokenizer of a corpus lies, and what its text is.
+CORPORA = {
+    "standard_library": (
+        standard_library,
+        EMBEDDED_TOKENIZER,
+        f"standard library of Python {platform.python_version()}",
+    ),
+    "speeches": (speeches, SPEECHES_TOKENIZER, f"messages of {speeches.PACKAGE} {speeches.VERSION}"),
+}
 
 
 def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -73,11 +82,12 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def run(output: Path | None, vocab_size: int, only_bytes: bool) -> None:
-    corpus = read_corpus()
+def run(output: Path | None, vocab_size: int, name: str, only_bytes: bool) -> None:
+    source, own, text = CORPORA[name]
+    corpus = source.read_corpus()
     tokenizer = train((), SMALLEST) if only_bytes else train(corpus.train, vocab_size)
-    trained_on = f"standard library of Python {platform.python_version()}, digest {corpus.digest}"
-    folder = output or (BYTE_TOKENIZER if only_bytes else EMBEDDED_TOKENIZER)
+    trained_on = f"{text}, digest {corpus.digest}"
+    folder = output or (BYTE_TOKENIZER if only_bytes else own)
     save(tokenizer, folder, "nothing: the 256 bytes" if only_bytes else trained_on)
 
     n_bytes = sum(len(document.encode()) for document in corpus.validation)
@@ -92,9 +102,12 @@ def main() -> int:
     own = parser(__doc__)
     own.add_argument("--output", type=Path, help="folder (default: the package's)")
     own.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
+    own.add_argument(
+        "--corpus", choices=CORPORA, default="standard_library", help="text to train on (standard_library)"
+    )
     own.add_argument("--bytes", action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text")
     args = own.parse_args()
-    return guarded(lambda: run(args.output, args.vocab_size, args.bytes))
+    return guarded(lambda: run(args.output, args.vocab_size, args.corpus, args.bytes))
 
 
 if __name__ == "__main__":

