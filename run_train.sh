@@ -3,7 +3,7 @@
 #
 #   CONFIG_FILE=train_configs/X.toml NGPU=4 ./run_train.sh --sync.scape.density=0.01
 #
-# CONFIG_FILE    recipe (TOML)                            NGPU           processes on this node
+# CONFIG_FILE    recipe (TOML), or "a.toml,b.toml"        NGPU           processes on this node
 # LOG_RANK       ranks whose output is shown, "0,1"       COMM_MODE      fake_backend: dry run of NGPU ranks, one CPU
 # NNODES         nodes, each runs this script             RDZV_ENDPOINT  host:port of one of them
 # PYTHON         the Python to use                        SCAPE_TRACEBACK=1  tracebacks for wrong input too
@@ -20,10 +20,13 @@ CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
 LOG_RANK="${LOG_RANK:-0}"
 NNODES="${NNODES:-1}"
 COMM_MODE="${COMM_MODE:-}"
-if [ ! -f "$CONFIG_FILE" ]; then
-    echo "error: CONFIG_FILE=$CONFIG_FILE does not exist; recipes are in train_configs/" >&2
-    exit 2
-fi
+IFS=, read -ra recipes <<<"$CONFIG_FILE"
+for recipe in "${recipes[@]}"; do
+    if [ ! -f "$recipe" ]; then
+        echo "error: CONFIG_FILE: ${recipe:-an empty name} does not exist; recipes are in train_configs/" >&2
+        exit 2
+    fi
+done
 if [ -z "${NGPU:-}" ]; then
     gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
     NGPU=$((gpus > 0 ? gpus : 2))

@@ -38,7 +38,8 @@ from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
 from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
 from torchtitan_scape.config.checks import check_config  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig, options_of  # noqa: E402
-from torchtitan_scape.config.parsing import parse  # noqa: E402
+from torchtitan_scape.config.parsing import parse as parse  # noqa: E402  what imports the trainer takes it from here
+from torchtitan_scape.config.parsing import resolve  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
@@ -373,7 +374,9 @@ def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
 
 def run(arguments: list[str], shutdown: Shutdown) -> None:
     """Parses, builds and trains; a dry run builds only."""
-    config = parse(arguments)
+    resolved = resolve(arguments)
+    config = resolved.config
+    logger.info(resolved.line())
     shutdown.expect(config.comm.init_timeout_seconds)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
@@ -382,7 +385,10 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     shutdown.watch_over(trainer)
     if is_dry_run(config):
         report_dry_run(trainer)
-    elif config.checkpoint.create_seed_checkpoint:
+        return
+    if dist.get_rank() == 0:
+        resolved.write(config.job.dump_folder)
+    if config.checkpoint.create_seed_checkpoint:
         trainer.checkpointer.save(curr_step=0, last_step=True)
     else:
         trainer.train()

@@ -5,7 +5,8 @@
 #
 # The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and SRUN_OPTIONS, an array. Whoever submits may set
 #
-# CONFIG_FILE   recipe (TOML)                          PYTHON        the Python to use
+# CONFIG_FILE   recipe (TOML), or several, "a.toml,b.toml" (set it in front of sbatch: --export would cut it there)
+# PYTHON        the Python to use
 # LOG_RANK      ranks whose output is shown, "0,1"     LOG_DIR       where that of the others goes
 # TRAIN_SCRIPT  instead of "-m torchtitan_scape.train" MODULES       instead of the machine's modules
 # MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS            instead of what is found here
@@ -83,16 +84,19 @@ choose_python() {
 
 launch() {
     set -euo pipefail # only here: the modules' own functions may not bear it
-    local status=0 said
+    local status=0 said recipe recipes
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         refuse "this is no Slurm job; submit it: sbatch --nodes=N $0"
     fi
     if [ -z "${TRAIN_SCRIPT:-}" ] && [ -z "${CONFIG_FILE:-}" ]; then
         refuse "CONFIG_FILE is not set; it names the recipe: CONFIG_FILE=train_configs/llama_1_8b.toml sbatch ..."
     fi
-    if [ -n "${CONFIG_FILE:-}" ] && [ ! -f "$CONFIG_FILE" ]; then
-        refuse "CONFIG_FILE=$CONFIG_FILE does not exist; recipes are in train_configs/"
-    fi
+    IFS=, read -ra recipes <<<"${CONFIG_FILE:-}"
+    for recipe in "${recipes[@]}"; do
+        if [ ! -f "$recipe" ]; then
+            refuse "CONFIG_FILE: ${recipe:-an empty name} does not exist; recipes are in train_configs/"
+        fi
+    done
     choose_python
 
     # Decided once a job, not once a rank. Rank 0 runs on the first node of the list: ranks fill nodes in blocks.

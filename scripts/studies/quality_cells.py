@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ROOT, read, write
+from torchtitan_scape.config.recipes import flatten, load, split_names
 
 GRID = ROOT / "scripts" / "studies" / "quality_grid.toml"
 CURVE_POINTS = 60  # of a stored training curve
@@ -56,13 +57,6 @@ def as_argument(key: str, value: Any) -> str:
     if isinstance(value, list):
         value = ",".join(map(str, value))
     return f"--{key}={value}"
-
-
-def flatten(table: dict[str, Any], prefix: str = "") -> Options:
-    flat: Options = {}
-    for key, value in table.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def as_stored(options: Options) -> Options:
@@ -157,10 +151,10 @@ class Grid:
             raise ValueError(f"the grid {path} cannot be read: {error}") from None
         _check_keys(str(path), declared, _STUDY_KEYS, _STUDY_KEYS)
         self.recipe = str(declared["recipe"])
-        found = Path(self.recipe) if Path(self.recipe).is_absolute() else ROOT / self.recipe
-        if not found.is_file():
+        found = [ROOT / name for name in split_names(self.recipe)]  # an absolute path stays one
+        if not all(file.is_file() for file in found):
             raise ValueError(f"{path}: the recipe {self.recipe} does not exist; recipes are in train_configs/")
-        self.base = flatten(tomllib.loads(found.read_text()))
+        self.base = flatten(load(",".join(map(str, found))).table)
         self.sequence = int(self.base["training.seq_len"])
         self.parameters = int(declared["parameters"])
         self.lr_warmup, self.density_warmup = float(declared["lr_warmup"]), float(declared["density_warmup"])

@@ -5,7 +5,6 @@ import json
 import re
 import statistics
 import time
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from scripts import methods
 from scripts.common import OUTPUTS, RunError, command_of, read, write
 from scripts.studies.scaling_report import write_report
+from torchtitan_scape.config.recipes import load
 from torchtitan_scape.planner.volumes import Method
 
 NEVER = 1_000_000  # steps between two logs or validations
@@ -213,7 +213,7 @@ def from_raw(raw: Path, batch: int) -> dict[str, Any]:
 
 def recipe_value(recipe: Path, section: str, key: str) -> int:
     """A number that a recipe sets. Raises ValueError where it does not."""
-    value = tomllib.loads(recipe.read_text()).get(section, {}).get(key)
+    value = load(str(recipe)).table.get(section, {}).get(key)
     if not isinstance(value, int):
         raise ValueError(f"{recipe} has no number at [{section}] {key}; set it, or give --batch")
     return value

@@ -95,8 +95,9 @@ def check_run(command: Command) -> None:
     """A recipe and what overrides it: known keys, values that fit, ranks that can be laid out."""
     from torchtitan_scape.train import layout_of
 
-    recipe = command.variables.get("CONFIG_FILE", "train_configs/embedded.toml")
-    config = parse([f"--job.config_file={ROOT / recipe}", *command.arguments])
+    recipes = command.variables.get("CONFIG_FILE", "train_configs/embedded.toml").split(",")
+    given = ",".join(str(ROOT / recipe) for recipe in recipes)
+    config = parse([f"--job.config_file={given}", *command.arguments])
     if command.variables.get("COMM_MODE"):
         config.comm.mode = command.variables["COMM_MODE"]
     check_config(config, "cpu")
@@ -185,7 +186,8 @@ def short_runs() -> Iterator[tuple[dict[str, str], list[str]]]:
     for command in COMMANDS:
         if command.program == "./run_train.sh":
             variables = {name: value for name, value in command.variables.items() if name not in SEVERAL_HOSTS}
-            if large := "llama" in variables.get("CONFIG_FILE", ""):
+            recipe = variables.get("CONFIG_FILE", "")
+            if large := any(model in recipe for model in ("llama", "gpt", "radius")):
                 variables["COMM_MODE"] = "fake_backend"
             run = variables, [*command.arguments, *([] if large else SHORT)]
             if run not in seen:

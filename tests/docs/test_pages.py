@@ -149,7 +149,10 @@ def test_quoted_names_are_in_the_sources(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_of_configuration_are_valid(page: str) -> None:
     for block in blocks(page, "toml"):
-        check_table(JobConfig, tomllib.loads(block), "")
+        table = tomllib.loads(block)
+        for path in table.pop("extends", []):
+            assert (ROOT / "train_configs" / path).exists(), path
+        check_table(JobConfig, table, "")
     for block in blocks(page, "json"):
         json.loads(block)
 

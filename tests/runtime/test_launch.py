@@ -63,22 +63,29 @@ def test_missing_data_ends_in_one_line_though_its_rank_is_not_shown(tmp_path: Pa
 
 
 def test_a_dry_run_takes_steps_if_asked(tmp_path: Path) -> None:
-    """Nobody else selects there; masks are valid all the same."""
+    """Nobody else selects there; masks are valid all the same. Of two recipes, and what it was started with."""
+    recipes = ["train_configs/embedded.toml", f"{tmp_path}/own.toml"]
+    Path(recipes[1]).write_text('[sync.scape]\nselection = "tensor"\n')
     result, _ = launch(
-        {"COMM_MODE": "fake_backend", "NGPU": "3"},
+        {"COMM_MODE": "fake_backend", "NGPU": "3", "CONFIG_FILE": ",".join(recipes)},
         *SHORT,
         f"--job.dump_folder={tmp_path}",
         "--training.steps=4",
-        "--sync.scape.selection=tensor",
         "--sync.scape.density_warmup_steps=0",
     )
     assert result.returncode == 0, result.stderr
     assert "Summary of 4 steps" in result.stdout + result.stderr
+    assert f"Recipe: {', '.join(recipes)}; the command line sets " in result.stdout + result.stderr
+    resolved = (tmp_path / "resolved.toml").read_text()
+    assert f'selection = "tensor"  # {recipes[1]}\n' in resolved and "\nsteps = 4  # command line\n" in resolved
+    assert "\nlr = 0.002  # train_configs/embedded.toml\n" in resolved
 
 
 def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
     result, _ = launch({"CONFIG_FILE": "train_configs/none.toml"})
     assert result.returncode == 2 and "train_configs/none.toml does not exist" in result.stderr
+    result, _ = launch({"CONFIG_FILE": "train_configs/embedded.toml,none.toml"})
+    assert result.returncode == 2 and "none.toml does not exist" in result.stderr
     result, _ = launch({"NNODES": "2"})
     assert result.returncode == 2 and "RDZV_ENDPOINT" in result.stderr
 

@@ -9,7 +9,6 @@ import difflib
 import io
 import os
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from unittest.mock import patch
 from torchtitan.config import ConfigManager
 
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
+from torchtitan_scape.config.resolved import Resolved
 from torchtitan_scape.sync.types import check_section, check_value
 
 # Keys that there were, and what to write today.
@@ -35,8 +36,24 @@ GONE = {
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")
 
 
+class _Composed(ConfigManager):
+    """TorchTitan's, with a table in the place of a file."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(JobConfig)
+        self._table = table
+
+    def _maybe_load_toml(self, args: list[str]) -> Table:
+        return self._table
+
+
 def parse(arguments: list[str]) -> JobConfig:
-    """TOML and command line, as TorchTitan reads them. Raises ValueError for unknown keys and bad values."""
+    """Recipe and command line, which wins. Raises ValueError for unknown keys and bad values."""
+    return resolve(arguments).config
+
+
+def resolve(arguments: list[str]) -> Resolved:
+    """What `parse` gives, and where its values are from."""
     switches = set(_switches(JobConfig, ""))
     for argument in arguments:
         if any(category(character) in ("Cc", "Cs") for character in argument):
@@ -48,9 +65,7 @@ def parse(arguments: list[str]) -> JobConfig:
         if equals and key in switches:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
-    path = _recipe(arguments)
-    if path is not None:
-        check_table(JobConfig, _read_toml(path), "")
+    recipe = _recipe(arguments)
     asks_help = bool({"-h", "--help"} & set(arguments))
     told = io.StringIO()
     try:
@@ -59,7 +74,7 @@ def parse(arguments: list[str]) -> JobConfig:
                 stack.enter_context(contextlib.redirect_stderr(told))
                 # The message stands in a box, which would break it into lines.
                 stack.enter_context(patch.dict(os.environ, COLUMNS="100000"))
-            config = ConfigManager(JobConfig).parse_args(arguments)
+            config = _Composed(recipe.table).parse_args(arguments)
     except SystemExit as end:
         if asks_help or not end.code:
             raise
@@ -74,7 +89,7 @@ def parse(arguments: list[str]) -> JobConfig:
     if not isinstance(config, JobConfig):
         raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
     check_section(config, "")
-    return config
+    return Resolved.of(config, recipe)
 
 
 def _switches(section: Any, name: str) -> Iterator[str]:
@@ -87,27 +102,25 @@ def _switches(section: Any, name: str) -> Iterator[str]:
             yield path
 
 
-def _recipe(arguments: list[str]) -> str | None:
-    """The recipe's path, found as TorchTitan finds it."""
+def _recipe(arguments: list[str]) -> Recipe:
+    """That of the files which the command line names last, empty without any."""
+    given = None
     for i, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
-        if key in _CONFIG_FILE and equals:
-            return value
-        if argument in _CONFIG_FILE:
+        if key in _CONFIG_FILE and not equals:
             if i + 1 == len(arguments):
                 raise ValueError(f"{argument} needs the path of a recipe")
-            return arguments[i + 1]
-    return None
-
-
-def _read_toml(path: str) -> dict[str, Any]:
-    name = " ".join(path.split())
-    try:
-        return tomllib.loads(Path(path).read_bytes().decode())
-    except OSError as error:
-        raise ValueError(f"the recipe {name} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # TOML, UTF-8, numbers of too many digits
-        raise ValueError(f"the recipe {name} is no TOML: {' '.join(str(error).split())}") from None
+            value = arguments[i + 1]
+        if key in _CONFIG_FILE:
+            given = value
+    if given is None:
+        return Recipe()
+    recipe = load(given, lambda table: check_table(JobConfig, table, ""))
+    if "job.dump_folder" not in recipe.origins:  # two compositions must not write into one folder
+        named = "-".join(Path(path).stem for path in split_names(given))
+        recipe.table.setdefault("job", {})["dump_folder"] = f"./outputs/{named}"
+        recipe.origins["job.dump_folder"] = "the names of the files"
+    return recipe
 
 
 def _out_of_the_box(text: str) -> str:
@@ -130,8 +143,10 @@ def check_table(section: Any, table: dict[str, Any], name: str) -> None:
         if f"{name}.{key}" in GONE:
             raise ValueError(f"[{name}] {key} = {value!r}: {GONE[f'{name}.{key}']}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(key, [*known, "extends"] if not name else known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            if key == "extends":
+                advice = "it stands above the first section"
             what = f"[{name}] {key}" if name else f"the section [{key}]"
             raise ValueError(f"{what} is unknown; {advice}")
         expected, inner = known[key], f"{name}.{key}".lstrip(".")

@@ -5,13 +5,11 @@ them waiting in a collective, and neither says why. One gather of 16 bytes a ran
 differ do they exchange what they have.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import topology
 import torchtitan_scape
 from topology.primitives import all_gather_into
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.data import speeches, standard_library
 
 PACKAGES = (torchtitan_scape, kernels, topology)
@@ -38,16 +37,6 @@ MAY_DIFFER = ("job.config_file",)
 # A fingerprint is made of so many bytes at the beginning, the middle and the end of so many files.
 SAMPLE_BYTES, MAX_FILES = 1 << 16, 32
 MAX_NAMED = 5  # of a list of differing ranks
-
-
-def flattened(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value as text) of every key of a config, those of nested sections as `section.key`."""
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from flattened(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", repr(value)
 
 
 def code_versions() -> dict[str, str]:
@@ -100,7 +89,7 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
 
 def facts(config: JobConfig) -> dict[str, str]:
     """Everything that ranks must have in common, as text, by name."""
-    found = {key: value for key, value in flattened(config) if key not in MAY_DIFFER} | code_versions()
+    found = {key: repr(value) for key, value in values_of(config) if key not in MAY_DIFFER} | code_versions()
     # With it, ranks wait for each other where others do not.
     key = "SCAPE_COUNT_INTERFACES"
     found[f"environment: {key}"] = os.environ.get(key, "none")

@@ -21,16 +21,17 @@ def check_section(section: Any, name: str) -> None:
 def check_value(section: str, key: str, value: Any, expected: Any) -> None:
     """Raises ValueError that names key, value and what is expected."""
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"[{section}] {key} = {_short(value)}; it is beyond 64 bits")
+        raise ValueError(f"[{section}] {key} = {short(value)}; it is beyond 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"[{section}] {key} = {value}; it must be finite")
     if not _fits(value, expected):
-        raise ValueError(f"[{section}] {key} = {_short(value)}; it must be {_wanted(expected)}")
+        raise ValueError(f"[{section}] {key} = {short(value)}; it must be {_wanted(expected)}")
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"[{section}] {key} = {_short(value)}; it has a NUL character in it")
+        raise ValueError(f"[{section}] {key} = {short(value)}; it has a NUL character in it")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """As Python writes it, at most 200 characters."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

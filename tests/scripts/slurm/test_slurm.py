@@ -162,7 +162,8 @@ def test_failures_are_requeued_where_that_is_asked_for_and_not_without_end(tmp_p
 @pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 8)])
 def test_ranks_fill_the_nodes(machine: str, per_node: int, tmp_path: Path) -> None:
     """The machine's own numbers of ranks. LOCAL_WORLD_SIZE is another launcher's, in the shell that submitted."""
-    environment = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": EMBEDDED, "LOCAL_WORLD_SIZE": "3"}
+    recipes = f"{EMBEDDED},train_configs/study.toml"
+    environment = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": recipes, "LOCAL_WORLD_SIZE": "3"}
     result, _ = submit(machine, tmp_path, environment, "--a.key=two words", "--b")
     assert result.returncode == 0, result.stderr
     for rank in range(2 * per_node):
@@ -172,7 +173,7 @@ def test_ranks_fill_the_nodes(machine: str, per_node: int, tmp_path: Path) -> No
         assert facts["SLURM_NODEID"] == str(rank // per_node)
         assert facts["ranks_per_node"] == per_node
         assert facts["MASTER_ADDR"] == "localhost" and 15000 <= int(facts["MASTER_PORT"]) < 30000
-        assert facts["arguments"] == ["--job.config_file", EMBEDDED, "--a.key=two words", "--b"]
+        assert facts["arguments"] == ["--job.config_file", recipes, "--a.key=two words", "--b"]
         assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "OFI"}[machine]
 
 
@@ -251,7 +252,7 @@ def test_one_rank_that_fails_ends_all_soon(tmp_path: Path) -> None:
     "environment, message",
     [
         ({}, "CONFIG_FILE is not set"),
-        ({"CONFIG_FILE": "train_configs/none.toml"}, "train_configs/none.toml does not exist"),
+        ({"CONFIG_FILE": f"{EMBEDDED},train_configs/none.toml"}, "train_configs/none.toml does not exist"),
         ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda with"),
         ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; MODULES names others"),
         ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is no Slurm job"),

@@ -1,0 +1,290 @@
+"""Recipes that extend each other: what they say together, who said it, and that it is what the papers say."""
+
+import itertools
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtitan.config import ConfigManager
+
+from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.parsing import check_table, parse, resolve
+from torchtitan_scape.config.recipes import Recipe, flatten, load
+from torchtitan_scape.config.resolved import COMMAND_LINE, Resolved, values_of
+from torchtitan_scape.train import layout_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "train_configs"
+
+# The papers' settings, by hand from their text.
+LLAMA = {
+    "model.name": "llama3",
+    "optimizer.lr": 3e-4,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.95,
+    "optimizer.weight_decay": 0.1,
+    "lr_scheduler.min_lr_factor": 0.1,  # to 3e-5
+    "lr_scheduler.warmup_steps": 2000,
+    "training.global_batch_size": 1024,
+    "training.dataset": "slimpajama_6b",
+    "sync.scape.density_warmup_steps": 2000,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_500m": LLAMA | {"model.flavor": "500M", "training.seq_len": 4096},
+    "llama_1_8b": LLAMA | {"model.flavor": "1.8B", "training.seq_len": 2048},
+}
+ALL: dict[str, Any] = {
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.decay_ratio": None,  # from the end of the warm-up to the last step
+    "training.max_norm": 1.0,
+    "training.steps": 100_000,
+    "training.dtype": "float32",
+    "training.mixed_precision_param": "bfloat16",
+    "training.mixed_precision_reduce": "float32",
+}
+PAPER_RULE = {
+    "optimizer.name": "AdamS",
+    "sync.method": "scape",
+    "sync.scape.wire": "float32",
+    "sync.scape.selection": "tensor",
+    "sync.scape.staleness_scaling": False,
+    "sync.scape.clip_mode": "literal",
+    "sync.scape.update": "replicated",
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer.name": "AdamW", "sync.method": "dense"},
+    "adams": {"optimizer.name": "AdamS", "sync.method": "dense"},
+    "scape_0.1": PAPER_RULE | {"sync.scape.density": 0.1},
+    "scape_0.01": PAPER_RULE | {"sync.scape.density": 0.01},
+    "scape": {
+        "optimizer.name": "AdamS",
+        "sync.method": "scape",
+        "sync.scape.density": 0.05,
+        "sync.scape.wire": "int4",
+        "sync.scape.selection": "block",
+        "sync.scape.staleness_scaling": True,
+        "sync.scape.clip_mode": "moment",
+    },
+    "radius": {
+        "optimizer.name": "AdamW",
+        "sync.method": "radius",
+        "sync.radius.density": 0.5,
+        "sync.radius.interval": 200,
+        "sync.radius.release_scale": 1.0,
+    },
+}
+# Machine, shard degree; ranks and ranks a node to lay out, and the replicas that there are then.
+MACHINES = {"vista": ("vista", 1, 32, 1, 32), "frontier": ("frontier", 8, 64, 8, 8), "one_gpu": ("auto", 1, 1, 1, 1)}
+
+
+def check(table: dict[str, Any]) -> None:
+    check_table(JobConfig, table, "")
+
+
+def built(recipe: Recipe) -> JobConfig:
+    """As TorchTitan makes it, without a command line, whose parser takes most of the time."""
+    return ConfigManager(JobConfig)._dict_to_dataclass(JobConfig, recipe.table)
+
+
+def given(*names: str) -> str:
+    return ",".join(str(RECIPES / f"{name}.toml") for name in names)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start(world: int, per_node: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+
+    return start
+
+
+def test_there_are_no_others() -> None:
+    for folder, known in (("models", {*MODELS, "common"}), ("methods", METHODS), ("machines", MACHINES)):
+        assert {path.stem for path in (RECIPES / folder).glob("*.toml")} == set(known)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_with_any_method_on_a_machine_is_what_the_papers_say(model: str, machine: str, ranks: Any) -> None:
+    preset, shard, world, per_node, replicas = MACHINES[machine]
+    ranks(world, per_node)
+    for method, expected in METHODS.items():
+        recipe = load(given(f"models/{model}", f"methods/{method}", f"machines/{machine}"), check)
+        config = built(recipe)
+        values = dict(values_of(config))
+        wanted = ALL | MODELS[model] | expected | {"topology.machine": preset}
+        assert {key: values[key] for key in wanted} == wanted, method
+        check_config(config, "cpu")
+        layout = layout_of(config)
+        assert (layout.replicate, layout.shard) == (replicas, shard)
+
+
+def test_of_two_methods_or_machines_the_last_one_counts() -> None:
+    """So that a method or a machine can be set on top of a recipe that has one."""
+
+    def read(*names: str) -> dict[str, Any]:
+        values = dict(values_of(built(load(given(*names)))))
+        own = f"sync.{values['sync.method']}."
+        others = {key for key in values if key.startswith("sync.") and key.count(".") > 1 and not key.startswith(own)}
+        return {key: value for key, value in values.items() if key not in others}
+
+    for kind, names in (("methods", METHODS), ("machines", MACHINES)):
+        for first, last in itertools.permutations(names, 2):
+            assert read(f"{kind}/{first}", f"{kind}/{last}") == read(f"{kind}/{last}"), (first, last)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_can_begin(path: Path, ranks: Any) -> None:
+    config = built(load(str(path), check))
+    ranks(*((1, 1) if config.parallelism.data_parallel_shard_degree == 1 else (8, 8)))
+    check_config(config, "cpu")
+    layout_of(config)
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes recipes beside each other, where the tests then are."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**contents: str) -> None:
+        for name, content in contents.items():
+            path = tmp_path / f"{name.replace('__', '/')}.toml"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content)
+
+    yield write
+
+
+def test_files_are_taken_in_turn_key_by_key(files: Any) -> None:
+    files(
+        first='[training]\nsteps = 1\nseq_len = 8\n[model]\nconverters = ["a"]\n[training.dataloader]\nnum_workers = 1',
+        sub__second='extends = "../first.toml"\n[training]\nsteps = 2',
+        sub__third='[model]\nconverters = ["c"]\n[optimizer]\nlr = 0.1',
+        last='extends = ["sub/second.toml", "sub/third.toml"]\n[optimizer]\neps = 1e-6\n[sync]\n',
+        more="[optimizer]\neps = 1e-7",
+    )
+    recipe = load("last.toml,more.toml", check)
+    assert recipe.files == ["sub/../first.toml", "sub/second.toml", "sub/third.toml", "last.toml", "more.toml"]
+    assert {key: (value, recipe.origins[key]) for key, value in flatten(recipe.table).items()} == {
+        "training.steps": (2, "sub/second.toml"),
+        "training.seq_len": (8, "sub/../first.toml"),
+        "training.dataloader.num_workers": (1, "sub/../first.toml"),
+        "model.converters": (["c"], "sub/third.toml"),
+        "optimizer.lr": (0.1, "sub/third.toml"),
+        "optimizer.eps": (1e-7, "more.toml"),
+    }
+
+
+FOUR = {f"r{i}": f'extends = "r{i + 1}.toml"' for i in range(5)}
+
+
+@pytest.mark.parametrize(
+    "contents, names, message",
+    [
+        ({"a": 'extends = "b.toml"', "b": 'extends = "./a.toml"'}, "a.toml", "a circle: a.toml -> b.toml -> ./a.toml"),
+        ({"a": 'extends = "a.toml"'}, "a.toml", "in a circle: a.toml -> a.toml"),
+        ({"a": "extends = ['b.toml']"}, "a.toml", "a.toml -> b.toml cannot be read: No such file or directory"),
+        ({}, "a.toml", "the recipe a.toml cannot be read: No such file or directory"),
+        ({"a": 'extends = "b.toml"', "b": "[sync"}, "a.toml", "a.toml -> b.toml is no TOML: "),
+        (
+            {**FOUR, "r5": ""},
+            "r0.toml",
+            "over more than 4 steps: r0.toml -> r1.toml -> r2.toml -> r3.toml -> r4.toml -> r5.toml",
+        ),
+        ({"a": "extends = 3"}, "a.toml", "a.toml: extends = 3; it must be the path of a recipe, or a list of paths"),
+        ({"a": "extends = ['']"}, "a.toml", "a.toml: extends = ['']; it must be the path"),
+        ({"a": 'extends = "b\\u0000"'}, "a.toml", "a.toml: extends = 'b\\x00'; it must be the path"),
+        ({"a": f"extends = 0x{'f' * 9000}"}, "a.toml", "a.toml: extends = a very large number; it must be the path"),
+        ({"a": 'extend = "b.toml"'}, "a.toml", "a.toml: the section [extend] is unknown; did you mean 'extends'?"),
+        ({"a": '[sync]\nextends = "b"'}, "a.toml", "a.toml: [sync] extends is unknown; it stands above the first"),
+        ({"a": 'extends = "b.toml"', "b": "[sync.scape]\ndensty = 1"}, "a.toml", "b.toml: [sync.scape] densty is"),
+        ({"a": "", "b": "[training]\nsteps = 'ten'"}, "a.toml,b.toml", "b.toml: [training] steps = 'ten'; it must be"),
+        ({"a": ""}, "a.toml,", "'a.toml,' has an empty name in it"),
+        ({"a": ""}, "a.toml,b.toml", "the recipe b.toml cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_file(contents: dict[str, str], names: str, message: str, files: Any) -> None:
+    files(**contents)
+    with pytest.raises(ValueError) as error:
+        parse([f"--job.config_file={names}"])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_four_steps_are_not_too_many(files: Any) -> None:
+    files(**FOUR | {"r4": "[training]\nsteps = 5"})
+    assert load("r0.toml").table == {"training": {"steps": 5}}
+    files(a='extends = ["b.toml", "c.toml"]', b='extends = "c.toml"', c="")
+    assert load("a.toml").files == ["c.toml", "b.toml", "c.toml", "a.toml"], "named twice is no circle"
+
+
+# ------------------------------------------------------------------------------------------ what was started
+
+
+def test_the_resolved_recipe_says_who_said_it_and_starts_the_same_run(tmp_path: Path) -> None:
+    names = [str(RECIPES / f"{name}.toml") for name in ("llama_500m", "methods/adamw", "machines/frontier")]
+    path = tmp_path / "run" / "resolved.toml"
+    command = [f"--job.config_file={','.join(names)}", "--training.steps=3", '--job.description="ü" \\ 1']
+    first = resolve([*command, "--model.converters=a,b", "--optimizer.lr=3e-4"])
+    assert first.line() == (
+        f"Recipe: {', '.join(first.files)}; the command line sets "
+        'job.description = "\\"ü\\" \\\\ 1", model.converters = ["a", "b"], training.steps = 3'
+    ), "a value that is the file's is the file's"
+    first.write(str(path.parent))
+    text = path.read_text()
+    for line in (
+        'dump_folder = "./outputs/llama_500m-adamw-frontier"  # the names of the files',
+        'name = "AdamW"  # ' + names[1],
+        f"lr = 0.0003  # {RECIPES}/models/llama_500m.toml",
+        "beta2 = 0.95  # " + first.origins["optimizer.beta2"],
+        "steps = 3  # command line",
+        "data_parallel_shard_degree = 8  # " + names[2],
+        "gc_freq = 50",
+    ):
+        assert f"\n{line}\n" in text, line
+    assert "density_warmup_steps = 2000" in text and "[sync.topk]" not in text, "of what is not used, what was set"
+    listed = flatten(tomllib.loads(text))
+    assert set(first.origins) <= listed.keys() and "job.config_file" not in listed
+
+    again = resolve([f"--job.config_file={path}"])
+    assert again.values == first.values and not any(by == COMMAND_LINE for by in again.origins.values())
+    again.write(str(path.parent))
+    assert path.read_text() == text, "who said it first stays"
+    other = resolve([f"--job.config_file={path}", "--training.steps=4"])
+    other.write(str(path.parent))
+    assert path.read_text() == other.text() != text and [p.name for p in path.parent.iterdir()] == ["resolved.toml"]
+
+
+def test_what_a_recipe_cannot_say_stands_there_as_a_comment() -> None:
+    """TOML has no None. A key that is None by default is left out; one that the command line made None is not."""
+    given = {"sync.method": "dense", "a.b": None, "a.c": None, "sync.scape.d": 1, "sync.dense.e": 2}
+    text = Resolved(parse([]), (), given, {"a.b": COMMAND_LINE}).text()
+    body = text[text.index("\n[") :].split("\n")
+    assert body == [
+        *("", "[sync]", 'method = "dense"', ""),
+        *("[a]", "# b is None, which no recipe can say: --a.b=None", "", "[sync.dense]", "e = 2", ""),
+    ]
+
+
+def test_without_recipe_and_arguments_all_is_default() -> None:
+    nothing = resolve([])
+    assert nothing.files == () and nothing.origins == {} and nothing.line() == "Recipe: none"
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"\[job\] dump_folder = '.*file/run' cannot be written to: Not a directory"):
+        resolve([]).write(f"{tmp_path}/file/run")
+
+
+def test_the_last_name_on_the_command_line_counts(files: Any) -> None:
+    """run_train.sh names one itself, in front of what it is given."""
+    files(a="[training]\nsteps = 1", b="[training]\nsteps = 2\n[job]\ndump_folder = 'there'")
+    config = parse(["--job.config_file", "a.toml", "--job.config-file=b.toml"])
+    assert (config.training.steps, config.job.dump_folder) == (2, "there")
