@@ -1,13 +1,13 @@
 """TorchTitan's parallelisation with the replicate axis hidden from it: that axis belongs to the optimizer."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3 import parallelize_llama
 
 from topology.groups import LevelGroups, ReplicaGroups, ShardGroups
 from torchtitan_scape.config.job_config import JobConfig
@@ -39,12 +39,17 @@ class ReplicaParallelDims(ParallelDims):
         return not self.bare
 
 
-def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """TorchTitan's `parallelize_llama`, then sums instead of scaled sums in FSDP2's reduce-scatter.
+def parallelize(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *, family: Callable[..., nn.Module]
+) -> nn.Module:
+    """What the model's `family` does, then sums instead of scaled sums in FSDP2's reduce-scatter.
 
     TorchTitan turns FSDP2's gradient division off by a factor of 1, which becomes a pre-multiplied sum, and
     gloo has none. A model of one shard that keeps FP32 gets no FSDP2: its hooks would move nothing and cast nothing,
     and take a quarter of a small model's step. A dry run keeps it: a plain module cannot leave the meta device there.
+
+    Args:
+        family: as TorchTitan's `parallelize_llama`, of the first three arguments.
     """
     training, dry = job_config.training, job_config.comm.mode == "fake_backend"
     if (
@@ -55,7 +60,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
     ):
         parallel_dims = copy.copy(parallel_dims)
         cast(ReplicaParallelDims, parallel_dims).bare = True
-    model = cast(nn.Module, parallelize_llama(model, parallel_dims, job_config))
+    model = family(model, parallel_dims, job_config)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -6,7 +6,7 @@ Both exchange gradients while the backward pass runs; AdamS and clipping stay ou
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,7 +21,7 @@ from torchtitan_scape.sync.base import Message, Method, Step
 Parallelize = Callable[..., nn.Module]
 
 
-def unwrapped(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
+def unwrapped(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:
     """No FSDP: plain parameters, which DDP takes."""
     if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
         raise ValueError("a model without FSDP needs shard and tensor degrees of 1; set parallelism accordingly")
@@ -77,13 +77,11 @@ class Hsdp:
         self.overlaps = overlaps
 
     @staticmethod
-    def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-        from torchtitan.models.llama3 import parallelize_llama  # after the device is decided
-
+    def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:
         # FSDP is on for a shard axis of size 1, too, where TorchTitan would take DDP.
         native, replicated = copy.copy(parallel_dims), property(lambda dims: dims.dp_replicate > 1)
         native.__class__ = type("NativeDims", (type(parallel_dims),), {"dp_replicate_enabled": replicated})
-        wrapped = cast(nn.Module, parallelize_llama(model, native, job_config))
+        wrapped = family(model, native, job_config)
         for module in wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums

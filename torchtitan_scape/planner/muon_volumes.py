@@ -9,8 +9,10 @@ ITERATIONS = 5  # of Newton-Schulz
 
 
 def hidden_shapes(shapes: Shapes) -> Shapes:
-    """The matrices of a Llama's blocks: all but its first and its last, which are embedding and output."""
-    return [shape for shape in shapes if len(shape) == 2][1:-1]
+    """The matrices of a model's blocks: of Llama all but the first and the last, which are embedding and output; of
+    GPT-2, which ends with a norm, all but the first two, which are its tables."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    return matrices[1:-1] if len(shapes[-1]) == 2 else matrices[2:]
 
 
 def muon_memory(method: Any, shapes: Shapes, replicas: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from torchtitan_scape.planner.workloads import Shape, Workload
 
 _ALIGNED = 16
 _SCALE = 4  # bytes
+_CUT_BIASES = ("wq.bias", "wk.bias", "wv.bias", "w1.bias")
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,25 @@ def _padded(size: int) -> int:
 
 
 def flat_rows(workload: Workload, ranks: int, tensor: int = 1, reshard: str = "default") -> tuple[FlatRow, ...]:
-    """TorchTitan's groups over so many ranks: embeddings, every layer, then what follows.
+    """TorchTitan's groups over so many ranks: embeddings, every layer, then what follows. GPT-2's embeddings and what
+    follows its layers are one, of the root.
 
-    tensor: of tensor parallelism, which divides matrices besides. reshard: `[parallelism] fsdp_reshard_after_forward`;
-        a group that is not resharded is gathered once; by default that is the last one.
+    tensor: of tensor parallelism, which divides matrices besides, and biases of those that it cuts by outputs.
+    reshard: `[parallelism] fsdp_reshard_after_forward`; a group that is not resharded is gathered once; by default that
+        is the last one.
     """
-    shapes = []
-    for rows, *rest in workload.shapes():
-        own = -(-rows // tensor) if rest else rows
+    shapes, names = [], workload.names()
+    for name, (rows, *rest) in zip(names, workload.shapes(), strict=True):
+        own = -(-rows // tensor) if rest or name.endswith(_CUT_BIASES) else rows
         shapes.append((-(-own // ranks), *rest))
-    first, names = 2 if workload.gpt2 else 1, workload.names()
+    first = 2 if workload.gpt2 else 1
     each = (len(shapes) - first - 2) // workload.layers
     ends = [0, *(first + i * each for i in range(workload.layers + 1)), len(shapes)]
     gathers = 1 if reshard == "never" else 2
     found = [FlatRow(tuple(shapes[a:b]), gathers, names=names[a:b]) for a, b in itertools.pairwise(ends)]
+    if workload.gpt2:
+        (tables, *found, norm) = found
+        found.append(replace(norm, shapes=tables.shapes + norm.shapes, names=tables.names + norm.names))
     return (*found[:-1], replace(found[-1], gathers=2 if reshard == "always" else 1))
 
 

@@ -16,7 +16,8 @@ class Workload:
     """A decoder and what it is trained on.
 
     sequence: tokens a sequence. batch: sequences a step, over all ranks.
-    gpt2: GPT-2's form (learned positions, biases, tied output, GELU) instead of Llama's.
+    positions: rows of a table of learned positions, which GPT-2's form has, with biases, a tied output and GELU; 0 for
+        Llama's.
     """
 
     name: str
@@ -28,7 +29,18 @@ class Workload:
     vocab: int
     sequence: int
     batch: int
-    gpt2: bool = False
+    positions: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gpt2 and self.sequence > self.positions:
+            raise ValueError(
+                f"{self.name} has learned positions for {self.positions} tokens, and a sequence has {self.sequence}"
+            )
+
+    @property
+    def gpt2(self) -> bool:
+        """Whether it has GPT-2's form."""
+        return self.positions > 0
 
     def shapes(self) -> tuple[Shape, ...]:
         """Every parameter tensor, in the order of the model."""
@@ -42,26 +54,17 @@ class Workload:
 
     def _gpt2_shapes(self) -> tuple[Shape, ...]:
         w, f = self.width, self.ffn
-        layer: tuple[Shape, ...] = ((w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,))
-        layer += ((w,), (w,), (f, w), (f,), (w, f), (w,))
-        return ((self.vocab, w), (self.sequence, w), *layer * self.layers, (w,), (w,))
+        layer: tuple[Shape, ...] = ((w, w), (w,)) * 4 + ((f, w), (f,), (w, f), (w,)) + ((w,), (w,)) * 2
+        return ((self.vocab, w), (self.positions, w), *layer * self.layers, (w,), (w,))
 
     def names(self) -> tuple[str, ...]:
-        """Of the tensors of `shapes`, as TorchTitan has them; of GPT-2, as its authors do."""
-        if self.gpt2:
-            norms = [f"ln_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
-            parts = [f"{part}.{kind}" for part in ("attn.c_attn", "attn.c_proj") for kind in ("weight", "bias")]
-            feed = [f"{part}.{kind}" for part in ("mlp.c_fc", "mlp.c_proj") for kind in ("weight", "bias")]
-            first, own, last = (
-                ["wte.weight", "wpe.weight"],
-                [*norms[:2], *parts, *norms[2:], *feed],
-                ["ln_f.weight", "ln_f.bias"],
-            )
-        else:
-            parts = [f"attention.{part}.weight" for part in ("wq", "wk", "wv", "wo")]
-            feed = [f"feed_forward.{part}.weight" for part in ("w1", "w2", "w3")]
-            own = [*parts, *feed, "attention_norm.weight", "ffn_norm.weight"]
-            first, last = ["tok_embeddings.weight"], ["norm.weight", "output.weight"]
+        """Of the tensors of `shapes`, as the models have them."""
+        kinds = ("weight", "bias") if self.gpt2 else ("weight",)
+        parts = [f"attention.{part}" for part in ("wq", "wk", "wv", "wo")]
+        parts += [f"feed_forward.{part}" for part in (("w1", "w2") if self.gpt2 else ("w1", "w2", "w3"))]
+        own = [f"{part}.{kind}" for part in (*parts, "attention_norm", "ffn_norm") for kind in kinds]
+        first = ["tok_embeddings.weight", "pos_embeddings.weight"] if self.gpt2 else ["tok_embeddings.weight"]
+        last = ["norm.weight", "norm.bias"] if self.gpt2 else ["norm.weight", "output.weight"]
         return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in own), *last)
 
     @property
@@ -75,11 +78,11 @@ class Workload:
     def flops_per_token(self) -> float:
         """Forward and backward: 6 a parameter that is multiplied, and 6 * layers * width * sequence for attention.
 
-        The input embedding is a look-up and not counted (a tied one is the output's matrix, and is). Attention is
-        causal: half of 12 * layers * width * sequence. Recomputation is not counted.
+        The input embedding is a look-up and not counted (a tied one is the output's matrix, and is; positions are
+        not). Attention is causal: half of 12 * layers * width * sequence. Recomputation is not counted.
         """
-        looked_up = self.sequence * self.width if self.gpt2 else self.vocab * self.width
-        return 6.0 * (self.parameters - looked_up) + 6.0 * self.layers * self.width * self.sequence
+        looked_up = self.positions if self.gpt2 else self.vocab
+        return 6.0 * (self.parameters - looked_up * self.width) + 6.0 * self.layers * self.width * self.sequence
 
     def activation_bytes(self, micro_batch: int) -> float:
         """Estimated peak for `micro_batch` sequences, BF16, every second layer recomputed (selective checkpointing).
@@ -98,12 +101,13 @@ class Workload:
         """Estimated: FSDP's largest unit (a layer or an embedding), gathered while the next one arrives.
 
         Two BF16 copies of its parameters (4 bytes a parameter), BF16 gradients and what is reduced in FP32 (2 + 4).
+        GPT-2's tables are gathered throughout, beside its layers: a copy, BF16 gradients, and the reduction at the end.
         """
-        shapes = self.shapes()
-        embeddings = self.vocab * self.width
-        outside = sum(math.prod(s) for s in shapes if s in ((self.vocab, self.width), (self.sequence, self.width)))
-        layer = (self.parameters - outside) / max(1, self.layers)
-        return 10.0 * max(layer, embeddings)
+        tables = (self.positions + self.vocab if self.gpt2 else 2 * self.vocab) * self.width
+        layer = (self.parameters - tables) / max(1, self.layers)
+        if self.gpt2:
+            return max(10.0 * layer + 4.0 * tables, 8.0 * tables)
+        return 10.0 * max(layer, self.vocab * self.width)
 
 
 WORKLOADS = {
@@ -111,7 +115,7 @@ WORKLOADS = {
     for workload in (
         Workload("llama_500m", 16, 1536, 16, 8, 4096, 32000, 4096, 1024),
         Workload("llama_1_8b", 24, 2560, 32, 8, 6912, 32000, 2048, 1024),
-        Workload("gpt_345m", 24, 1024, 16, 16, 4096, 50257, 1024, 512, gpt2=True),
+        Workload("gpt_345m", 24, 1024, 16, 16, 4096, 50304, 1024, 512, positions=1024),
     )
 }
 

@@ -44,23 +44,21 @@ def _model_of(config: JobConfig) -> tuple[Any, dict[str, Shape]]:
 
 
 def workload_of(config: JobConfig) -> Workload:
-    """The config's Llama as the cost model knows it. Its TrainSpec must be registered; nothing is allocated."""
+    """The config's model as the cost model knows it. Its TrainSpec must be registered; nothing is allocated."""
     args, parameters = _model_of(config)
-    shapes = tuple(parameters.values())
-    # The feed-forward's last matrix alone leads to the model's width from another one.
-    ffn = next((s[1] for s in shapes[1:-1] if len(s) == 2 and s[0] == args.dim != s[1]), args.dim)
     workload = Workload(
         name=f"{config.model.name} {config.model.flavor}",
         layers=args.n_layers,
         width=args.dim,
         heads=args.n_heads,
-        kv_heads=args.n_kv_heads or args.n_heads,
-        ffn=ffn,
+        kv_heads=parameters["layers.0.attention.wk.weight"][0] * args.n_heads // args.dim,
+        ffn=parameters["layers.0.feed_forward.w2.weight"][1],
         vocab=args.vocab_size,
         sequence=config.training.seq_len,
         batch=config.training.global_batch_size,
+        positions=parameters.get("pos_embeddings.weight", (0,))[0],
     )
-    assert workload.shapes() == shapes
+    assert dict(zip(workload.names(), workload.shapes(), strict=True)) == parameters
     return workload
 
 

@@ -1,0 +1,91 @@
+"""GPT-2's weights as Hugging Face has them: there and back exactly, and the same logits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_gpt2 import batch, whole_model
+from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
+from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
+
+BYTES = str(Path(__file__).resolve().parents[2] / "torchtitan_scape/data/byte_tokenizer")  # 258 entries
+ARGS = GPT2_ARGS["tiny"]
+
+
+def uneven() -> GPT2:
+    """Weights of which none is equal to another; sharp attention, in which a wrong order of heads shows."""
+    model, generator = whole_model(), torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("wq.weight", "wk.weight")):
+                parameter.mul_(8)
+    return model
+
+
+def test_there_and_back_is_exact() -> None:
+    ours = dict(uneven().state_dict())
+    for adapter in (GPT2StateDictAdapter(ARGS, None), GPT2StateDictAdapter(ARGS, "/nowhere")):
+        theirs = adapter.to_hf(ours)
+        assert theirs["transformer.h.1.attn.c_attn.weight"].shape == (64, 192)
+        assert all(value.is_contiguous() for value in theirs.values()) and "lm_head.weight" not in theirs
+        back = adapter.from_hf(theirs)
+        assert back.keys() == ours.keys() and all(torch.equal(back[name], ours[name]) for name in ours)
+
+
+def test_rows_that_the_tokenizer_lacks_are_cut_and_come_back_as_the_mean() -> None:
+    ours, adapter = dict(uneven().state_dict()), GPT2StateDictAdapter(ARGS, BYTES)
+    theirs = adapter.to_hf(ours)
+    assert theirs["transformer.wte.weight"].shape == (258, 64)
+    table = adapter.from_hf(theirs)["tok_embeddings.weight"]
+    assert torch.equal(table[:258], ours["tok_embeddings.weight"][:258])
+    mean = ours["tok_embeddings.weight"][:258].mean(dim=0)
+    assert torch.allclose(table[258:], mean.expand(2, -1))
+    model = uneven()
+    model.load_state_dict(adapter.from_hf(theirs))
+    with torch.no_grad():
+        logits = model(batch()[0])
+    more = logits.logsumexp(dim=-1) - logits[..., :258].logsumexp(dim=-1)
+    assert 0 < float(more.max()) <= 2 / 258
+
+
+def test_older_keys_are_taken_and_a_head_of_its_own_is_not() -> None:
+    ours, adapter = dict(uneven().state_dict()), GPT2StateDictAdapter(ARGS, None)
+    old: dict[str, Tensor] = {name.removeprefix("transformer."): v for name, v in adapter.to_hf(ours).items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 128, 128).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    back = adapter.from_hf(old)
+    assert back.keys() == ours.keys() and all(torch.equal(back[name], ours[name]) for name in ours)
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from wte.weight.*tie it"):
+        adapter.from_hf({**old, "lm_head.weight": old["wte.weight"] + 1})
+    with pytest.raises(KeyError, match="rotary"):
+        adapter.from_hf({**old, "h.0.attn.rotary.weight": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("folder", [None, BYTES])
+def test_transformers_has_the_same_logits(folder: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, adapter = uneven(), GPT2StateDictAdapter(ARGS, folder)
+    sizes = {"n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=adapter.entries, **sizes, **drops)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    missing, unexpected = theirs.load_state_dict(adapter.to_hf(dict(model.state_dict())), strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    theirs.tie_weights()
+    with torch.no_grad():
+        tokens = batch()[0].clamp(max=adapter.entries - 1)
+        expected, found = theirs(tokens).logits, model(tokens)[..., : adapter.entries]
+        assert float((found - expected).abs().max()) < 1e-5
+        # Back: what they would save.
+        again = GPT2(replace(ARGS, vocab_size=adapter.entries))
+        again.load_state_dict(GPT2StateDictAdapter(again.model_args, folder).from_hf(dict(theirs.state_dict())))
+        assert torch.equal(again(tokens), found)
+        # A control: heads that are mixed up are seen.
+        wq = model.layers["0"].attention.wq
+        wq.weight.copy_(wq.weight.view(4, 16, 64).transpose(0, 1).reshape(64, 64))
+        assert float((model(tokens)[..., : adapter.entries] - expected).abs().max()) > 1e-2
