@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.codec.formats import FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout
+from torchtitan_scape.planner.muon_volumes import hidden_shapes
 from torchtitan_scape.planner.payload import coded_by, mask_bytes, payload_bytes, payload_entries, width
 from torchtitan_scape.planner.scape_volumes import kernel_bytes
 from torchtitan_scape.planner.volumes import (
@@ -94,8 +95,18 @@ def test_llama_shapes_are_those_that_torchtitan_builds(model: str, flavor: str, 
 
 
 def test_gpt_is_gpt2_medium() -> None:
-    """354,823,168 parameters, as in the published checkpoint (tied output)."""
-    assert get_workload("gpt_345m").parameters == 354823168
+    """354,823,168 parameters, as in the published checkpoint (tied output), and 47 spare rows."""
+    from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
+
+    workload = get_workload("gpt_345m")
+    with torch.device("meta"):
+        built = {name: tuple(p.shape) for name, p in GPT2(GPT2_ARGS["345M"]).named_parameters()}
+    assert list(zip(workload.names(), workload.shapes(), strict=True)) == list(built.items())
+    assert workload.parameters == 354823168 + 47 * 1024
+    assert hidden_shapes(workload.shapes()) == [s for name, s in built.items() if "layers" in name and len(s) == 2]
+    assert replace(workload, sequence=256).shapes() == workload.shapes()
+    with pytest.raises(ValueError, match="gpt_345m has learned positions for 1024 tokens, and a sequence has 2048"):
+        replace(workload, sequence=2048)
 
 
 @given(st.sampled_from(sorted(WORKLOADS)), st.integers(1, 8))
