@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -244,3 +245,16 @@ def test_holders_of_the_same_weights_are_compared(pool4: Pool) -> None:
     found = pool4(_flipped, (2, 4), False)
     assert all("ranks 1 and 3 differ in '0.0.weight'" in told for told, _ in found)
     assert [same for _, same in found] == [True, True, True, False]
+
+
+def _frozen() -> str:
+    model = make_model()
+    model[0][1].requires_grad_(False)
+    with patch(f"{__name__}.make_model", lambda _: model), pytest.raises(ValueError) as told:
+        Run(2, 4)
+    return str(told.value)
+
+
+def test_frozen_parameters_are_refused(pool4: Pool) -> None:
+    for told in pool4(_frozen):
+        assert "[sharding.levels] weights = 2: '0.1.weight' is frozen" in told and "train it, or leave" in told

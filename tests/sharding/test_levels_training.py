@@ -81,6 +81,7 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
     slices = kept[0].levels.parameters if kept[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}
     found["moments"], found["began"], found["apart"] = moments_of(kept[0]), began, distances
+    found["summed_over"] = kept[0].guard.summed_over
     return found
 
 
@@ -133,12 +134,23 @@ def test_resuming_is_the_run_that_never_stopped(
     step = Path("checkpoint", "step-3")
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
     resumed = pool4(train_levels, str(tmp_path / "resumed"), arguments)
+    assert run[0]["summed_over"] == ("all ranks" if method == "adamw" else "the ranks of its node")
     for a, b in zip(run, resumed, strict=True):
         assert len(b["losses"]) == 3 and b["losses"] == a["losses"][3:] and b["norms"] == a["norms"][3:]
         assert torch.equal(a["parameters"], b["parameters"])
         assert a["skipped"] == (0 if nan_at is None else 1)
         for kind in ("masters", "moments"):
             assert all(torch.equal(a[kind][name][2], b[kind][name][2]) for name in a[kind])
+
+
+@pytest.mark.slow
+def test_compiled_blocks(pool4: Pool, tmp_path: Path) -> None:
+    """Stand-ins and masters lie outside of what is compiled."""
+    more = ["--training.steps=3", "--training.mixed_precision_param=bfloat16"]
+    arguments = [*METHODS["adamw"], *on(2, 4, **CODED), *more]
+    plain = pool4(train, str(tmp_path / "plain"), arguments)
+    compiled = pool4(train, str(tmp_path / "compiled"), [*arguments, "--compile.enable"], timeout=600)
+    assert compiled[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-3)
 
 
 @pytest.mark.slow

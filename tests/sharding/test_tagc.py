@@ -80,6 +80,9 @@ def play(micro_batches: int, nan_at: int = 0, whole_at: int = 0, **options: Any)
             ours(output_tensor=row, input_tensor=flat.view(-1), group=dist.group.WORLD, op=dist.ReduceOp.SUM)
             given += flat
             out += row
+        applied = out.isfinite().all().float()
+        dist.all_reduce(applied, dist.ReduceOp.MIN)
+        ours.updated(applied.bool())
         found["given"].append(given)
         found["after"].append(ours.residual.clone())
         found["out"].append(out)
@@ -94,7 +97,11 @@ def play_all() -> dict[str, dict[str, Any]]:
     found = {name: play(1, **options) for name, options in CASES.items()}
     found |= {f"{name} of 4": play(4, **CASES[name]) for name in ("default", "each")}
     found |= {"nan": play(1, nan_at=2), "nan in a sketch": play(1, nan_at=2, **SKETCH)}
-    return found | {"whole": play(1, whole_at=2)}
+    return (
+        found
+        | {"whole": play(1, whole_at=2), "whole, skipped": play(1, nan_at=2, whole_at=2)}
+        | {"whole of 4": play(4, whole_at=2, micro="each")}
+    )
 
 
 @cache
@@ -144,7 +151,7 @@ def test_every_exact_index_gives_the_same() -> None:
 
 def test_bytes_are_the_closed_form() -> None:
     for rank in played():
-        assert all(one["sent"] == one["planned"] for name, one in rank.items() if name != "whole")
+        assert all(one["sent"] == one["planned"] for name, one in rank.items() if "whole" not in name)
         blocks, raw = 3, 305
         # Of two other ranks: offsets of 9 blocks, 67 bytes each; 306 of 1024 entries, and what is not compressed.
         expected = {"index": 2 * 9 * 67.0, "gradients": 2 * 4.0 * (blocks * 306 + raw)}
@@ -187,6 +194,22 @@ def test_a_whole_exchange_leaves_nothing() -> None:
     for rank in played():
         after = rank["whole"]["after"]
         assert after[0].any() and not after[1].any() and after[2].any()
+        assert not rank["whole of 4"]["after"][1].any()
+
+
+def test_a_whole_exchange_of_a_skipped_step_is_made_again() -> None:
+    """What was to be sent stays, with the finite rows of the gradients; the next step sends all, to the last bit."""
+    sent = []
+    for rank in played():
+        one = rank["whole, skipped"]
+        v = one["before"][1].clone()
+        for row, gradients in zip(v, one["given"][1][:, COMPRESSED], strict=True):
+            row[KEPT] += gradients if gradients.isfinite().all() else 0.0
+        assert torch.equal(one["after"][1], v) and not one["after"][2].any()
+        sent.append(v[:, KEPT] + one["given"][2][:, COMPRESSED])
+    for owner, rank in enumerate(played()):
+        expected = in_rank_order([rows[owner] for rows in sent])
+        assert torch.equal(rank["whole, skipped"]["out"][2][COMPRESSED], expected)
 
 
 def in_training() -> None:
@@ -217,7 +240,11 @@ def becomes_gradients(run: Run) -> None:
     (sums,) = unsent.states("mean", shards)
     total, sent = unsent.squares(), run.sent
     unsent.as_gradients(shards)
-    assert total is not None and total > 0 and unsent.squares() == 0.0 and run.sent == sent
+    unsent.updated(torch.tensor(False))
+    assert total is not None and total > 0 and unsent.squares() == total and run.sent == sent
+    unsent.as_gradients(shards)
+    unsent.updated(torch.tensor(True))
+    assert unsent.squares() == 0.0
     for shard in shards:
         if shard.name in sums.tensors:
             assert torch.equal(local(shard.parameter.grad), sums.tensors[shard.name])

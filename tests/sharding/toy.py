@@ -159,5 +159,4 @@ class _Watching:
 
 
 def param_group(module: Any) -> Any:
-    state = module._get_fsdp_state()
-    return state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+    return module._get_fsdp_state()._fsdp_param_group

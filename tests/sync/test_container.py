@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kernels import finite_check
 from tests.pool import Pool
+from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.sync.registry import METHODS
 
 
@@ -50,3 +52,17 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
 def test_a_whole_send_that_was_skipped_is_made_up_for(name: str, pool2: Pool) -> None:
     for before, skipped, after in pool2(whole_send_after_a_skipped_step, name):
         assert before > 0 and skipped == before and after == 0.0
+
+
+@pytest.mark.parametrize("summed_over", ["", "all ranks"])
+def test_a_sum_is_not_told_as_one_ranks_gradient(summed_over: str) -> None:
+    """Who found a number in a sum over ranks keeps a part of it: any of them may have made it."""
+    everywhere = [(0, []), (1, ["w"])]
+    guard = FiniteGuard(["w"], finite_check("torch"), lambda flags: flags, lambda _: everywhere, 0, max_skipped_steps=1)
+    guard.summed_over = summed_over
+    guard.check([torch.tensor([torch.nan])])
+    with pytest.raises(NonFiniteGradientError, match="rank 1, parameter 'w'") as told:
+        guard.settle()
+    whose = "A rank has a part of the sum over all ranks, any of which may have made it. Parameters and"
+    assert (whose in str(told.value)) is bool(summed_over)
+    assert str(told.value).endswith(f"the data of {summed_over or 'that rank'}.")

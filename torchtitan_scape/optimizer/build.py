@@ -84,6 +84,9 @@ def build_optimizers(
     optimizers.sharding = sharding
     if levels is not None:
         optimizers.spread(levels)
+        optimizers.guard.summed_over = "all ranks" if entry.adds_up else "the ranks of its node"
+    elif groups.layout.shard * groups.layout.context > 1:
+        optimizers.guard.summed_over = "the ranks that hold its replica"
     return optimizers
 
 

@@ -302,6 +302,7 @@ class SyncedOptimizers(ReplicaOptimizers):
             update(self.optimizers[0], step.applied)
         with phase("exchange"):
             self.replicas.run(lambda i: self.methods[i].updated(step))
+            self.sharding.unsent.updated(step.applied)
         self.sharding.version.changed_if(self.guard.last_applied)
 
     def _checked(self) -> tuple[list[list[Tensor]], Step]:

@@ -103,11 +103,9 @@ def flat_groups(model: nn.Module) -> list[FlatGroup]:
             modules.append(module)
     groups: list[FlatGroup] = []
     for state, titles, modules in found.values():
-        own = getattr(state, "_fsdp_param_groups", None)  # a list from torch 2.13 on
-        if own is None:
-            own = [state._fsdp_param_group] if state._fsdp_param_group else []
-        assert len(own) < 2, "a shard placement of one's own is not used here"
-        for group in own:
+        # None for a module without parameters of its own. torch 2.13 has a list besides, of one where no shard
+        # placement of one's own is used.
+        if (group := state._fsdp_param_group) is not None:
             gathered = _row(group.fsdp_params, names)
             reduced = _row([p for p in group.fsdp_params if p.sharded_param.requires_grad], names)
             groups.append(FlatGroup("+".join(titles), len(groups), gathered, reduced, tuple(modules)))

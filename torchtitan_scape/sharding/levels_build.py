@@ -44,13 +44,18 @@ def build_levels(
     layout: the run's. sums: gradients are summed across nodes here, so that the optimizer gets sub-pieces; else it gets
     pieces. bf16: FSDP2 keeps weights in BF16, beside the FP32 masters. kernels: "triton" or "torch". seed: of rounding.
 
-    Raises ValueError for uneven rows in BF16.
+    Raises ValueError for uneven rows in BF16, and for parameters that are frozen.
     """
     sharding, update = Sharding(groups, ShardLedger(traffic), seed), options.levels.update
     ledger, moment = sharding.ledger, sharding.moment
     flats, nodes = flat_groups(model), groups.nodes.size if sums else 1
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     device = next(iter(parameters.values())).device
+    if frozen := [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+        raise ValueError(
+            f"[sharding.levels] weights = {groups.weights.size}: {frozen[0]!r} is frozen, and masters are of what is "
+            "trained alone; train it, or leave [sharding.levels] out"
+        )
     for name, parameter in parameters.items() if bf16 else ():
         if len(parameter) % groups.weights.size:
             raise ValueError(

@@ -44,7 +44,8 @@ class TagcReduce(Allocates):
 
     A block never crosses a parameter. What is not compressed is sent whole, with the same exchange, and waits for it.
     A row with a number that is not finite is neither added nor taken from; its owner gets NaN, so that the step is
-    skipped. What others have sent in a skipped step is dropped with it, as a dense gradient is.
+    skipped. What others have sent in a skipped step is dropped with it, as a dense gradient is; not what a whole
+    exchange has sent, which stays with that step's gradients in it, and is sent again.
 
     Args:
         circle: all ranks of the shard axis.
@@ -62,7 +63,8 @@ class TagcReduce(Allocates):
         device: torch.device,
     ) -> None:
         self._flat, self._circle, self._options, self._ledger, self._moment = flat, circle, options, ledger, moment
-        self.name, self._send_all = str(flat.number), False
+        # Whether the next exchange is to be whole, and whether this step's was.
+        self.name, self._send_all, self._sent_all = str(flat.number), False, False
         self._passes, self._finite = tagc_passes(backend), finite_check(backend)
         ranks = circle.size
         self.compressed = [s for s in flat.reduced if options.compresses(s.name, s.dims, ranks * s.size) and s.size]
@@ -112,8 +114,22 @@ class TagcReduce(Allocates):
         return own
 
     def send_all(self) -> None:
-        """Makes the next exchange whole."""
+        """Makes the last exchange of the next step whole."""
         self._send_all = True
+
+    def all_is_sent(self) -> None:
+        """The residual goes with this step, see `updated`."""
+        self._sent_all = True
+
+    def updated(self, applied: Tensor) -> None:
+        """After a step, bool () whether it was applied: then nothing is left of what was sent whole.
+
+        Waits for the device, where something was.
+        """
+        if self._sent_all:
+            self._sent_all, self._send_all = False, not applied
+            if applied:
+                self.residual.zero_()
 
     def bytes_sent(self) -> dict[str, float]:
         """Of an exchange, by kind: arithmetic."""
@@ -160,7 +176,7 @@ class TagcReduce(Allocates):
         ranks, own = self._circle.size, self.residual.new_empty(self.blocks * BLOCK)
         if not self.blocks:
             return own
-        if self._send_all:
+        if self._send_all and self._moment.last:
             return self._all_of_it(own)
         if self._options.selection == "table":
             chosen = torch.cat([select_above(row, self._options.sparsity) for row in self.residual])
@@ -176,9 +192,8 @@ class TagcReduce(Allocates):
         return own
 
     def _all_of_it(self, own: Tensor) -> Tensor:
-        self._send_all = False
+        self.all_is_sent()
         self._sum(torch.where(self._bad[:, None], torch.nan, self.residual), own)
-        self.residual.masked_fill_(~self._bad[:, None], 0.0)
         return own
 
     def _of_good_rows(self, bits: Tensor) -> Tensor:

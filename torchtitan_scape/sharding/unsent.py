@@ -44,10 +44,13 @@ class Unsent:
         return []
 
     def send_all(self) -> None:
-        """Makes the next exchange whole, so that nothing is kept after it."""
+        """Makes the next step's exchange whole, so that nothing is kept after it."""
 
     def as_gradients(self, shards: Sequence[Shard]) -> None:
         """Makes it the gradients of a step that has no backward pass. A collective call."""
+
+    def updated(self, applied: Tensor) -> None:
+        """After a step, bool () whether it was applied."""
 
     def squares(self) -> Tensor | None:
         """FP64 (): the sum of squares of what this rank keeps; None where none do."""
@@ -57,7 +60,7 @@ class Unsent:
 class Residuals(Unsent):
     """Of the groups of a model: every rank has some of all rows, (S, n) a group.
 
-    Made of stand-ins that have `residual`, `slices` and `add_up`, see `sharding.tagc.TagcReduce`.
+    Made of stand-ins as `sharding.tagc.TagcReduce` is.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
@@ -106,7 +109,11 @@ class Residuals(Unsent):
             if shard.name in sums.tensors:
                 store_gradient(shard, sums.tensors[shard.name].reshape(-1))
         for group in self._groups:
-            group.residual.zero_()
+            group.all_is_sent()
+
+    def updated(self, applied: Tensor) -> None:
+        for group in self._groups:
+            group.updated(applied)
 
     def squares(self) -> Tensor | None:
         total = torch.zeros((), dtype=torch.float64, device=self._groups[0].residual.device) if self._groups else None

@@ -27,6 +27,7 @@ class FiniteGuard:
         asked_to_stop: whether this rank wants all to stop; asked at every check.
         stop_agreed: whether some rank did at the last settled check: the same on all ranks, at the same place.
         agreed: of what else was asked at that check, what is true on every rank.
+        summed_over: the ranks of whose gradients those that are checked are sums, in words; "" for this rank's own.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class FiniteGuard:
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
         self.agreed: list[bool] = []
+        self.summed_over = ""
         self._may_go_on: list[Tensor] = []
         self._finite = finite
         self._all_true = all_true
@@ -103,12 +105,17 @@ class FiniteGuard:
         if self.skipped_in_a_row >= self.max_skipped_steps:
             raise NonFiniteGradientError(
                 f"the gradients were not finite for {self.skipped_in_a_row} steps in a row "
-                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. "
+                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. {self._whose()}"
                 "Parameters and state are those of the last good step. Lower the learning rate, or look at "
-                "the data of that rank."
+                f"the data of {self.summed_over or 'that rank'}."
             )
         logger.warning("skipped a step: some rank's gradient was not finite (%d in a row)", self.skipped_in_a_row)
         return False
+
+    def _whose(self) -> str:
+        if not self.summed_over:
+            return ""
+        return f"A rank has a part of the sum over {self.summed_over}, any of which may have made it. "
 
     def _culprits(self) -> str:
         assert self._each is not None
