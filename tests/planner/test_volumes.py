@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.codec.formats import FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout
+from torchtitan_scape.planner.gradient_volumes import powersgd_rank
 from torchtitan_scape.planner.muon_volumes import hidden_shapes
 from torchtitan_scape.planner.payload import coded_by, mask_bytes, payload_bytes, payload_entries, width
 from torchtitan_scape.planner.scape_volumes import kernel_bytes
@@ -20,7 +21,6 @@ from torchtitan_scape.planner.volumes import (
     memory_bytes,
     messages,
     optimizer_bytes,
-    powersgd_rank,
     simulated_memory_bytes,
 )
 from torchtitan_scape.planner.workloads import WORKLOADS, get_workload, local_shapes

@@ -1,7 +1,8 @@
 """Which method on which layout: every candidate predicted, and the rule that picks. Plain arithmetic: no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from topology.layout import Layout, plan_layout
@@ -131,15 +132,18 @@ def candidates(case: Case, methods: Sequence[Method]) -> list[Candidate]:
         layout = plan_layout(
             case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
         )
-        own = case.batch // case.ranks
-        sizes = [m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0]
-        for method in methods:
-            for micro_batch in sizes:
-                candidate = Candidate(layout, micro_batch, _predict(case, layout, method, micro_batch))
-                if candidate.memory <= case.capacity:
-                    break
-            found.append(candidate)
+        found += [of_largest_micro_batch(case, layout, partial(_predict, case, layout, method)) for method in methods]
     return found
+
+
+def of_largest_micro_batch(case: Case, layout: Layout, predicted: Callable[[int], Prediction]) -> Candidate:
+    """With the largest micro-batch that fits, 1 if none does. predicted: of a micro-batch."""
+    own = case.batch // case.ranks
+    for micro_batch in (m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0):
+        candidate = Candidate(layout, micro_batch, predicted(micro_batch))
+        if candidate.memory <= case.capacity:
+            break
+    return candidate
 
 
 def _predict(case: Case, layout: Layout, method: Method, micro_batch: int) -> Prediction:
@@ -217,14 +221,19 @@ def break_even_bandwidth(case: Case, advice: Advice) -> float:
         dense, sparse = (_predict(changed, c.layout, c.method, c.micro_batch) for c in (advice.dense, advice.sparse))
         return dense.step / sparse.step
 
+    return bandwidth_of(gain, now, WORTHWHILE)
+
+
+def bandwidth_of(gain: Callable[[float], float], now: float, wanted: float) -> float:
+    """The largest bandwidth at which a gain, which falls with it, is as wanted: likewise."""
     low, high = now / 1000, now * 1000
-    if gain(low) < WORTHWHILE:
+    if gain(low) < wanted:
         return 0.0
-    if gain(high) >= WORTHWHILE:
+    if gain(high) >= wanted:
         return float("inf")
     for _ in range(60):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if gain(middle) >= WORTHWHILE else (low, middle)
+        low, high = (middle, high) if gain(middle) >= wanted else (low, middle)
     return low
 
 

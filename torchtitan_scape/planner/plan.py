@@ -2,6 +2,7 @@
 
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --model llama_1_8b
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model llama_1_8b --network-bandwidth 3.5
+    python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
     python -m torchtitan_scape.planner.plan --paper  # the paper's measured points against the model
 
 Presets are nominal. Networks that are shared, or badly placed, give a fraction of it (the SCAPE paper's runs a
@@ -12,8 +13,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +38,7 @@ from torchtitan_scape.planner.advice import (
     make_case,
 )
 from torchtitan_scape.planner.cost import Assumptions, Prediction
+from torchtitan_scape.planner.shard_axis import Form, forms, lines
 from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
 from torchtitan_scape.planner.workloads import local_shapes
 
@@ -241,6 +245,13 @@ def as_json(case: Case) -> dict[str, Any]:
     }
 
 
+def _forms_as_json(case: Case, found: Sequence[Form]) -> list[dict[str, Any]]:
+    return [
+        {"form": form.title, "detail": form.detail, "network_bytes": form.network} | _as_dict(case, form.candidate)
+        for form in found
+    ]
+
+
 def _as_dict(case: Case, candidate: Candidate) -> dict[str, Any]:
     p, layout = candidate.prediction, candidate.layout
     return {
@@ -273,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--network-bandwidth", type=float, default=0.0, help="GB/s that a rank really sends between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the paper's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)
+    add("--shard-axis", type=int, default=0, help="ranks of a replica: FSDP, ZeRO++ and three levels on them, compared")
     add("--mfu", type=float, default=Assumptions().mfu, help="share of the peak that forward and backward reach")
     add("--json", action="store_true")
     add("--paper", action="store_true", help="the SCAPE paper's points against the model, and the extrapolation")
@@ -291,6 +303,8 @@ def _paper(output: Path | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    answer: Callable[[], Any]
+    said: Iterable[str]
     try:
         options = _parser().parse_args(arguments)
         if options.paper:
@@ -307,7 +321,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sequence=options.seq_len,
                 assumptions=Assumptions(mfu=options.mfu),
             )
-            text = json.dumps(as_json(case), indent=1) if options.json else "\n".join(report(case))
+            if options.shard_axis:
+                found = forms(case, options.shard_axis)
+                answer, said = partial(_forms_as_json, case, found), chain(_question(case), [""], lines(case, found))
+            else:
+                answer, said = partial(as_json, case), report(case)
+            text = json.dumps(answer(), indent=1) if options.json else "\n".join(said)
     except ValueError as error:
         print(f"torchtitan_scape.planner.plan: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from torchtitan_scape.planner.gradient_volumes import (
+    compressed,
+    demo_messages,
+    powersgd_messages,
+    radius_messages,
+    radius_moved,
+    sparseloco_messages,
+    tagc_messages,
+    topk_messages,
+)
 from torchtitan_scape.planner.local_volumes import (
     local_host_bytes,
     local_host_link_bytes,
@@ -16,20 +26,7 @@ from torchtitan_scape.planner.local_volumes import (
 )
 from torchtitan_scape.planner.messages import Message, coded_message
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_passes
-from torchtitan_scape.planner.payload import (
-    Shapes,
-    chosen_at,
-    coded_by,
-    cut_of,
-    demo_message_bytes,
-    entries_of,
-    mask_counts,
-    tagc_index,
-    tagc_packed,
-    topk_message_bytes,
-    whole_sizes,
-    width,
-)
+from torchtitan_scape.planner.payload import Shapes, coded_by, entries_of, tagc_packed, width
 from torchtitan_scape.planner.scape_volumes import (
     scape_host_bytes,
     scape_host_link_bytes,
@@ -38,7 +35,7 @@ from torchtitan_scape.planner.scape_volumes import (
     scape_passes,
     scape_simulated,
 )
-from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
+from torchtitan_scape.planner.workloads import Workload, local_shapes
 
 
 @dataclass(frozen=True)
@@ -251,11 +248,11 @@ def _with_residual(
         return 0.0, moved(method) * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        compressed = entries_of(_compressed(method, shapes))
-        residual = 4.0 * (kept(method, shapes) if kept else compressed)
+        entries = entries_of(compressed(method, shapes))
+        residual = 4.0 * (kept(method, shapes) if kept else entries)
         kinds = optimizer_of(method).memory(method, shapes, replicas)
         kinds |= {"residual": residual} if residual else {}
-        kinds |= {"masks": masks * compressed} if masks else {}
+        kinds |= {"masks": masks * entries} if masks else {}
         # What replicas send of their own is with all of them at once.
         gathered = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
         held = replicas * gathered + (4.0 * packed(method, shapes, replicas) if packed else 0.0)
@@ -271,74 +268,6 @@ def _with_residual(
         return VOLUMES[method.optimizer]
 
     return Volumes(messages, passes, memory, simulated, option, recipe, overlaps)
-
-
-def _topk_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    if method.density >= 1.0:
-        return [Message("reduce", 4.0 * entries_of(shapes))]
-    selected = _compressed(method, shapes)
-    cuts = [cut_of(shape, method.selection, method.block) for shape in selected if math.prod(shape)]
-    whole = 4.0 * (entries_of(shapes) - entries_of(selected))
-    gathered = Message("gather", topk_message_bytes(cuts, chosen_at(cuts, method.density), method.values))
-    return [gathered, Message("reduce", whole)] if whole else [gathered]
-
-
-def _tagc_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    """Where the entries are, and as many as a union of all choices may have."""
-    if method.density >= 1.0:
-        return [Message("reduce", 4.0 * entries_of(shapes))]
-    index = Message(*tagc_index(shapes, method.density, replicas))
-    packed = tagc_packed(shapes, method.density, replicas) + sum(whole_sizes(shapes))
-    return [index, Message("reduce", 4.0 * packed)]
-
-
-def _demo_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    return [Message("gather", demo_message_bytes(shapes, method.k, method.block, method.values))]
-
-
-def _compressed(method: Method, shapes: Shapes) -> list[Shape]:
-    """The tensors that a method with a residual does not send whole."""
-    return [s for i, s in enumerate(shapes) if i not in method.dense and (len(s) > 1 or method.selection == "tile")]
-
-
-def _radius_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    """What the mask has, and every so many steps all, in which what was kept back may travel apart."""
-    sizes = [math.prod(shape) for shape in _compressed(method, shapes)]
-    kept = sum(mask_counts(sizes, method.density, method.selection, method.block)) + entries_of(shapes) - sum(sizes)
-    share = 1.0 / method.interval
-    found = [(kept, 1.0 - share), (entries_of(shapes), share)]
-    found += [(sum(sizes), share)] if method.clip_refresh == "fresh" else []
-    return [Message("reduce", 4.0 * entries, share=share) for entries, share in found]
-
-
-def _radius_moved(method: Method) -> float:
-    """Gradient and residual in and out, the mask, the payload in and out; at a whole exchange no payload, but moments
-    and parameters for the next mask."""
-    return 16.125 + 8.0 * method.density * (1.0 - 1.0 / method.interval) + 12.0 / method.interval
-
-
-def _powersgd_messages(method: Method, shapes: Shapes, replicas: int = 0) -> list[Message]:
-    """What is left whole, then all P, then all Q. A matrix goes whole where factors would save less than half."""
-    factored = []
-    for shape in shapes:
-        rows, columns = shape[0], math.prod(shape[1:])
-        if len(shape) > 1 and 2 * method.rank * (rows + columns) < rows * columns:
-            factored.append((rows, columns))
-    whole = entries_of(shapes) - entries_of(factored)
-    rows, columns = (sum(sides) for sides in zip(*factored, strict=True)) if factored else (0, 0)
-    return [Message("reduce", 4.0 * n) for n in (whole, method.rank * rows, method.rank * columns)]
-
-
-def powersgd_rank(shapes: Shapes, nbytes: float) -> int:
-    """The largest rank whose messages hold at most `nbytes`; at least 1."""
-
-    def held(rank: int) -> float:
-        return sum(message.nbytes for message in _powersgd_messages(Method("powersgd", rank=rank), shapes))
-
-    rank = 1
-    while rank < 1024 and held(rank + 1) <= nbytes:
-        rank += 1
-    return rank
 
 
 # ------------------------------------------------------------------------------------------- local updates
@@ -372,10 +301,6 @@ def _local(
     )
 
 
-def _sparseloco_messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
-    return [replace(m, share=1.0 / method.inner_steps) for m in _topk_messages(method, shapes, replicas)]
-
-
 # -------------------------------------------------------------------------------------------------- the table
 
 # Bytes a parameter that passes move: fused AdamW 28, AdamS 20, SignSGD 12, all with a finite check 4, norm 4, clip 8.
@@ -394,25 +319,25 @@ VOLUMES: dict[str, Volumes] = {
     "signsgd": _whole(sent=4.0, moved=28.0, state=0.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
     "topk": _with_residual(
-        _topk_messages,
+        topk_messages,
         lambda method: TOPK_MOVED,
         "density",
         {"density": "density", "selection": "selection", "block_size": "block", "values": "values"},
     ),
     "tagc": _with_residual(
-        _tagc_messages,
+        tagc_messages,
         lambda method: 36.0,
         "density",
         {"density": "density"},
         packed=lambda method, shapes, replicas: tagc_packed(shapes, method.density, replicas),
     ),
     "demo": _with_residual(
-        _demo_messages, lambda method: 72.0, "k", {"k": "k", "chunk": "block"}, lambda _, shapes: entries_of(shapes)
+        demo_messages, lambda method: 72.0, "k", {"k": "k", "chunk": "block"}, lambda _, shapes: entries_of(shapes)
     ),
-    "powersgd": _with_residual(_powersgd_messages, lambda method: 36.0, "rank", {"rank": "rank"}),
+    "powersgd": _with_residual(powersgd_messages, lambda method: 36.0, "rank", {"rank": "rank"}),
     "radius": _with_residual(
-        _radius_messages,
-        _radius_moved,
+        radius_messages,
+        radius_moved,
         "density",
         {"density": "density", "interval": "interval", "selection": "selection"},
         masks=0.125,
@@ -442,7 +367,7 @@ VOLUMES: dict[str, Volumes] = {
         {"inner_steps": "inner_steps", "fragments": "fragments", "delay": "delay", "code": "wire"},
     ),
     "sparseloco": _local(
-        _sparseloco_messages,
+        sparseloco_messages,
         "inner_steps",
         {"inner_steps": "inner_steps", "density": "density", "values": "values"},
         sparse=True,

@@ -1,0 +1,73 @@
+"""The planner's forms of the shard axis: which there are, what they send between nodes, and why not more is gained."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from torchtitan_scape.planner.advice import make_case
+from torchtitan_scape.planner.plan import main
+from torchtitan_scape.planner.shard_axis import FSDP, LEVELS, WANTED, forms
+
+FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b", "--shard-axis", "8")
+
+
+def test_three_levels_against_overlapped_hsdp_on_48_nodes(capsys: pytest.CaptureFixture) -> None:
+    """Nominal links hide what is dense; the report says at which bandwidth levels and SCAPE gain 1.5 x."""
+    assert main(FRONTIER) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "48 replica(s) of 8 ranks",
+        "three levels over 4, 8, 8 ranks, scape 0.05 int4, against FSDP, adams overlap: ",
+        "not 1.5 x: ",
+        "with nothing beside them it would be 1.0",
+    ):
+        assert part in said
+    found = re.search(r"1.5 x is reached on links of ([\d.]+) GB/s", said)
+    assert found and 0.5 < float(found[1]) < 3.0
+    assert main([*FRONTIER, "--network-bandwidth", str(0.9 * float(found[1]))]) == 0
+    assert "not 1.5 x" not in capsys.readouterr().out
+
+
+def test_json_has_every_form(capsys: pytest.CaptureFixture) -> None:
+    assert main([*FRONTIER, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["form"] for one in found] == [FSDP] * 2 + ["ZeRO++"] * 2 + [LEVELS] * 6
+    for one in found:
+        assert one["step"] == pytest.approx(sum(one[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
+    n = make_case("frontier", 48, "llama_1_8b").workload.parameters
+    # Between nodes: an all-reduce of FP32, or on levels a reduce-scatter of it and INT8 back; SCAPE a hundredth.
+    network = [one["network_bytes"] * 48 / 47 / (n / 8) for one in found]
+    assert network[0] == network[2] == pytest.approx(8.0, rel=1e-3)
+    assert network[4] == pytest.approx(4 + 1 + 4 / 256, rel=1e-3) and network[5] == network[1] < 0.12
+    assert [one["memory"]["parameters"] for one in found[4::2]] == [2 * n / w for w in (1, 2, 4)]
+
+
+def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
+    """No levels there; gathers cross nodes once a step, and gradients in four bits."""
+    case = make_case("frontier", 4, "llama_1_8b", batch=128)
+    found = forms(case, 32)
+    assert [form.title for form in found] == [FSDP, FSDP, "ZeRO++", "ZeRO++"]
+    dense, coded = found[0], found[2]
+    assert coded.detail == "int8 + secondary, int8+int4" and coded.network < 0.2 * dense.network
+    assert coded.prediction.memory["secondary weights"] > 0
+    one_a_node = forms(make_case("vista", 4, "llama_1_8b"), 4)
+    assert one_a_node[2].detail == "int8 + secondary, int4" and len(one_a_node) == 4
+
+
+def test_more_can_not_be_gained_than_there_is_beside_compute() -> None:
+    case = make_case("frontier", 48, "llama_1_8b")
+    base, *_, levels = forms(case, 8)
+    assert base.prediction.step / levels.prediction.step < base.prediction.step / base.prediction.compute < WANTED
+    slow = replace(case, links=case.links.with_bandwidth("network", 1e8))
+    assert base.predict(slow).step / levels.predict(slow).step > 3.0
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"), [("1", "a shard axis of 1 rank"), ("7", "384 ranks cannot be divided into shard 7")]
+)
+def test_wrong_degrees_are_told_in_one_line(shard: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([*FRONTIER[:-1], shard]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and message in said.err

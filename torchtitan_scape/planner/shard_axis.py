@@ -1,0 +1,171 @@
+"""Forms of the shard axis beside each other: FSDP's own collectives, ZeRO++, three levels, and why not more is gained.
+
+Plain arithmetic: no torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from topology.layout import Layout, plan_layout
+from torchtitan_scape.planner.advice import SPARSE, Candidate, Case, bandwidth_of, of_largest_micro_batch
+from torchtitan_scape.planner.cost import Prediction, predict
+from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
+from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.planner.volumes import Method
+
+WANTED = 1.5  # of a gain: below it the report says what stands against it
+SCAPE = next(m for m in SPARSE if (m.density, m.wire) == (0.05, "int4"))  # 1.1 % of the bytes
+FSDP, LEVELS = "FSDP", "three levels"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A shard axis with a method between replicas.
+
+    title: of the shard axis; detail: what it is set to. network: bytes that a rank sends between nodes in a step.
+    """
+
+    title: str
+    detail: str
+    candidate: Candidate
+    network: float
+    predict: Callable[[Case], Prediction]
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.candidate.prediction
+
+    @property
+    def name(self) -> str:
+        return f"{self.title}{' ' if self.detail else ''}{self.detail}, {self.prediction.method.name}"
+
+    def memory_short(self, case: Case) -> bool:
+        return self.candidate.memory > case.capacity
+
+
+def forms(case: Case, shard: int) -> list[Form]:
+    """Of one replica on every `shard` ranks that follow each other, with the largest micro-batch that fits.
+
+    The first is dense with FSDP's own collectives, gradients of replicas overlapped. Three levels want a shard axis in
+    a node, and are there with every degree of weights. Raises ValueError for a degree that does not divide the ranks.
+    """
+    if shard < 2:
+        raise ValueError(f"a shard axis of {shard} rank(s): nothing is sent there; take 2 or more")
+    layout = plan_layout(
+        case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
+    )
+    dense = Method("adams", overlap=True)
+    found = [_of(case, layout, FSDP, "", method) for method in (dense, SCAPE)]
+    plan, detail = _zeropp(layout)
+    found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (dense, SCAPE)]
+    if case.ranks_per_node % shard == 0:
+        for w in (w for w in range(1, shard) if shard % w == 0):
+            # On levels gradients are summed before an optimizer sees them: there is no overlap.
+            for method, summed in ((replace(dense, overlap=False), 4.0), (SCAPE, 0.0)):
+                found.append(_of(case, layout, LEVELS, *_levels(layout, w, summed, method)))
+    return found
+
+
+def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
+    """As `[sharding]` has it with all parts that there are for this axis."""
+    nodes = layout.by_node(layout.shard_group(0))
+    if len(nodes) == 1:
+        return ShardPlan(weights="int8", gradients=("int8",)), "int8, int8"
+    two = len(nodes[0]) > 1
+    codes = ("int8", "int4") if two else ("int4",)
+    return ShardPlan("int8", secondary=True, gradients=codes, hops=1 + two), f"int8 + secondary, {'+'.join(codes)}"
+
+
+def _levels(layout: Layout, w: int, summed: float, method: Method) -> tuple[str, Method, None, LevelsPlan]:
+    gathered, told = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
+    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, told)
+    return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, None, plan
+
+
+def _of(
+    case: Case,
+    layout: Layout,
+    title: str,
+    detail: str,
+    method: Method,
+    sharding: ShardPlan | None = None,
+    levels: LevelsPlan | None = None,
+) -> Form:
+    rows = flat_rows(case.workload, layout.shard)
+
+    def predicted(case: Case, micro_batch: int) -> Prediction:
+        options: dict[str, Any] = {"assumptions": case.assumptions, "sharding": sharding, "levels": levels}
+        found = predict(method, case.workload, layout, case.links, batch=case.batch, micro_batch=micro_batch, **options)
+        kept = shard_memory(sharding, rows, layout) if sharding is not None else {}
+        return replace(found, memory=found.memory | kept)
+
+    chosen = of_largest_micro_batch(case, layout, lambda micro_batch: predicted(case, micro_batch))
+    micro_batches = case.batch // (case.ranks * chosen.micro_batch)
+    if levels is not None:
+        n, gathers = float(case.workload.parameters), mean_gathers(rows)
+        sent = levels.sent(n, gathers, micro_batches, layout)
+    else:
+        sent = shard_bytes(sharding or ShardPlan(), rows, layout, micro_batches)
+    network = chosen.prediction.sent.get("network", 0.0)
+    network += sum(nbytes for (level, _), nbytes in sent.items() if level == "network")
+    return Form(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
+
+
+def lines(case: Case, found: Sequence[Form]) -> Iterator[str]:
+    """The forms as a table, and what three levels with SCAPE gain on the first of them, or do not."""
+    layout, first = found[0].candidate.layout, found[0].prediction
+    yield (
+        f"Forms of the shard axis, {layout.replicate} replica(s) of {layout.shard} ranks (ms a step; shards: FSDP's "
+        "traffic beyond compute; once: sums and updates of levels):"
+    )
+    yield (
+        f"{'form':<14}{'':<30}{'method':<18}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'once':>8}"
+        f"{'optimizer':>11}{'network MB':>12}{'GB':>7}{'gain':>7}"
+    )
+    for form in found:
+        p = form.prediction
+        times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.fixed, p.optimizer)]
+        fits = "  does not fit" if form.memory_short(case) else ""
+        yield (
+            f"{form.title:<14}{form.detail:<30}{p.method.name:<18}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}"
+            f"{times[3]:>8.1f}{times[4]:>8.1f}{times[5]:>11.1f}{form.network / 1e6:>12.1f}"
+            f"{form.candidate.memory / 1e9:>7.1f}{first.step / p.step:>7.2f}{fits}"
+        )
+    yield ""
+    sparse = [form for form in found if form.title == LEVELS and form.prediction.method == SCAPE]
+    if sparse:
+        yield from _why(case, found[0], min(sparse, key=lambda form: (form.memory_short(case), form.prediction.step)))
+
+
+def _why(case: Case, base: Form, form: Form) -> Iterator[str]:
+    """What stands against a gain of `WANTED`, where it is less."""
+    p, q = base.prediction, form.prediction
+    gain = p.step / q.step
+    yield f"{form.name}, against {base.name}: {1e3 * q.step:.1f} ms to {1e3 * p.step:.1f} ms, {gain:.2f} x"
+    if gain >= WANTED:
+        return
+    yield (
+        f"- not {WANTED:g} x: {1e3 * p.compute:.1f} of the {1e3 * p.step:.1f} ms are forward and backward passes at "
+        f"{100 * case.assumptions.mfu:.0f} % of the peak, which no form makes shorter; with nothing beside them it "
+        f"would be {p.step / p.compute:.2f} x"
+    )
+    yield (
+        f"- of the exchange between replicas {1e3 * p.hidden:.1f} ms hide behind the last backward pass and "
+        f"{1e3 * p.exchange:.1f} ms do not; {1e3 * p.shard:.1f} ms of FSDP's traffic exceed compute; the optimizer "
+        f"takes {1e3 * p.optimizer:.1f} ms, and {1e3 * q.optimizer:.1f} ms with SCAPE"
+    )
+    now = case.links["network"].bandwidth
+
+    def at(bandwidth: float) -> float:
+        changed = replace(case, links=case.links.with_bandwidth("network", bandwidth))
+        return base.predict(changed).step / form.predict(changed).step
+
+    bandwidth = bandwidth_of(at, now, WANTED)
+    if 0.0 < bandwidth < float("inf"):
+        yield (
+            f"- {WANTED:g} x is reached on links of {bandwidth / 1e9:.3g} GB/s a rank between nodes, or less; these "
+            f"have {now / 1e9:g} ({case.links.source}): measure them with torchtitan_scape.planner.preflight"
+        )
+    else:
+        yield f"- {WANTED:g} x is reached at no bandwidth between nodes"
