@@ -97,3 +97,24 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     return {
         k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
     }
+
+
+def resume(collectives: ThreadCollectives, at: int, **options: Any) -> tuple[Scape, Scape]:
+    """An optimizer after ten steps, and one that has its state of step `at` and took the rest: bitwise equal so far."""
+    shapes, made = SPARSE + DENSE, []
+    options = {"lr": 1e-2, "block_size": 16, "density_warmup_steps": 4, "replicas": collectives, **options}
+    parameters = [nn.Parameter(p) for p in draw(0, shapes)]
+    made.append((make_scape(parameters, **options), parameters))
+    for step in range(10):
+        for optimizer, own in made:
+            for p, g in zip(own, gradient(step, collectives.replica, shapes), strict=True):
+                p.grad = g
+            optimizer.step()
+        if step == at:
+            saved = copied(made[0][0].state_dict())
+            copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+            made.append((make_scape(copies, **options), copies))
+            made[1][0].load_state_dict(saved)
+    (whole, _), (resumed, _) = made
+    assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
+    return whole, resumed

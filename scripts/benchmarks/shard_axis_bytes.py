@@ -8,15 +8,13 @@ links not limited. Bytes are those of the training steps after the first ("inter
 over nodes.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common import EMBEDDED, OUTPUTS, RESULTS, RunError, command_of, guarded, markdown, megabytes, parser, write
-from scripts.emulated_cluster import Cluster
+from scripts.benchmarks import emulated_bytes
+from scripts.common import markdown, megabytes
 
 NODES, RANKS_PER_NODE = 2, 2
 KINDS = ("weights", "gradients")
@@ -46,29 +44,20 @@ OPTIONS = f"""
 
 
 def train(micro_batches: int, form: Form, steps: int, folder: Path, timeout: float) -> dict[str, Any]:
-    """One run, its dump and logs in `folder`. Raises RunError where it fails."""
     batch = f"--training.global_batch_size={micro_batches * NODES * RANKS_PER_NODE}"
     options = [f"--training.steps={steps}", batch, *OPTIONS.split(), *form.options]
-    (folder / "summary.json").unlink(missing_ok=True)
-    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", *options]
-    with Cluster(NODES) as cluster:
-        cluster.torchrun(given, RANKS_PER_NODE, folder, timeout)
-    summary = json.loads((folder / "summary.json").read_text())
-    if summary["interfaces"] is None or summary["skipped_steps"]:
-        raise RunError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")
     kept = ("layout", "validation_loss", "interfaces", "planned_shard_axis_bytes_per_step_and_rank")
-    return {"options": options, **{key: summary[key] for key in kept}}
+    return emulated_bytes.train(NODES, RANKS_PER_NODE, options, kept, folder, timeout)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(steps: int, work: Path, timeout: float) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
     for micro_batches in TARGETS:
         for name, form in FORMS.items():
             print(f"{micro_batches} micro-batch(es): {form.title} ...", flush=True)
-            folder = args.work.resolve() / f"{micro_batches}-{name}"
-            runs.setdefault(str(micro_batches), {})[name] = train(micro_batches, form, args.steps, folder, args.timeout)
-    write(args.output / "runs.json", {"command": command_of("scripts.benchmarks.shard_axis_bytes"), "runs": runs})
-    report(args)
+            found = train(micro_batches, form, steps, work / f"{micro_batches}-{name}", timeout)
+            runs.setdefault(str(micro_batches), {})[name] = found
+    return runs
 
 
 # -------------------------------------------------------------------------------------------------- report
@@ -147,26 +136,5 @@ with `{" ".join(first["options"])}` and what the form takes:
 """
 
 
-def report(args: argparse.Namespace) -> None:
-    text = table(json.loads((args.output / "runs.json").read_text()))
-    write(args.output / "table.md", text)
-    print(text)
-
-
-def main() -> int:
-    own = parser(__doc__)
-    commands = own.add_subparsers(dest="command", required=True)
-    for name, work in (("run", run), ("report", report)):
-        one = commands.add_parser(name)
-        one.set_defaults(do=work)
-        one.add_argument("--output", type=Path, default=RESULTS / "shard_axis_bytes")
-        if name == "run":
-            one.add_argument("--steps", type=int, default=8, help="of a run, 2 or more")
-            one.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is ended")
-            one.add_argument("--work", type=Path, default=OUTPUTS / "shard_axis_bytes", help="logs of the runs")
-    args = own.parse_args()
-    return guarded(lambda: args.do(args), stopped="error: interrupted; the nodes are removed")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(emulated_bytes.main("shard_axis_bytes", __doc__, run, table, "shard_axis_bytes", steps=8))

@@ -8,15 +8,13 @@ of the training steps after the first, which is dense ("interfaces" in summary.j
 table.md by replica. Mask bytes, as the ranks count them, are left out of both sides of a ratio; nothing else is.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common import EMBEDDED, OUTPUTS, RESULTS, RunError, command_of, guarded, markdown, megabytes, parser, write
-from scripts.emulated_cluster import Cluster
+from scripts.benchmarks import emulated_bytes
+from scripts.common import markdown, megabytes
 
 
 class Form(NamedTuple):
@@ -62,30 +60,21 @@ OPTIONS = """
 
 
 def train(plan: Plan, form: Form, steps: int, folder: Path, timeout: float) -> dict[str, Any]:
-    """One run, its dump and logs in `folder`. Raises RunError where it fails."""
     options = [f"--training.steps={steps}", *OPTIONS.split(), *form.options]
     if plan.shard > 1:
         options.append(f"--parallelism.data_parallel_shard_degree={plan.shard}")
-    (folder / "summary.json").unlink(missing_ok=True)
-    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", *options]
-    with Cluster(plan.nodes) as cluster:
-        cluster.torchrun(given, plan.ranks_per_node, folder, timeout)
-    summary = json.loads((folder / "summary.json").read_text())
-    if summary["interfaces"] is None or summary["skipped_steps"]:
-        raise RunError(f"{folder.name} has measured nothing, or skipped steps; its logs are in {folder}")
     kept = ("layout", "payload_parts", "messages_per_step", "validation_loss", "interfaces")
-    return {"options": options, "replicas": plan.replicas, **{key: summary[key] for key in kept}}
+    found = emulated_bytes.train(plan.nodes, plan.ranks_per_node, options, kept, folder, timeout)
+    return found | {"replicas": plan.replicas}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(steps: int, work: Path, timeout: float) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
     for cluster, plan in PLANS.items():
         for name, form in FORMS.items():
             print(f"{plan.title}: {form.title} ...", flush=True)
-            found = train(plan, form, args.steps, args.work.resolve() / f"{cluster}-{name}", args.timeout)
-            runs.setdefault(cluster, {})[name] = found
-    write(args.output / "runs.json", {"command": command_of("scripts.benchmarks.sharded_bytes"), "runs": runs})
-    report(args)
+            runs.setdefault(cluster, {})[name] = train(plan, form, steps, work / f"{cluster}-{name}", timeout)
+    return runs
 
 
 # -------------------------------------------------------------------------------------------------- report
@@ -214,26 +203,5 @@ FSDP's, which every form has alike and which was not counted in these runs.
 """
 
 
-def report(args: argparse.Namespace) -> None:
-    text = table(json.loads((args.output / "runs.json").read_text()))
-    write(args.output / "table.md", text)
-    print(text)
-
-
-def main() -> int:
-    own = parser(__doc__)
-    commands = own.add_subparsers(dest="command", required=True)
-    for name, work in (("run", run), ("report", report)):
-        one = commands.add_parser(name)
-        one.set_defaults(do=work)
-        one.add_argument("--output", type=Path, default=RESULTS / "gather_bytes")
-        if name == "run":
-            one.add_argument("--steps", type=int, default=12, help="of a run, 2 or more")
-            one.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is ended")
-            one.add_argument("--work", type=Path, default=OUTPUTS / "sharded_bytes", help="logs of the runs")
-    args = own.parse_args()
-    return guarded(lambda: args.do(args), stopped="error: interrupted; the nodes are removed")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(emulated_bytes.main("sharded_bytes", __doc__, run, table, "gather_bytes", steps=12))

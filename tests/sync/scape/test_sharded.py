@@ -13,7 +13,7 @@ from kernels.scape.ownership import deal_out
 from kernels.scape.reference import unpack_bits
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.sync.scape.test_literal import GRID
-from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, literal, make_scape, positions, train
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions, resume, train
 from torchtitan_scape import Scape
 
 ROUNDED = [
@@ -242,23 +242,7 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
     """Property 8."""
 
     def work(collectives: ThreadCollectives) -> None:
-        more: dict[str, Any] = {"density_warmup_steps": 4, **options, "update": "sharded"}
-        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
-        for step in range(10):
-            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                p.grad = g
-            optimizer.step()
-            if step == at:
-                saved = copied(optimizer.state_dict())
-                copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-                resumed = make_scape(copies, lr=1e-2, block_size=16, replicas=collectives, **more)
-                resumed.load_state_dict(saved)
-            if step > at:
-                for p, g in zip(copies, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                    p.grad = g
-                resumed.step()
-        assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
+        optimizer, resumed = resume(collectives, at, **options, update="sharded")
         pairs = zip(lasting(resumed), lasting(optimizer), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 

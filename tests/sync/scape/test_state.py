@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape, train
+from tests.toy import copied, make_scape, resume, train
 from torchtitan_scape import NonFiniteGradientError
 
 
@@ -25,30 +25,7 @@ def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) ->
     """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
 
     def work(collectives: ThreadCollectives) -> None:
-        options: dict[str, Any] = {
-            "lr": 1e-2,
-            "block_size": 16,
-            "density_warmup_steps": 4,
-            "replicas": collectives,
-            "wire": wire,
-            **rule,
-        }
-        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        optimizer = make_scape(parameters, **options)
-        for step in range(10):
-            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                p.grad = g
-            optimizer.step()
-            if step == at:
-                saved = copied(optimizer.state_dict())
-                copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-                resumed = make_scape(copies, **options)
-                resumed.load_state_dict(saved)
-            if step > at:
-                for p, g in zip(copies, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                    p.grad = g
-                resumed.step()
-        assert torch.equal(flat([p.detach() for p in copies]), flat([p.detach() for p in parameters]))
+        optimizer, resumed = resume(collectives, at, wire=wire, **rule)
         assert torch.equal(resumed.passes.storage.flat["state"], optimizer.passes.storage.flat["state"])
         assert torch.equal(resumed.passes.wire_residual, optimizer.passes.wire_residual)
 
