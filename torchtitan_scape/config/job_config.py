@@ -126,13 +126,17 @@ class Checkpoint(TitanCheckpoint):
 
 @dataclass
 class Data(Options):
-    """[data]: how long the training data last."""
+    """[data]: how text becomes tokens, and how long the training data last."""
 
     section: ClassVar[str] = "data"
 
     epochs: int = 0
     """So many passes over the training data, then the run ends, on all ranks as soon as one has no full step left; 0
     begins again for as long as training.steps asks"""
+
+    border: Literal["bos_eos", "eos"] = "bos_eos"
+    """What stands between documents: BOS in front of each and EOS after it, or EOS alone. Prepared data have to
+    have been prepared with the same"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

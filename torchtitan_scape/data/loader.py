@@ -12,6 +12,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
+from torchtitan_scape.data.borders import Bordered
 from torchtitan_scape.data.documents import Documents, documents
 
 FORMAT = 1
@@ -144,6 +145,10 @@ class TextDataLoader(ParallelAwareDataloader):
     def state_dict(self) -> dict[str, Any]:
         return {self._rank_id: self.position(), "world_size": self.dp_world_size}
 
+    def saved_state(self, readers: int) -> dict[str, Any]:
+        """What a checkpoint of so many readers holds, as room for it."""
+        return {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The state of a run of as many ranks; batches go on as if it had not stopped.
 
@@ -192,9 +197,10 @@ class TextDataLoader(ParallelAwareDataloader):
 
 
 def text_loader(
-    config: Training | Validation, tokenizer: BaseTokenizer, rank: int, world: int, passes: int = 0
+    config: Training | Validation, tokenizer: BaseTokenizer, rank: int, world: int, border: str, passes: int = 0
 ) -> TextDataLoader:
     """The loader that a section describes, for data-parallel reader `rank` of `world`."""
-    data = TextDataset(config.dataset, config.dataset_path, tokenizer, config.seq_len, rank, world, passes)
+    bordered: Any = Bordered(tokenizer, border)
+    data = TextDataset(config.dataset, config.dataset_path, bordered, config.seq_len, rank, world, passes)
     options: dict[str, Any] = {**asdict(config.dataloader), "batch_size": config.local_batch_size}
     return TextDataLoader(data, dp_rank=rank, dp_world_size=world, **options)
