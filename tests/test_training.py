@@ -366,7 +366,7 @@ def test_wrong_data_is_refused_on_every_rank(pool2: Pool, tmp_path: Path) -> Non
         (["--training.dataset=text_files", f"--training.dataset_path={empty}"], empty),
         (["--training.dataset=wikipedia"], "wikipedia"),
         (["--validation.dataset=wikipedia"], "wikipedia"),
-        (["--validation.steps=-1"], "steps"),
+        (["--validation.steps=0"], "steps"),
         ([f"--model.hf_assets_path={empty}"], empty),
         (["--model.flavor=7B"], "7B"),
         (["--sync.scape.dense_names=nowhere.weight"], "nowhere.weight"),

@@ -24,7 +24,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa:
 
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import validator  # noqa: E402
+from torchtitan_scape.data import validation_batches, validator  # noqa: E402
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
@@ -324,7 +324,7 @@ def test_a_resumed_loader_goes_on_with_the_same_batches(n_read: int, tokenizer: 
 
 def test_fixed_batches_are_the_same_twice() -> None:
     source = (({"input": torch.tensor([i])}, torch.tensor([i + 1])) for i in range(5))
-    batches = validator.FixedBatches(source, 3)
+    batches = validation_batches.FixedBatches(source, 3)
     assert len(batches) == 3
     for _ in range(2):
         seen = []
@@ -339,7 +339,7 @@ def test_fixed_batches_are_the_same_twice() -> None:
 
 def test_fixed_batches_want_enough_data() -> None:
     with pytest.raises(ValueError, match="3 batches wanted, but the data set gives 0"):
-        validator.FixedBatches([], 3)
+        validation_batches.FixedBatches([], 3)
 
 
 class _Metrics:
@@ -429,11 +429,11 @@ def test_validation_leaves_the_training_throughput_alone(tokenizer: Any) -> None
     assert 2.0 <= after < before + validating - 0.05
 
 
-@pytest.mark.parametrize("steps", [-1, 0])
+@pytest.mark.parametrize("steps", [-2, 0])
 def test_validation_needs_a_number_of_steps(steps: int, tokenizer: Any) -> None:
     config = _config()
     config.validation.steps = steps
-    with pytest.raises(ValueError, match=rf"validation\.steps: {steps} would"):
+    with pytest.raises(ValueError, match=rf"validation\.steps: {steps}; give the number of batches, e\.g\. 10, or -1"):
         _validator(tokenizer, config)
 
 

@@ -47,6 +47,8 @@ class ReplicaCheckpointer(CheckpointManager):
     folder: str
     stager: Any
     _frame: Frame
+    # The step of the checkpoint with the lowest validation loss, which is never deleted.
+    spared: Callable[[], int | None] = staticmethod(lambda: None)
     _fallback: bool
     _optimizers: ReplicaOptimizers
     _being_written = ""
@@ -185,7 +187,7 @@ class ReplicaCheckpointer(CheckpointManager):
         return super()._find_load_step(folder) if folder else (self._whole_steps() or [-1])[-1]
 
     def _purge_stale_checkpoints(self) -> None:
-        """Deletes what is older than the newest `keep_latest_k` whole checkpoints. Others do not count."""
+        """Deletes what is older than the newest `keep_latest_k` whole checkpoints, and is not the best."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
         try:
@@ -193,9 +195,10 @@ class ReplicaCheckpointer(CheckpointManager):
         except OSError as error:  # of a network file system, say: the save itself went well
             logger.warning(f"no older checkpoint is deleted: {self.folder} cannot be listed ({error.strerror})")
             return
+        spared = self.spared()
         for step in there if len(kept) == self.keep_latest_k else ():
             path = self._create_checkpoint_id(step)
-            if step < kept[0] and path != self._being_written:
+            if step < kept[0] and step != spared and path != self._being_written:
                 self.purge_queue.put(path)
 
     # ------------------------------------------------------------------------------------------ loading
@@ -336,10 +339,15 @@ class ReplicaCheckpointer(CheckpointManager):
         if loader is None:
             return []
         readers, mine = (values["replicas"] * values["shard"] for values in (saved, self.record.values))
+        old: dict[str, Any] = loader.saved_state(readers)
+        if not {f"{DATALOADER}.{key}" for key in old} <= names_in(path):
+            raise ValueError(
+                f"{path} has no position in data of this run's kind (prepared, or text); give it the data of the run "
+                "that saved, or begin with the new ones with --checkpoint.exclude_from_loading=dataloader"
+            )
         if readers == mine:
             load_into(path, {DATALOADER: loader})
             return []
-        old: dict[str, Any] = {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
         load_into(path, {DATALOADER: old})
         trainer: Any = self.states["train_state"]
         trainer.ntokens_seen = trainer.ntokens_seen * readers // mine  # every rank counts its own tokens

@@ -143,7 +143,7 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "validation.local_batch_size": (1, _INT32),
         "validation.seq_len": (1, _INT32),
         "validation.freq": (1, _INT32),
-        "validation.steps": (1, _INT32),
+        "validation.steps": (-1, _INT32),
         "validation.dataloader.num_workers": (0, _INT32),
         "validation.dataloader.prefetch_factor": (1, _INT32),
     },
@@ -172,6 +172,8 @@ def _check_ranges(config: JobConfig) -> None:
                 raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
     if config.training.global_batch_size == 0:
         raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch a rank")
+    if config.validation.enable and config.validation.steps == 0:
+        raise ValueError("[validation] steps = 0; it must be 1 or more, or -1 for the whole split")
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
         raise ValueError("[checkpoint] keep_latest_k = 1; it must be 0 (all) or 2 or more: one may be half written")
     profiling = config.profiling

@@ -8,6 +8,7 @@ Importing this file registers the data sets below with TorchTitan, whose names a
     slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
+    prepared                                        what torchtitan_scape.data.prepare wrote, or a pair of Megatron's
 
 On a machine without a GPU, call `torchtitan_scape.device.prepare()` before importing this file.
 """
@@ -32,6 +33,7 @@ from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.lines import load_files, one_line, open_lines
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
+from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
 
 # File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
@@ -209,7 +211,7 @@ def check_dataset(section: str, config: Training | Validation, dp_world_size: in
     """Refuses what makes ranks read nothing, or the same documents again; the result is the same on all."""
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
-        raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
+        raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted({*DATASETS, NAME}))}")
     if config.dataloader.num_workers > 1:
         raise ValueError(
             f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
@@ -231,7 +233,7 @@ def build_dataloader(
     tokenizer: BaseTokenizer,
     job_config: JobConfig,
     simulated: int = 1,
-) -> TextDataLoader | SimulatedDataLoader:
+) -> TextDataLoader | SimulatedDataLoader | PreparedDataLoader:
     """The training data's loader, after checks.
 
     Args:
@@ -246,13 +248,16 @@ def build_dataloader(
         ahead; the last batch of a run with an end (`data.epochs`) may be smaller.
 
     Raises:
-        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers.
+        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers;
+            prepared data that do not fit.
     """
+    if job_config.training.dataset.lower() == NAME:
+        return build_prepared(dp_world_size, dp_rank, tokenizer, job_config, simulated)
     training, readers = job_config.training, dp_world_size * simulated
     check_dataset("training", training, readers)
     loaders = [
-        text_loader(training, tokenizer, replica * dp_world_size + dp_rank, readers, passes=job_config.data.epochs)
-        for replica in range(simulated)
+        text_loader(training, tokenizer, reader, readers, job_config.data.border, passes=job_config.data.epochs)
+        for reader in range(dp_rank, readers, dp_world_size)
     ]
     if simulated == 1:
         return loaders[0]

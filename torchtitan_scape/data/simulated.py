@@ -38,6 +38,10 @@ class SimulatedDataLoader(BaseDataLoader):
     def state_dict(self) -> dict[str, Any]:
         return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
 
+    def saved_state(self, readers: int) -> dict[str, Any]:
+        """As TextDataLoader's."""
+        return self.loaders[0].saved_state(readers)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for loader in self.loaders:
             loader.load_state_dict(state_dict)

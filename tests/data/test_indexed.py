@@ -1,0 +1,123 @@
+"""Pairs of Megatron's format, against bytes written down here by the format's description alone."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan_scape.data.indexed import Pair, PairWriter, Shard, damage, dtype_for
+
+DOCUMENTS = [[3, 1, 4, 1], [5], [9, 2, 65_535]]
+
+
+def literal(prefix: Path, documents: list[list[int]] = DOCUMENTS, code: int = 8) -> Path:
+    """A pair as Megatron-LM's own library writes it: int32 where the type's code is 4, uint16 where it is 8."""
+    size, letter = {4: (4, "i"), 8: (2, "H")}[code]
+    ids = [token for document in documents for token in document]
+    prefix.with_name(prefix.name + ".bin").write_bytes(struct.pack(f"<{len(ids)}{letter}", *ids))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<Q", len(documents)) + struct.pack("<Q", len(documents) + 1)
+    begin = 0
+    lengths, offsets = b"", b""
+    for document in documents:
+        lengths += struct.pack("<i", len(document))
+        offsets += struct.pack("<q", begin)
+        begin += size * len(document)
+    index += lengths + offsets + struct.pack(f"<{len(documents) + 1}q", *range(len(documents) + 1))
+    prefix.with_name(prefix.name + ".idx").write_bytes(index)
+    return prefix
+
+
+def written(folder: Path, documents: list[list[int]] = DOCUMENTS, entries: int = 65_535) -> Shard | None:
+    (folder / "parts").mkdir(parents=True)
+    writer = PairWriter(folder / "parts", "ours", "train", dtype_for(entries))
+    writer.add(
+        [token for document in documents[:2] for token in document], [len(document) for document in documents[:2]], 10
+    )
+    for document in documents[2:]:
+        writer.add(document, [len(document)], 7)
+    shard = writer.finish(folder)
+    assert not list((folder / "parts").iterdir())
+    return shard
+
+
+@pytest.mark.parametrize("code, entries", [(8, 65_535), (4, 65_536)])
+def test_a_pair_is_read_and_written_as_megatron_does(code: int, entries: int, tmp_path: Path) -> None:
+    theirs = literal(tmp_path / "a.b", code=code)
+    pair = Pair(theirs)
+    assert pair.tokens.tolist() == [3, 1, 4, 1, 5, 9, 2, 65_535]
+    assert pair.lengths.tolist() == [4, 1, 3] and pair.documents == 3
+    shard = written(tmp_path / "ours", entries=entries)
+    assert shard is not None
+    assert (shard.documents, shard.tokens, shard.bytes) == (3, 8, 17)
+    for ending in (".bin", ".idx"):
+        ours = (tmp_path / "ours" / f"ours{ending}").read_bytes()
+        assert ours == (tmp_path / f"a.b{ending}").read_bytes()
+    assert shard.sizes(dtype_for(entries)) == tuple(
+        (tmp_path / "ours" / f"ours{ending}").stat().st_size for ending in (".bin", ".idx")
+    )
+    assert damage(tmp_path / "ours", shard, dtype_for(entries), 65_536) == ""
+
+
+def test_documents_of_several_sequences_and_modes_are_read(tmp_path: Path) -> None:
+    """Megatron cuts documents to sentences where it is asked to, and marks sequences of multimodal data."""
+    prefix = literal(tmp_path / "a")
+    index = tmp_path / "a.idx"
+    head = index.read_bytes()[:-32]
+    index.write_bytes(head[:18] + struct.pack("<QQ", 3, 3) + head[34:] + struct.pack("<3q", 0, 2, 3) + bytes(3))
+    pair = Pair(prefix)
+    assert pair.documents == 2 and len(pair.tokens) == 8
+
+
+def test_nothing_is_written_of_no_token(tmp_path: Path) -> None:
+    assert written(tmp_path, []) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
+
+
+def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OverflowError):
+        written(tmp_path, [[1], [65_536]])
+
+
+@pytest.mark.parametrize(
+    "name, harm, message",
+    [
+        ("a.bin", lambda data: data[:-1], r"a\.bin is damaged: 15 bytes, 16 expected by a\.idx"),
+        ("a.bin", None, r"a\.bin: No such file"),
+        ("a.idx", None, r"a\.idx: No such file"),
+        ("a.idx", lambda data: data[:-8], r"a\.idx is damaged: \d+ bytes, \d+ expected for 3 sequences"),
+        ("a.idx", lambda data: b"", "is no index of Megatron's format"),
+        ("a.idx", lambda data: b"X" + data[1:], "is no index of Megatron's format"),
+        ("a.idx", lambda data: data[:9] + b"\2" + data[10:], "version 2"),
+        ("a.idx", lambda data: data[:17] + b"\7" + data[18:], "type 7"),
+        ("a.idx", lambda data: data[:34] + b"\5" + data[35:], "sequences do not follow each other"),
+        ("a.idx", lambda data: data[:-8] + struct.pack("<q", 2), "documents do not follow each other"),
+    ],
+)
+def test_a_damaged_pair_is_named(name: str, harm: object, message: str, tmp_path: Path) -> None:
+    literal(tmp_path / "a")
+    path = tmp_path / name
+    path.write_bytes(harm(path.read_bytes())) if callable(harm) else path.unlink()
+    with pytest.raises(ValueError, match=message) as error:
+        Pair(tmp_path / "a")
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_is_compared_with_its_manifest(tmp_path: Path) -> None:
+    shard = written(tmp_path)
+    assert shard is not None
+    dtype = dtype_for(100)
+    assert (
+        damage(tmp_path, shard, dtype, 65_535)
+        == f"{tmp_path / 'ours'} has a token 65535; its tokenizer has 65535 entries"
+    )
+    path = tmp_path / "ours.bin"
+    data = np.frombuffer(path.read_bytes(), "<u2").copy()
+    data[0] ^= 1
+    path.write_bytes(data.tobytes())
+    assert damage(tmp_path, shard, dtype, 65_536) == f"{path} is damaged: its SHA-256 is not the manifest's"
+    path.write_bytes(data[:-1].tobytes())
+    assert damage(tmp_path, shard, dtype, 65_536) == f"{path} is damaged: 14 bytes, 16 expected"
+    path.unlink()
+    assert damage(tmp_path, shard, dtype, 65_536) == f"{path}: No such file or directory"

@@ -1,0 +1,277 @@
+"""The command that prepares data: the same files for every number of workers and after every interruption."""
+
+import errno
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan_scape import device
+
+device.prepare()  # before anything of TorchTitan is imported
+
+import datasets.config  # noqa: E402
+from datasets import Dataset, load_dataset  # noqa: E402
+from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+
+from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
+from torchtitan_scape.data import BYTE_TOKENIZER, prepare, prepare_parts  # noqa: E402
+from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
+from torchtitan_scape.data.indexed import Pair, PairWriter  # noqa: E402
+from torchtitan_scape.data.manifest import Manifest  # noqa: E402
+
+TEXTS = [f"<{i}> é" + "x" * (37 * i % 90) if i % 9 else "" for i in range(60)]
+KEPT = [text for text in TEXTS if text]
+
+
+@pytest.fixture(autouse=True)
+def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def jsonl(folder: Path, files: int = 3) -> Path:
+    folder.mkdir(exist_ok=True)
+    for file in range(files):
+        rows = [json.dumps({"text": text}) + "\n" for text in TEXTS[file * 60 // files : (file + 1) * 60 // files]]
+        (folder / f"{file}.jsonl").write_text("".join(rows))
+    return folder
+
+
+def call(output: Path, *options: str, text: Path | None = None, status: int = 0) -> None:
+    source = ["--path", str(text)] if text else []
+    fixed = ["--tokenizer", str(BYTE_TOKENIZER), "--output", str(output), "--shard-tokens", "400"]
+    assert prepare.main([*source, *fixed, "--workers", "1", *options]) == status
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def documents(folder: Path, split: str) -> list[str]:
+    """The texts of a split, by their tokens: bytes are 2 and more, BOS 0, EOS 1."""
+    config = JobConfig()
+    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    tokenizer, found = build_tokenizer(config), []
+    for shard in Manifest.read(folder).of(split):
+        pair = Pair(folder / shard.name)
+        for ids in np.split(pair.tokens, np.cumsum(pair.lengths)[:-1]):
+            assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+            found.append(tokenizer.decode(ids[1:-1].tolist()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one worker makes of the texts, undisturbed. Not to be written to."""
+    folder = tmp_path_factory.mktemp("reference")
+    call(folder / "out", "--validation", "0.2", text=jsonl(folder / "text"))
+    return folder
+
+
+def test_every_document_is_in_one_split_and_counted(reference: Path) -> None:
+    manifest = Manifest.read(reference / "out")
+    train, held = documents(reference / "out", "train"), documents(reference / "out", "validation")
+    assert [text for text in KEPT if text in train] == train and [text for text in KEPT if text in held] == held
+    assert sorted(train + held) == sorted(KEPT) and 4 < len(held) < 20
+    assert len(manifest.of("train")) > 5  # of about 400 tokens
+    for split, texts in (("train", train), ("validation", held)):
+        n_bytes = sum(len(text.encode()) for text in texts)
+        totals = [manifest.total(split, what) for what in ("documents", "tokens", "bytes")]
+        assert totals == [len(texts), n_bytes + 2 * len(texts), n_bytes]
+        assert json.loads((reference / "out" / "manifest.json").read_text())["splits"][split]["bytes"] == n_bytes
+    assert set(files(reference / "out")) == {"manifest.json"} | {
+        f"{shard.name}{ending}" for shard in manifest.shards for ending in (".bin", ".idx")
+    }
+
+
+@pytest.mark.parametrize("border", ["bos_eos", "eos"])
+def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> None:
+    text = jsonl(tmp_path / "text")
+    call(tmp_path / "out", "--validation", "0", "--border", border, text=text)
+    config = JobConfig()
+    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    config.training.dataset, config.training.dataset_path = "text_files", str(text)
+    config.training.local_batch_size, config.training.seq_len, config.data.epochs = 1, 15, 1
+    config.data.border = border  # type: ignore[assignment]
+    tokenizer = build_tokenizer(config)
+    # TorchTitan takes 16 tokens for a sequence of 15.
+    loader = build_dataloader(1, 0, tokenizer, config)
+    read = [[*inputs["input"][0].tolist(), int(labels[0, -1])] for inputs, labels in loader]
+    assert (0 in read[0]) == (border == "bos_eos") and any(1 in row for row in read)
+    shards = [Pair(tmp_path / "out" / shard.name).tokens for shard in Manifest.read(tmp_path / "out").shards]
+    assert [token for row in read for token in row] == np.concatenate(shards)[: 16 * len(read)].tolist()
+
+
+def test_workers_and_deaths_leave_no_trace(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies in the third part ends the command in one line; the same command finishes what is missing."""
+    text, out = reference / "text", tmp_path / "out"
+    options = ("--validation", "0.2", "--workers", "3")
+    finish, parent = PairWriter.finish, os.getpid()
+
+    def die(writer: PairWriter, folder: Path) -> Any:
+        if writer.name == "train-00002" and os.getpid() != parent:
+            while len(list(out.glob("unfinished/part-*.json"))) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return finish(writer, folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PairWriter, "finish", die)
+        call(out, *options, text=text, status=2)
+    assert not (out / "manifest.json").exists()
+    with pytest.raises(ValueError, match="unfinished"):
+        Manifest.read(out)
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("unfinished/part-*.json"))]
+    damaged, *kept = [[out / f"{shard['name']}.bin" for shard in shards] for shards in records]
+    times = {path: path.stat().st_mtime_ns for paths in kept for path in paths}
+    assert times
+    # What is damaged of the parts that are done is made again, what is whole is kept.
+    damaged[0].write_bytes(damaged[0].read_bytes()[:-1])
+    call(out, *options, text=text)
+    assert files(out) == files(reference / "out")
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_a_killed_command_goes_on(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL of the command itself: its workers do not go on without it."""
+    out = tmp_path / "out"
+    options = ("--validation", "0.2", "--workers", "2")
+    encode = prepare_parts.Encoder.__call__
+
+    def slowly(encoder: Any, texts: Any) -> Any:
+        time.sleep(0.2)
+        return encode(encoder, texts)
+
+    child = os.fork()
+    if not child:
+        try:
+            monkeypatch.setattr(prepare_parts.Encoder, "__call__", slowly)
+            call(out, *options, text=reference / "text")
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("unfinished/part-*.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not (out / "manifest.json").exists() and list(out.glob("unfinished/*"))
+    call(out, *options, text=reference / "text")
+    assert files(out) == files(reference / "out")
+
+
+def test_verify_reads_everything_and_a_lost_file_is_made_again(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    call(out, "--validation", "0.2", "--verify", text=reference / "text")
+    assert f"{out} is whole" in capsys.readouterr().out
+    call(out, "--validation", "0.2", text=reference / "text")
+    assert "is finished already" in capsys.readouterr().out
+    path = out / "train-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    call(out, "--verify", status=2)
+    assert f"{path} is damaged: its SHA-256 is not the manifest's; delete train-00001.bin" in capsys.readouterr().err
+    path.unlink()
+    call(out, "--validation", "0.2", text=reference / "text")
+    assert files(out) == files(reference / "out")
+
+
+def test_a_validation_split_of_its_own_and_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(loader: Any) -> DatasetConfig:
+        return DatasetConfig("nowhere", loader, lambda sample: sample["text"])
+
+    jsonl(tmp_path)
+    found = sorted(str(path) for path in tmp_path.glob("*.jsonl"))
+    monkeypatch.setitem(
+        DATASETS, "made_up", named(lambda _: load_dataset("json", data_files=found, split="train", streaming=True))
+    )
+    own = Dataset.from_dict({"text": ["validated", None, "twice"]})
+    monkeypatch.setitem(DATASETS, "made_up_validation", named(lambda _: own))
+    call(tmp_path / "a", "--dataset", "Made_Up", "--workers", "2")
+    assert documents(tmp_path / "a", "train") == KEPT and documents(tmp_path / "a", "validation") == [
+        "validated",
+        "twice",
+    ]
+    assert [shard.name for shard in Manifest.read(tmp_path / "a").shards] == [
+        *(f"train-0000{i}" for i in range(3)),
+        "validation-00000",
+    ]
+    call(tmp_path / "b", "--dataset", "made_up", "--validation", "0.3")
+    held = documents(tmp_path / "b", "validation")
+    assert sorted(documents(tmp_path / "b", "train") + held) == sorted(KEPT) and held
+
+
+def _of_another_kind(tmp_path: Path) -> list[str]:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "letter.txt").write_text("dear")
+    return []
+
+
+def _begun_otherwise(tmp_path: Path) -> list[str]:
+    call(tmp_path / "out", "--border", "eos", text=tmp_path / "text")
+    return []
+
+
+def _broken(tmp_path: Path) -> list[str]:
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no parquet")
+    return ["--path", str(tmp_path / "broken.parquet")]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (lambda t: ["--dataset", "pile"], "--dataset 'pile' is unknown; known are"),
+        (lambda t: ["--path", str(t / "no")], "no' does not exist"),
+        (_broken, "broken.parquet' cannot be read as parquet"),
+        (lambda t: ["--tokenizer", str(t)], "has no tokenizer"),
+        (lambda t: ["--shard-tokens", "0"], "--shard-tokens 0; it must be 1 or more"),
+        (lambda t: ["--validation", "1"], "--validation 1.0; it must be 0 or more, and less than 1"),
+        (lambda t: ["--workers", "0"], "--workers 0; it must be 1 or more"),
+        (lambda t: ["--border", "none"], "argument --border: invalid choice: 'none'"),
+        (_of_another_kind, "out is not empty, and holds no prepared data"),
+        (_begun_otherwise, "out holds data of another border: eos, not bos_eos; delete it"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line(
+    options: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = jsonl(tmp_path / "text")
+    more = options(tmp_path)
+    capsys.readouterr()
+    call(tmp_path / "out", *more, text=text, status=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prepare: ") and message in line
+
+
+def test_work_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    text, out = jsonl(tmp_path / "text"), tmp_path / "out"
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PairWriter, "add", full)
+        call(out, text=text, status=2)
+    *_, line = capsys.readouterr().err.splitlines()  # after bars of the datasets library
+    assert line == f"prepare: {out} cannot be written: No space left on device; the same command goes on from here"
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "_LOCK_SECONDS", 0.2)
+        with prepare._alone(out / "unfinished"):
+            call(out, text=text, status=2)
+    assert f"another process is preparing data in {out}" in capsys.readouterr().err
+    with monkeypatch.context() as patched:  # a file of a stream that is no JSON
+        (text / "1.jsonl").write_text('{"text": "good"}\nnot good\n')
+        found = sorted(str(path) for path in text.glob("*.jsonl"))
+        stream = DatasetConfig("", lambda _: load_dataset("json", data_files=found, split="train", streaming=True), str)
+        patched.setitem(DATASETS, "made_up", stream)
+        call(tmp_path / "other", "--dataset", "made_up", status=2)
+    assert "file 1 of the train data cannot be read: " in capsys.readouterr().err
+    assert not (tmp_path / "other" / "manifest.json").exists()

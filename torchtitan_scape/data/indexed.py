@@ -1,0 +1,248 @@
+"""Megatron's pair of files: `.bin`, the token ids of all documents in a row, and `.idx`, where each of them begins.
+
+`.idx`, little-endian: the nine bytes MMIDIDX\\0\\0, uint64 version 1, uint8 code of the ids' type, uint64 sequences n,
+uint64 documents + 1, then int32 lengths[n] in tokens, int64 offsets[n] in bytes, and int64 [documents + 1] the first
+sequence of each document. Files of Megatron's multimodal data have int8 modes[n] after that. Here a document is one
+sequence. Reading and writing need numpy alone; the layout is that of megatron-core's `indexed_dataset.py`.
+"""
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+_HEADER = struct.Struct("<9sQBQQ")
+# Codes of Megatron's types that can hold token ids.
+DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+LARGEST_UINT16 = 65_535
+_CHUNK = 1 << 22
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+def dtype_for(entries: int) -> np.dtype[Any]:
+    """What holds the ids of a tokenizer: two bytes a token up to 65,535 entries, else four."""
+    return DTYPES[8 if entries <= LARGEST_UINT16 else 4]
+
+
+def paths_of(prefix: Path) -> tuple[Path, Path]:
+    """The pair's `.bin` and `.idx`."""
+    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def sync_folder(folder: Path) -> None:
+    """What was renamed into a folder stays there after a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is there as a whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A pair as a manifest has it.
+
+    Attributes:
+        name: of its files, without ending.
+        split: "train" or "validation".
+        documents: and tokens in it, the borders of documents among these.
+        bytes: of the documents' text as UTF-8.
+        bin_sha256: of the two files.
+    """
+
+    name: str
+    split: str
+    documents: int
+    tokens: int
+    bytes: int
+    bin_sha256: str
+    idx_sha256: str
+
+    def sizes(self, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Bytes of the two files."""
+        return self.tokens * dtype.itemsize, _HEADER.size + 20 * self.documents + 8
+
+
+class PairWriter:
+    """Writes a pair as `.part` files in one folder; `finish` moves it, whole, into another."""
+
+    def __init__(self, folder: Path, name: str, split: str, dtype: np.dtype[Any]) -> None:
+        self.name, self.split, self.dtype = name, split, dtype
+        self._parts = [path.with_name(path.name + ".part") for path in paths_of(folder / name)]
+        self._file: IO[bytes] = open(self._parts[0], "wb")  # noqa: SIM115  # closed by finish or discard
+        self._digest = hashlib.sha256()
+        self._lengths = array("i")
+        self.tokens = self.bytes = 0
+
+    def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int) -> None:
+        """Adds documents.
+
+        Args:
+            ids: of all of them, in a row.
+            lengths: in tokens, of each.
+            n_bytes: of their text.
+
+        Raises:
+            OverflowError: an id does not fit the type of the ids.
+        """
+        # An array of Python's own takes a list in a third of numpy's time.
+        data = array("H" if self.dtype.itemsize == 2 else "i", ids).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._lengths.extend(lengths)
+        self.tokens, self.bytes = self.tokens + len(ids), self.bytes + n_bytes
+
+    def finish(self, folder: Path) -> Shard | None:
+        """The pair, which is on the disk and has its names then; None, and no file, where it has no token."""
+        if not self.tokens:
+            self.discard()
+            return None
+        self._flush(self._file)
+        index = _index(np.frombuffer(self._lengths, np.int32), self.dtype)
+        with open(self._parts[1], "wb") as file:
+            file.write(index)
+            self._flush(file)
+        for part, path in zip(self._parts, paths_of(folder / self.name), strict=True):
+            os.replace(part, path)
+        sync_folder(folder)
+        sums = self._digest.hexdigest(), hashlib.sha256(index).hexdigest()
+        return Shard(self.name, self.split, len(self._lengths), self.tokens, self.bytes, *sums)
+
+    def discard(self) -> None:
+        """Deletes what was written."""
+        self._file.close()
+        for part in self._parts:
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def _flush(file: IO[bytes]) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+
+def _index(lengths: Tokens, dtype: np.dtype[Any]) -> bytes:
+    n = len(lengths)
+    offsets = np.zeros(n, "<i8")
+    np.cumsum(lengths[:-1], out=offsets[1:])
+    header = _HEADER.pack(MAGIC, VERSION, _CODES[dtype], n, n + 1)
+    return (
+        header
+        + lengths.astype("<i4").tobytes()
+        + (offsets * dtype.itemsize).tobytes()
+        + np.arange(n + 1, dtype="<i8").tobytes()
+    )
+
+
+def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    """The ids of a `.bin`, memory-mapped, as unsigned numbers: a negative one is larger than any that there is."""
+    unsigned = np.dtype(f"<u{dtype.itemsize}")
+    if path.stat().st_size == 0:
+        return np.empty(0, unsigned)
+    return np.asarray(np.memmap(path, unsigned, "r"))
+
+
+class Pair:
+    """A pair by its path without ending, memory-mapped.
+
+    Attributes:
+        tokens: all ids, of unsigned type.
+        lengths: tokens of each sequence, int32.
+        documents: how many there are.
+        dtype: as which the ids are stored.
+
+    Raises:
+        ValueError: a file is missing, of another format, or damaged: its sizes do not fit, or sequences do not follow
+            each other without a gap.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        path, index_path = paths_of(prefix)
+        try:
+            index = np.asarray(np.memmap(index_path, np.uint8, "r")) if index_path.stat().st_size else np.empty(0, "u1")
+            size = path.stat().st_size
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename}: {error.strerror}; a pair is {path.name} and {index_path.name}"
+            ) from None
+        if len(index) < _HEADER.size or bytes(index[:9]) != MAGIC:
+            raise ValueError(f"{index_path} is no index of Megatron's format")
+        _, version, code, n, n_documents = _HEADER.unpack(bytes(index[: _HEADER.size]))
+        if version != VERSION or code not in DTYPES:
+            raise ValueError(f"{index_path} has version {version} and type {code}; known are {VERSION} and {[*DTYPES]}")
+        self.dtype, self.documents = DTYPES[code], n_documents - 1
+        least = _HEADER.size + 12 * n + 8 * n_documents
+        if len(index) not in (least, least + n):
+            raise ValueError(f"{index_path} is damaged: {len(index)} bytes, {least} expected for {n} sequences")
+        # A header of 34 bytes is no multiple of a number's size: views of bytes, not of numbers.
+        ends = np.cumsum([_HEADER.size, 4 * n, 8 * n, 8 * n_documents])
+        self.lengths, offsets, first = (
+            index[begin:end].view(kind) for begin, end, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
+        )
+        filled = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        if n and not ((self.lengths >= 0).all() and offsets[0] == 0 and (offsets[1:] == filled[:-1]).all()):
+            raise ValueError(f"{index_path} is damaged: its sequences do not follow each other")
+        if n_documents < 1 or first[0] != 0 or first[-1] != n or (np.diff(first) < 0).any():
+            raise ValueError(f"{index_path} is damaged: its documents do not follow each other")
+        if size != (expected := int(filled[-1]) if n else 0):
+            raise ValueError(f"{path} is damaged: {size} bytes, {expected} expected by {index_path.name}")
+        self.tokens = map_tokens(path, self.dtype)
+
+    def digest(self) -> str:
+        """SHA-256 of the index, which no two sets of documents are likely to share."""
+        return digest_of(paths_of(self.prefix)[1])
+
+
+def damage(folder: Path, shard: Shard, dtype: np.dtype[Any], entries: int) -> str:
+    """What is wrong with a shard, whose two files are read as a whole; "" where nothing is."""
+    try:
+        for path, size, expected in zip(
+            paths_of(folder / shard.name), shard.sizes(dtype), (shard.bin_sha256, shard.idx_sha256), strict=True
+        ):
+            if (found := path.stat().st_size) != size:
+                return f"{path} is damaged: {found} bytes, {size} expected"
+            if digest_of(path) != expected:
+                return f"{path} is damaged: its SHA-256 is not the manifest's"
+        pair = Pair(folder / shard.name)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    if (pair.documents, len(pair.tokens)) != (shard.documents, shard.tokens):
+        return (
+            f"{pair.prefix} holds {pair.documents} documents of {len(pair.tokens)} tokens, not what the manifest says"
+        )
+    largest = max((int(pair.tokens[i : i + _CHUNK].max()) for i in range(0, shard.tokens, _CHUNK)), default=0)
+    if largest >= entries:
+        return f"{pair.prefix} has a token {largest}; its tokenizer has {entries} entries"
+    return ""

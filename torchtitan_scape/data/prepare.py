@@ -1,0 +1,276 @@
+"""Text becomes tokens once, in Megatron's format, so that training reads them shuffled, at exact positions, offline.
+
+python -m torchtitan_scape.data.prepare --dataset standard_library --tokenizer torchtitan_scape/data/tokenizer \\
+    --output outputs/prepared
+python -m torchtitan_scape.data.prepare --output outputs/prepared --verify
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchtitan_scape import device
+
+device.prepare()  # before the first import of torchtitan
+
+import numpy as np  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+
+from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
+from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
+from torchtitan_scape.data.indexed import damage, dtype_for, write_whole  # noqa: E402
+from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts  # noqa: E402
+from torchtitan_scape.data.prepare_parts import Encoder, Part, Source, Work  # noqa: E402
+from torchtitan_scape.data.prepare_workers import GO_ON, run  # noqa: E402
+
+UNFINISHED, PLAN = "unfinished", "plan.json"
+HELD_OUT = 0.0005
+SHARD_TOKENS = 1 << 28
+_LOCK_SECONDS = 10.0  # for workers of a process that was killed to end
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m torchtitan_scape.data.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dataset", help="name of a data set, as training.dataset; its text, or that of --path")
+    parser.add_argument("--path", help="local text: a file or a folder, as training.dataset_path")
+    parser.add_argument("--tokenizer", type=Path, help="its folder, as model.hf_assets_path")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the prepared data")
+    parser.add_argument("--workers", type=int, help="processes (default: one a core); the result does not depend on it")
+    parser.add_argument(
+        "--shard-tokens", type=int, default=SHARD_TOKENS, help=f"about so many tokens a shard ({SHARD_TOKENS})"
+    )
+    parser.add_argument(
+        "--validation",
+        type=float,
+        help="share of the documents to hold out (default: none where the data set has a validation split of its own, "
+        f"which is prepared then, else {HELD_OUT})",
+    )
+    parser.add_argument(
+        "--border", choices=("bos_eos", "eos"), default="bos_eos", help="between documents, as [data] border (bos_eos)"
+    )
+    parser.add_argument("--verify", action="store_true", help="read all files again, and compare their SHA-256")
+    return parser
+
+
+def sources_of(name: str, path: str | None, held_out: float | None) -> tuple[list[Source], float | None]:
+    """The text for training, and for validation where the data set has its own; the share to hold out."""
+    name = name.lower()
+    if name not in DATASETS:
+        raise ValueError(f"--dataset {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
+    found, twin = DATASETS[name], DATASETS.get(f"{name}_validation")
+    sources = [Source(found.loader(path or found.path), TRAIN)]
+    if twin is None:
+        return sources, HELD_OUT if held_out is None else held_out
+    if held_out is not None:
+        return sources, held_out
+    try:
+        return [*sources, Source(twin.loader(path or twin.path), VALIDATION)], None
+    except ValueError as error:
+        raise ValueError(f"{error}; or hold documents out with --validation {HELD_OUT}") from error
+
+
+def _revision(name: str, path: str | None) -> str | None:
+    """The commit of a data set on the hub, where it can be asked for."""
+    if path or not isinstance(hub := DATASETS[name.lower()].path, str) or hub.count("/") != 1:
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(hub).sha
+    except Exception:  # offline, gated: whoever reads it says so
+        return None
+
+
+def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[Part], list[Source], Encoder]:
+    """What is to be made, known before it is made; the same for the same text, tokenizer and options."""
+    name = options.dataset or "text_files"
+    config = JobConfig()
+    config.model.hf_assets_path, config.data.border = str(options.tokenizer), options.border
+    tokenizer = build_tokenizer(config)
+    sources, held_out = sources_of(name, options.path, options.validation)
+    encoder = Encoder(tokenizer, options.border)
+    ids, _ = encoder(texts) if (texts := sources[0].sample()) else ([], [])
+    rate = max(1, sum(len(text.encode()) for text in texts)) / max(1, len(ids))
+    facts = tokenizer_facts(options.tokenizer, tokenizer)
+    revision = _revision(name, options.path)
+    plan = Manifest(
+        source={"dataset": name.lower(), "path": options.path, "revision": revision}
+        | {source.split: source.facts() for source in sources},
+        tokenizer=facts,
+        border=options.border,
+        dtype=dtype_for(facts["entries"]).name,
+        shard_tokens=options.shard_tokens,
+        held_out=held_out,
+        shards=(),
+    )
+    return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
+
+
+@contextlib.contextmanager
+def _alone(unfinished: Path) -> Iterator[None]:
+    """No other process prepares the same data; workers hold the lock, too, as long as they live."""
+    with open(unfinished / "lock", "w") as file:
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise ValueError(f"another process is preparing data in {unfinished.parent}; wait for it") from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _check_plan(folder: Path, found: dict[str, Any], plan: Manifest) -> None:
+    for key, here in plan.head().items():
+        if found.get(key) != here:
+            raise ValueError(
+                f"{folder} holds data of another {key}: {found.get(key)}, not {here}; delete it, or give another "
+                "--output"
+            )
+
+
+def _begin(folder: Path, unfinished: Path, plan: Manifest, work: Work) -> bool:
+    """Compares with what was begun; whether anything is left to do."""
+    if (folder / MANIFEST).exists():
+        _check_plan(folder, json.loads((folder / MANIFEST).read_bytes()), plan)
+        try:
+            Manifest.read(folder)
+            return False
+        except ValueError as error:  # a file was lost: what is left counts as parts that are done
+            print(f"{error}: it is made again")
+        found = json.loads((folder / MANIFEST).read_bytes())["shards"]
+        _write_plan(unfinished, plan)
+        work.take_over(found)
+        (folder / MANIFEST).unlink()
+    elif (unfinished / PLAN).exists():
+        _check_plan(folder, json.loads((unfinished / PLAN).read_bytes()), plan)
+    else:
+        _write_plan(unfinished, plan)
+    return True
+
+
+def _write_plan(unfinished: Path, plan: Manifest) -> None:
+    write_whole(unfinished / PLAN, json.dumps(plan.head(), indent=1).encode())
+
+
+def prepare(options: argparse.Namespace, workers: int) -> None:
+    """Makes what is missing of the prepared data, and the manifest last."""
+    folder: Path = options.output
+    unfinished = folder / UNFINISHED
+    if folder.is_dir() and not ({MANIFEST, UNFINISHED} & set(there := os.listdir(folder))) and there:
+        raise ValueError(f"{folder} is not empty, and holds no prepared data; give another --output")
+    begin = time.monotonic()
+    plan, parts, sources, encoder = plan_of(options)
+    if not parts:
+        raise ValueError("the data have no document")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with _alone(unfinished):
+        work = Work(folder, unfinished, plan, parts, sources, encoder)
+        if not _begin(folder, unfinished, plan, work):
+            shutil.rmtree(unfinished)
+            print(f"{folder} is finished already")
+            return
+        size = sum(part.bytes for part in parts)
+        what = f"{size / 1e6:,.1f} MB of text" if size else "text of unknown size"
+        print(f"{what} in {len(parts)} parts, {min(workers, len(parts))} workers", flush=True)
+        run(work, len(parts), workers, size)
+        shards = [shard for index in range(len(parts)) for shard in work.shards(index) or ()]
+        # Those for training come first, each kind in its source's order.
+        shards.sort(key=lambda shard: (shard.split != TRAIN, shard.name))
+        if not any(shard.split == TRAIN for shard in shards):
+            raise ValueError("the data have no document with text to train on")
+        finished = Manifest(**{**vars(plan), "shards": tuple(shards)})
+        finished.write(folder)
+        shutil.rmtree(unfinished)
+    _tell(finished, folder, time.monotonic() - begin)
+
+
+def _tell(manifest: Manifest, folder: Path, seconds: float | None = None) -> None:
+    for split in (TRAIN, VALIDATION):
+        documents, tokens, n_bytes = (manifest.total(split, what) for what in ("documents", "tokens", "bytes"))
+        rate = f", {n_bytes / tokens:.3f} bytes of text a token" if tokens else ""
+        print(f"{split}: {documents:,} documents, {tokens:,} tokens{rate}, {len(manifest.of(split))} shards")
+    print(f"{folder} is whole" if seconds is None else f"{folder} was prepared in {seconds:,.1f} s")
+
+
+def verify(folder: Path, workers: int) -> None:
+    """Reads all files of finished data. Raises ValueError that names the first shard found to be damaged."""
+    manifest = Manifest.read(folder)
+    dtype, entries = np.dtype(manifest.dtype), manifest.tokenizer["entries"]
+
+    def look(index: int, count: Any) -> None:
+        shard = manifest.shards[index]
+        if wrong := damage(folder, shard, dtype, entries):
+            raise ValueError(f"{wrong}; delete {shard.name}.bin, and run the prepare command again")
+        count(shard.documents, shard.tokens, shard.bytes)
+
+    run(look, len(manifest.shards), workers, sum(shard.bytes for shard in manifest.shards))
+    _tell(manifest, folder)
+
+
+def _checked(options: argparse.Namespace) -> int:
+    """The number of workers, after checks of all options."""
+    makes = options.dataset or options.path
+    if not makes and not options.verify:
+        raise ValueError("give --dataset NAME or --path PATH, or --verify for data that are prepared already")
+    if makes and options.tokenizer is None:
+        raise ValueError("give --tokenizer FOLDER")
+    if options.shard_tokens < 1:
+        raise ValueError(f"--shard-tokens {options.shard_tokens}; it must be 1 or more")
+    if options.validation is not None and not 0 <= options.validation < 1:
+        raise ValueError(f"--validation {options.validation}; it must be 0 or more, and less than 1")
+    workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    if workers < 1:
+        raise ValueError(f"--workers {workers}; it must be 1 or more")
+    return workers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are processes instead
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        options = _parser().parse_args(arguments)
+        workers = _checked(options)
+        if options.dataset or options.path:
+            prepare(options, workers)
+        if options.verify:
+            verify(options.output, workers)
+    except (ValueError, OSError) as error:
+        print(f"prepare: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"prepare: stopped; {GO_ON}", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

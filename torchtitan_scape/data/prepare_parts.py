@@ -1,0 +1,240 @@
+"""Text to be prepared, in parts that are fixed before work begins, and the work on one part.
+
+What a part is follows from the source and the tokenizer alone, never from who works on it: so the same files come out
+for every number of workers, and after every interruption. Of data that are stored, the sizes of all documents are known
+before one is read: a part is a run of documents of about as many bytes as the others. Of a stream nothing is known but
+its files: a part is a file.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+from datasets import Dataset, IterableDataset
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.data.indexed import PairWriter, Shard, Tokens, damage, write_whole
+from torchtitan_scape.data.lines import one_line
+from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
+from torchtitan_scape.data.prepared import mixed
+
+# Documents are encoded together up to so many, or so many characters.
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 20
+SAMPLED, SAMPLED_CHARACTERS = 256, 1 << 14
+_ROWS = 256  # of stored data, read at once
+_FILE = 1 << 40  # the number of a stream's first document of a file is a multiple of it
+
+Count = Callable[[int, int, int], None]  # documents, tokens and bytes of text that are done
+
+
+@dataclass(frozen=True)
+class Part:
+    """A unit of work.
+
+    Attributes:
+        split: of the source: of one part may come training and validation data, where documents are held out.
+        number: in its split.
+        begin, end: documents, of a stream files.
+        bytes: of text, UTF-8; 0 where not known.
+    """
+
+    split: str
+    number: int
+    begin: int
+    end: int
+    bytes: int
+
+
+class Encoder:
+    """Texts as ids, with the border of documents around each."""
+
+    def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
+        self._encode = tokenizer.tokenizer.encode_batch_fast
+        self._before, self._after = border_ids(tokenizer, border)
+
+    def __call__(self, texts: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The ids of all texts in a row, and how many each has."""
+        ids: list[int] = []
+        ends = [0]
+        for encoded in self._encode(list(texts), add_special_tokens=False):
+            ids += self._before
+            ids += encoded.ids
+            ids += self._after
+            ends.append(len(ids))
+        return ids, [end - begin for begin, end in pairwise(ends)]
+
+
+class Source:
+    """The documents of one split, numbered; those of no text are left out.
+
+    sizes: bytes of each document's text, where they are known before it is read.
+    """
+
+    def __init__(self, data: Dataset | IterableDataset, split: str) -> None:
+        self.data, self.split = data, split
+        self.sizes = _sizes(data) if isinstance(data, Dataset) else None
+
+    def facts(self) -> dict[str, Any]:
+        """What another source would differ in."""
+        if self.sizes is None:
+            return {"files": self.data.num_shards}
+        content = sha256(self.sizes.tobytes() + "\0".join(self.sample()).encode())
+        return {"documents": len(self.sizes), "bytes": int(self.sizes.sum()), "digest": content.hexdigest()[:16]}
+
+    def sample(self) -> list[str]:
+        """The beginnings of some documents, of stored data throughout."""
+        if self.sizes is None:
+            return []
+        places = np.linspace(0, len(self.sizes) - 1, min(SAMPLED, len(self.sizes))).astype(int).tolist()
+        return [(self.data[place]["text"] or "")[:SAMPLED_CHARACTERS] for place in places]
+
+    def parts(self, size: float) -> list[Part]:
+        """Parts of about `size` bytes of text, or a stream's files."""
+        if self.sizes is None:
+            return [Part(self.split, file, file, file + 1, 0) for file in range(self.data.num_shards)]
+        filled = np.cumsum(self.sizes)
+        total = int(filled[-1]) if len(filled) else 0
+        n = max(1, -(-total // max(1, int(size))))
+        cuts = np.unique([0, *np.searchsorted(filled, total * np.arange(1, n) / n), len(filled)]).tolist()
+        sums = np.concatenate([[0], filled])[cuts].tolist()
+        return [
+            Part(self.split, number, begin, end, sums[number + 1] - sums[number])
+            for number, (begin, end) in enumerate(pairwise(cuts))
+        ]
+
+    def read(self, part: Part) -> Iterator[tuple[int, str]]:
+        """(number, text) of a part's documents. Raises ValueError where they cannot be read."""
+        try:
+            if self.sizes is None:
+                stream = self.data.shard(self.data.num_shards, part.begin)
+                found: Iterator[tuple[int, str]] = (
+                    (part.begin * _FILE + i, sample["text"]) for i, sample in enumerate(stream)
+                )
+            else:
+                found = self._stored(part)
+            for number, text in found:
+                if text:
+                    yield number, text
+        except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
+            what = f"file {part.begin}" if self.sizes is None else f"documents {part.begin} to {part.end - 1}"
+            raise ValueError(f"{what} of the {self.split} data cannot be read: {one_line(error)}") from error
+
+    def _stored(self, part: Part) -> Iterator[tuple[int, str]]:
+        for begin in range(part.begin, part.end, _ROWS):
+            yield from enumerate(self.data[begin : min(part.end, begin + _ROWS)]["text"], begin)
+
+
+def _sizes(data: Dataset) -> Tokens:
+    table = data.with_format("arrow")
+    lengths = [
+        pyarrow.compute.fill_null(pyarrow.compute.binary_length(table[i : i + 400 * _ROWS]["text"]), 0).to_numpy()
+        for i in range(0, len(data), 400 * _ROWS)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *lengths]).astype(np.int64)
+
+
+def held_out(numbers: Sequence[int], share: float) -> list[bool]:
+    """Which documents are kept for validation: by their number alone, about `share` of them."""
+    chosen: list[bool] = (mixed(np.array(numbers, np.uint64) + np.uint64(1)) < np.uint64(int(share * 2.0**64))).tolist()
+    return chosen
+
+
+def _together(documents: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
+    numbers: list[int] = []
+    texts: list[str] = []
+    size = 0
+    for number, text in documents:
+        numbers.append(number)
+        texts.append(text)
+        size += len(text)
+        if size >= CHARACTERS_AT_ONCE or len(texts) == DOCUMENTS_AT_ONCE:
+            yield numbers, texts
+            numbers, texts, size = [], [], 0
+    if texts:
+        yield numbers, texts
+
+
+class Work:
+    """Makes the shards of parts. A part is done when its record is there, and the files are as the record says.
+
+    Args:
+        folder: of the prepared data.
+        unfinished: of records, and of files that are being written.
+    """
+
+    def __init__(
+        self, folder: Path, unfinished: Path, plan: Manifest, parts: list[Part], sources: list[Source], encoder: Encoder
+    ) -> None:
+        self.folder, self.unfinished, self.plan, self.parts, self.encoder = folder, unfinished, plan, parts, encoder
+        self.sources = {source.split: source for source in sources}
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def record(self, index: int) -> Path:
+        return self.unfinished / f"part-{index:05d}.json"
+
+    def keep(self, index: int, shards: Sequence[Shard]) -> None:
+        write_whole(self.record(index), json.dumps([asdict(shard) for shard in shards]).encode())
+
+    def shards(self, index: int) -> list[Shard] | None:
+        """Of a part that is done; None of one that is not."""
+        try:
+            return [Shard(**shard) for shard in json.loads(self.record(index).read_bytes())]
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def take_over(self, shards: Sequence[dict[str, Any]]) -> None:
+        """Records of the parts of a manifest, of which a file is missing or damaged."""
+        found = [Shard(**shard) for shard in shards]
+        for index, part in enumerate(self.parts):
+            names = self._names(part).values()
+            self.keep(index, [shard for shard in found if shard.name in names])
+
+    def _names(self, part: Part) -> dict[str, str]:
+        """The shards that a part becomes, by split."""
+        splits = [TRAIN, VALIDATION] if part.split == TRAIN and self.plan.held_out else [part.split]
+        return {split: f"{split}-{part.number:05d}" for split in splits}
+
+    def verified(self, index: int) -> bool:
+        """Whether a part is done, its files being read as a whole."""
+        dtype, entries = np.dtype(self.plan.dtype), self.plan.tokenizer["entries"]
+        shards = self.shards(index)
+        return shards is not None and not any(damage(self.folder, shard, dtype, entries) for shard in shards)
+
+    def __call__(self, index: int, count: Count) -> None:
+        part = self.parts[index]
+        if self.verified(index):
+            count(0, 0, part.bytes)
+            return
+        self.record(index).unlink(missing_ok=True)
+        dtype = np.dtype(self.plan.dtype)
+        writers = {split: PairWriter(self.unfinished, name, split, dtype) for split, name in self._names(part).items()}
+        try:
+            for numbers, texts in _together(self.sources[part.split].read(part)):
+                self._add(writers, numbers, texts, count)
+            self.keep(index, [shard for writer in writers.values() if (shard := writer.finish(self.folder))])
+        except OSError as error:
+            raise ValueError(
+                f"{self.folder} cannot be written: {error.strerror}; the same command goes on from here"
+            ) from error
+        finally:
+            for writer in writers.values():
+                writer.discard()
+
+    def _add(self, writers: dict[str, PairWriter], numbers: list[int], texts: list[str], count: Count) -> None:
+        out = held_out(numbers, self.plan.held_out or 0.0) if len(writers) > 1 else [False] * len(texts)
+        for writer, wanted in zip(writers.values(), (False, True), strict=False):
+            chosen = [text for text, held in zip(texts, out, strict=True) if held == wanted]
+            if chosen:
+                ids, lengths = self.encoder(chosen)
+                n_bytes = sum(len(text.encode()) for text in chosen)
+                writer.add(ids, lengths, n_bytes)
+                count(len(chosen), len(ids), n_bytes)

@@ -1,0 +1,104 @@
+"""Work that several processes share, with progress; none of them outlives the one that started them."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from torchtitan_scape.data.lines import one_line
+
+SECONDS = 10.0  # between two lines of progress
+GO_ON = "the same command goes on from here"
+
+
+def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, workers: int, total: int) -> None:
+    """Calls `work(index, count)` for every index below `n`, each in one of `workers` processes.
+
+    Args:
+        work: counts documents, tokens and bytes of text as they are done.
+        total: bytes of all text; 0 where not known, and the parts that are done are taken for progress.
+
+    Raises:
+        ValueError: with the message of the first that failed, or that a process died. The others are ended.
+    """
+    context = multiprocessing.get_context("fork")  # sources and tokenizer are there then
+    following, errors = context.Value("q", 0), context.SimpleQueue()
+    workers = max(1, min(workers, n))
+    counts = context.RawArray("q", 4 * workers)
+    own = os.getpid()
+
+    def body(slot: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        def count(documents: int, tokens: int, n_bytes: int) -> None:
+            for i, more in enumerate((documents, tokens, n_bytes)):
+                counts[4 * slot + i] += more
+            if os.getppid() != own:
+                os._exit(1)
+
+        try:
+            while True:
+                with following.get_lock():
+                    index, following.value = following.value, following.value + 1
+                if index >= n:
+                    return
+                work(index, count)
+                counts[4 * slot + 3] += 1
+        except ValueError as error:
+            errors.put(one_line(error))
+        except Exception:
+            traceback.print_exc()
+            errors.put("a worker failed; its traceback is above")
+        sys.exit(1)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        processes = [context.Process(target=body, args=(slot,), daemon=True) for slot in range(workers)]
+        for process in processes:
+            process.start()
+    begin = told = time.monotonic()
+    try:
+        while alive := [process.sentinel for process in processes if process.exitcode is None]:
+            wait(alive, timeout=SECONDS)
+            _check(processes, errors)
+            if time.monotonic() - told >= SECONDS:
+                told = time.monotonic()
+                print(_progress([sum(counts[i::4]) for i in range(4)], told - begin, n, total), flush=True)
+        _check(processes, errors)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _check(processes: list[Any], errors: Any) -> None:
+    for process in processes:
+        if process.exitcode not in (None, 0):
+            if not errors.empty():
+                raise ValueError(errors.get())
+            code = process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise ValueError(f"a worker ended with {how}, as where memory runs out; {GO_ON}, with fewer --workers")
+
+
+def _progress(done: list[int], seconds: float, n: int, total: int) -> str:
+    documents, tokens, n_bytes, parts = done
+    share = n_bytes / total if total else parts / n
+    left = f"{_time(seconds * (1 - share) / share)} left" if share else "time left not known yet"
+    return (
+        f"{100 * share:5.1f} %  {documents:,} documents  {tokens / 1e6:,.1f} M tokens  "
+        f"{tokens / seconds / 1e6:.2f} M tokens a second  {left}"
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
