@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -42,11 +43,13 @@ from torchtitan_scape.config.parsing import parse as parse  # noqa: E402  what i
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
 from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
+from torchtitan_scape.data.prepared import PreparedDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.registry import check_layout  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.planner.workloads import local_shapes  # noqa: E402
+from torchtitan_scape.report.best import Best  # noqa: E402
 from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of  # noqa: E402
 from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
 from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
@@ -72,7 +75,7 @@ class ScapeTrainer(Trainer):
     optimizers: ReplicaOptimizers
     metrics_processor: ReplicaMetrics
     checkpointer: ReplicaCheckpointer
-    dataloader: TextDataLoader | SimulatedDataLoader
+    dataloader: TextDataLoader | SimulatedDataLoader | PreparedDataLoader
     layout: Layout
     step: int
     ntokens_seen: int
@@ -116,6 +119,11 @@ class ScapeTrainer(Trainer):
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
             self.validator.model_shown = self._model_shown
+            self.validator.validated = self._validated
+            validation = job_config.validation
+            compared = ("dataset", "dataset_path", "steps", "seq_len")
+            self.best = Best(Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared})
+            self.checkpointer.spared = self.best.checkpoint_step
         self.interfaces = InterfaceCount(self.layout, self.optimizers)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
@@ -270,6 +278,11 @@ class ScapeTrainer(Trainer):
         self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
         with self.optimizers.sharding.uncounted(), self.optimizers.model_shown():
             yield
+
+    def _validated(self, step: int, loss: float) -> None:
+        if dist.get_rank() == 0:
+            saved = self.checkpointer.saves_at(step, self.ran_out or step == self.job_config.training.steps)
+            self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
 
     def _check_replicas(self) -> None:
         """In front of every save, and at the interval: no checkpoint shall hold what a flipped bit has made."""

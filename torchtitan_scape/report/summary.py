@@ -59,7 +59,9 @@ def summarise(trainer: Run) -> None:
     shards = _planned_on_shard_axis(trainer)
     interfaces = trainer.interfaces.summary()
     tokens_per_second = tokens_seen / total * steps / trainer.train_seconds
-    validation = trainer.validator.last_loss if trainer.job_config.validation.enable else None
+    validates = trainer.job_config.validation.enable
+    validation = trainer.validator.last_loss if validates else None
+    figures = trainer.validator.figures if validates else {}
     summary = {
         "method": trainer.job_config.sync.method,
         "optimizer": trainer.job_config.optimizer.name,
@@ -70,6 +72,7 @@ def summarise(trainer: Run) -> None:
         "sequence": trainer.job_config.training.seq_len,
         "training_loss": trainer.metrics_processor.last_loss,
         "validation_loss": validation,
+        **{f"validation_{name}": value for name, value in figures.items()},
         "tokens_per_second": tokens_per_second,
         "seconds_per_step": trainer.train_seconds / steps,
         "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
@@ -107,7 +110,7 @@ def summarise(trainer: Run) -> None:
         f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
         f"  empty documents   {empty:,.0f} passed over",
         f"  training loss     {_loss_text(trainer.metrics_processor.last_loss)} (last logged step)",
-        f"  validation loss   {_loss_text(validation)}",
+        f"  validation loss   {_loss_text(validation)}{_figures_text(figures)}",
         f"  sent per step and rank, replicate axis: {sent_text(sent.replicas, sent.dense)}",
         *([f"  sent per step and rank, shard axis: {shards_text(sent.shards)}"] if sent.shards else ()),
         *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
@@ -143,6 +146,10 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     return shard_bytes(plan, rows, trainer.layout, micro_batches)
+
+
+def _figures_text(figures: dict[str, float]) -> str:
+    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
 
 
 def _loss_text(loss: float | None) -> str:
