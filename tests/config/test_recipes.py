@@ -35,6 +35,20 @@ LLAMA = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama_500m": LLAMA | {"model.flavor": "500M", "training.seq_len": 4096},
     "llama_1_8b": LLAMA | {"model.flavor": "1.8B", "training.seq_len": 2048},
+    "gpt_345m": {
+        "model.name": "gpt2",
+        "model.flavor": "345M",
+        "optimizer.lr": 1.5e-4,
+        "optimizer.beta1": 0.9,
+        "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.01,
+        "lr_scheduler.min_lr_factor": 0.0666667,  # to 1e-5
+        "lr_scheduler.warmup_steps": 5000,
+        "training.global_batch_size": 512,
+        "training.seq_len": 1024,
+        "training.dataset": "openwebtext",
+        "sync.scape.density_warmup_steps": 5000,
+    },
 }
 ALL: dict[str, Any] = {
     "lr_scheduler.decay_type": "cosine",
@@ -143,6 +157,13 @@ def test_every_recipe_can_begin(path: Path, ranks: Any) -> None:
     ranks(*((1, 1) if config.parallelism.data_parallel_shard_degree == 1 else (8, 8)))
     check_config(config, "cpu")
     layout_of(config)
+
+
+def test_radius_355m_is_gpt_345m_for_longer() -> None:
+    values = dict(values_of(built(load(given("radius_355m"), check))))
+    wanted = ALL | MODELS["gpt_345m"] | METHODS["radius"]
+    wanted |= {"training.steps": 500_000, "sync.radius.start": 80_000}
+    assert {key: values[key] for key in wanted} == wanted
 
 
 # ------------------------------------------------------------------------------------------------- files
