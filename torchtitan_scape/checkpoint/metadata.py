@@ -44,6 +44,7 @@ class RunMetadata(Stateful):
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
             "residual": residual,
+            "border": config.data.border,
             "states": optimizers.described_states(residual),
             **options.fingerprint(),
             "sharding": asdict(config.sharding),

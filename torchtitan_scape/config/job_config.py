@@ -135,8 +135,8 @@ class Data(Options):
     begins again for as long as training.steps asks"""
 
     border: Literal["bos_eos", "eos"] = "bos_eos"
-    """What stands between documents: BOS in front of each and EOS after it, or EOS alone. Prepared data have to
-    have been prepared with the same"""
+    """What stands between documents: BOS in front of each and EOS after it, or EOS alone; where both are one token, as
+    GPT-2's, it is written once either way. Prepared data have to have been prepared with the same"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

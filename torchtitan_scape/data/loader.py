@@ -11,6 +11,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.tools.logging import logger
 
 from torchtitan_scape.data.borders import Bordered
 from torchtitan_scape.data.documents import Documents, documents
@@ -47,12 +48,13 @@ class TextDataset(HuggingFaceTextDataset):
         self._token_buffer: list[int]
         super().__init__(name, path, tokenizer, seq_len, infinite=passes != 1)
         self.passes = passes
+        self._begin = 0  # what is before it in the buffer was given out
         self._data: Documents = documents(self.dataset_name, self._data, self._text_processor, rank, world)
         self._given = 0
         self._before: tuple[int, int] | None = None
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:
-        """Called by the parent at the beginning of every epoch. Raises NoTextError where the last one had no token."""
+        """Called at the beginning of every epoch. Raises NoTextError where the last one had no token."""
         now = self._given, len(self._token_buffer)
         if now == self._before:
             raise NoTextError(
@@ -66,23 +68,42 @@ class TextDataset(HuggingFaceTextDataset):
         return iter(self._data)
 
     def __iter__(self) -> Iterator[Item]:
-        for item in super().__iter__():
-            self._given += 1
-            yield item
+        """TorchTitan's, which copies what is left of a document for every sequence of it."""
+        yield from self._sequences()  # of what a checkpoint's reader had read
+        while True:
+            for sample in self._get_data_iter():
+                text = self._text_processor(sample)
+                self._token_buffer += self._tokenizer.encode(text, add_bos=True, add_eos=True)
+                yield from self._sequences()
+            if not self.infinite:
+                logger.warning(f"{self.dataset_name}: the data have ended")
+                return
+            logger.warning(f"{self.dataset_name}: the data begin again")
+            self._data.set_epoch(self._data.epoch + 1)
+
+    def _sequences(self) -> Iterator[Item]:
+        """All whole ones in the buffer."""
+        while len(self._token_buffer) - self._begin > self.seq_len:
+            end = self._begin + self.seq_len + 1
+            tokens = torch.tensor(self._token_buffer[self._begin : end])
+            self._begin, self._given = end, self._given + 1
+            yield {"input": tokens[:-1]}, tokens[1:]
+        del self._token_buffer[: self._begin]
+        self._begin = 0
 
     def state_dict(self) -> dict[str, Any]:
         position = {
             "format": FORMAT,
             "data": [self.dataset_name, self._data.size()],
             **self._data.state_dict(),
-            "tokens": self._token_buffer,
+            "tokens": self._token_buffer[self._begin :],
         }
         return {"position": json.dumps(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         position = self._checked(state["position"])
         self._data.load_state_dict(position)
-        self._token_buffer = position["tokens"]
+        self._token_buffer, self._begin = position["tokens"], 0
         self._before = None
 
     def load_old(self, positions: Sequence[str]) -> str:
@@ -90,7 +111,7 @@ class TextDataset(HuggingFaceTextDataset):
         old = [self._checked(position) for position in positions]
         text = self._data.load_old(old)
         mine = old[self._data.rank :: self._data.world]
-        self._token_buffer = [token for position in mine for token in position["tokens"]]
+        self._token_buffer, self._begin = [token for position in mine for token in position["tokens"]], 0
         self._before = None
         return text
 

@@ -1,0 +1,80 @@
+"""What is written between documents, for tokenizers that name their borders in different ways."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from torchtitan_scape import device
+
+device.prepare()  # before anything of TorchTitan is imported
+
+from torchtitan_scape.config.job_config import Data, JobConfig  # noqa: E402
+from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
+from torchtitan_scape.data import datasets as ours  # noqa: E402
+from torchtitan_scape.data.borders import END_OF_TEXT, Bordered, border_ids  # noqa: E402
+from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+
+
+def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:
+    """A tokenizer of bytes in a folder, as TorchTitan loads it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + len(special), special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator((), trainer)
+    if template:
+        used = [(token, tokenizer.token_to_id(token)) for token in special]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    job = JobConfig()
+    job.model.hf_assets_path = str(folder)
+    return ours.build_tokenizer(job)
+
+
+@pytest.mark.parametrize("named", [{"bos_token": END_OF_TEXT, "eos_token": {"content": END_OF_TEXT}}, {}])
+def test_one_token_for_both_is_written_once(named: dict[str, Any], tmp_path: Path) -> None:
+    """GPT-2's: TorchTitan's class found a BOS and no EOS. The published folder names neither."""
+    tokenizer = made(tmp_path, [END_OF_TEXT], **named)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
+    for border in ("bos_eos", "eos"):
+        assert border_ids(tokenizer, border) == ([], [0])
+        ids = Bordered(tokenizer, border).encode("ab")
+        assert ids[-1] == 0 and ids.count(0) == 1 and tokenizer.decode(ids) == "ab"
+
+
+@pytest.mark.parametrize("template", ["", "<s> $A", "<s> $A </s>"])
+def test_the_setting_decides_and_no_template(template: str, tmp_path: Path) -> None:
+    tokenizer = made(tmp_path, ["<s>", "</s>"], template, bos_token="<s>", eos_token="</s>")
+    text = tokenizer.tokenizer.encode("ab", add_special_tokens=False).ids
+    assert Bordered(tokenizer, "bos_eos").encode("ab") == [0, *text, 1]
+    assert Bordered(tokenizer, "eos").encode("ab") == [*text, 1]
+
+
+def test_a_tokenizer_without_an_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = made(tmp_path, ["<s>"], bos_token="<s>")
+    assert border_ids(tokenizer, "bos_eos") == ([0], []) and border_ids(tokenizer, "eos") == ([], [])
+    assert "names no EOS" in caplog.text
+
+
+def test_the_loader_writes_the_border_that_the_recipe_names(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n{"text": "ef"}\n')
+    config = JobConfig(data=Data(border="eos"))
+    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    config.training.dataset, config.training.dataset_path = "text_files", str(tmp_path / "a.jsonl")
+    config.training.seq_len, config.training.local_batch_size = 4, 1
+    tokenizer = ours.build_tokenizer(config)
+    (inputs, labels) = next(iter(ours.build_dataloader(1, 0, tokenizer, config)))
+    got = [*inputs["input"][0].tolist(), labels[0, -1].item()]
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert got.count(eos) == 1 and bos not in got and tokenizer.decode(got) == "abcd"
+    (inputs, _) = next(iter(TextDataset("text_files", str(tmp_path / "a.jsonl"), tokenizer, 4)))
+    assert inputs["input"].tolist()[0] == bos
+    with pytest.raises(ValueError, match="border"):
+        Data(border="bos")  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""Folders of several files: formats, columns, and what arrow files are."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+
+from torchtitan_scape import device
+
+device.prepare()  # before anything of TorchTitan is imported
+
+import datasets.config  # noqa: E402
+
+from torchtitan_scape.data.local import load_text_files  # noqa: E402
+
+TEXTS = ["one", "two", "three"]
+
+
+@pytest.fixture(autouse=True)
+def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def write(path: Path, **columns: Any) -> Path:
+    table = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+        return path
+    make = pyarrow.ipc.new_file if "file" in path.name else pyarrow.ipc.new_stream
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["stream.arrow", "file.arrow"])
+def test_arrow_files_of_both_forms_are_read(name: str, tmp_path: Path) -> None:
+    write(tmp_path / f"a-{name}", text=TEXTS[:0])
+    write(tmp_path / f"b-{name}", text=TEXTS, meta=[1, 2, 3])
+    assert load_text_files(tmp_path)["text"][:] == TEXTS
+
+
+def test_what_the_library_saved_is_read(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    assert load_text_files(tmp_path)["text"][:] == TEXTS
+
+
+def test_columns_in_another_order_and_longer_texts_are_the_same(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", text=TEXTS, meta=[1, 2, 3])
+    write(tmp_path / "b.parquet", meta=[4], text=pyarrow.array(["four"], pyarrow.large_string()))
+    assert load_text_files(tmp_path)["text"][:] == [*TEXTS, "four"]
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow"])
+@pytest.mark.parametrize("more", [{"other": [1]}, {"meta": ["x"]}, {}])
+def test_other_columns_are_refused_by_the_names_of_two_files(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    first = write(tmp_path / f"a.{name}", text=TEXTS, meta=[1, 2, 3])
+    write(tmp_path / f"b.{name}", text=["x"], meta=[4])
+    third = write(tmp_path / f"c.{name}", text=["y"], **more)
+    with pytest.raises(ValueError, match="files with other columns cannot be read as one data set") as error:
+        load_text_files(tmp_path)
+    assert f"meta: int64, text: string ({first})" in str(error.value) and f"({third})" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_and_mixed_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_text("no arrow")
+    with pytest.raises(ValueError, match=r"a\.arrow' cannot be read as arrow"):
+        load_text_files(tmp_path)
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match=r"mixes the formats arrow \(.*a\.arrow\) and json \(.*b\.jsonl\)"):
+        load_text_files(tmp_path)

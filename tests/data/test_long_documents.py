@@ -1,0 +1,66 @@
+"""Sequences out of documents of any length."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan_scape import device
+
+device.prepare()  # before anything of TorchTitan is imported
+
+from datasets import Dataset  # noqa: E402
+
+from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
+from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
+from torchtitan_scape.data import datasets as ours  # noqa: E402
+from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    config = JobConfig()
+    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    return ours.build_tokenizer(config)
+
+
+def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:
+    config = ours.DATASETS["text_files"]
+    given = type(config)("", lambda _: Dataset.from_dict({"text": texts}), ours._text)
+    monkeypatch.setitem(ours.DATASETS, "text_files", given)
+    return TextDataset("text_files", "any", tokenizer, seq_len, passes=1)
+
+
+def tokens(items: Any) -> list[list[int]]:
+    return [[*inputs["input"].tolist(), int(labels[-1])] for inputs, labels in items]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5), seq_len=st.integers(1, 9), stop=st.integers(0, 30))
+def test_sequences_are_cut_from_all_documents_in_a_row(
+    lengths: list[int], seq_len: int, stop: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that stopped after any of them goes on with the next one, in the last document, too."""
+    texts = [chr(ord("a") + i) * n for i, n in enumerate(lengths)]
+    row = [i for text in texts for i in tokenizer.encode(text, add_bos=True, add_eos=True)]
+    expected = [row[i : i + seq_len + 1] for i in range(0, len(row) - seq_len, seq_len + 1)]
+    first = dataset(texts, tokenizer, seq_len, monkeypatch)
+    items, found = iter(first), []
+    for _ in range(min(stop, len(expected))):
+        found += tokens([next(items)])
+    again = dataset(texts, tokenizer, seq_len, monkeypatch)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + tokens(again) == expected
+    assert tokens(items) == expected[len(found) :]
+
+
+def test_a_long_document_takes_time_by_its_length(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of what is left for every sequence took 60 times as long."""
+    document = dataset(["x" * 300_000], tokenizer, 16, monkeypatch)
+    monkeypatch.setattr(document._tokenizer, "encode", lambda *_, **__: list(range(300_000)))
+    begin = time.process_time()
+    assert sum(1 for _ in document) == 300_000 // 17
+    assert time.process_time() - begin < 3

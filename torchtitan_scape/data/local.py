@@ -1,0 +1,172 @@
+"""Text that lies on this machine: which files of a folder are read, and whether they can be.
+
+Several files are one data set: of one format, and with the same columns.
+"""
+
+import os
+import zlib
+from pathlib import Path
+from typing import cast
+
+import pyarrow
+import pyarrow.parquet
+from datasets import Dataset
+
+from torchtitan_scape.data.lines import load_files, one_line, open_lines
+
+# File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
+_BUILDERS = {
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a "text" column'
+_SPLITS = ("train", "validation", "test")
+
+
+def _ending(path: Path) -> str | None:
+    return next((ending for ending in _BUILDERS if path.name.lower().endswith(ending)), None)
+
+
+def _split_of(path: Path, root: Path) -> str | None:
+    """The split that the nearest of file name, sub-folders and given folder begins with."""
+    names = [path.name] if path == root else [*reversed(path.relative_to(root).parts), root.name]
+    return next((split for name in names for split in _SPLITS if name.lower().startswith(split)), None)
+
+
+def _check_readable(path: Path, folder: bool) -> None:
+    if not os.access(path, os.R_OK | (os.X_OK if folder else 0)):
+        raise ValueError(f"dataset_path: {str(path)!r} is not readable by this user: check its permissions")
+
+
+def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
+    """Lists the text files of a local path, sorted, hidden and empty files left out.
+
+    Args:
+        path: a file, or a folder, which is searched with its sub-folders.
+        split: "train" or "validation" keeps, of a folder, the files whose name, or else the nearest folder's
+            name, begins so; None keeps all.
+
+    Raises:
+        ValueError: `path` is missing or not readable, has no such file, only empty ones, or files of several
+            formats.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {EXPECTED}")
+    _check_readable(root, root.is_dir())
+    if root.is_dir():
+        found = [file for file in sorted(root.rglob("*")) if _ending(file) and file.is_file()]
+        files = [file for file in found if not any(x.startswith(".") for x in file.relative_to(root).parts)]
+    else:
+        files = [root] if _ending(root) else []
+    if not files:
+        raise ValueError(f"dataset_path: {str(root)!r} has no text; expected {EXPECTED}")
+    if split is not None and root.is_dir():
+        files = [file for file in files if _split_of(file, root) == split]
+        if not files:
+            raise ValueError(
+                f"dataset_path: {str(root)!r} has no files of the split {split!r}; expected files or "
+                f"sub-folders whose names begin with {split!r}, or dataset text_files to read all files"
+            )
+    for file in files:
+        _check_readable(file, folder=False)
+    files = [file for file in files if file.stat().st_size > 0]
+    if not files:
+        raise ValueError(f"dataset_path: {str(root)!r} has zero documents: its files are empty")
+    first = {_BUILDERS[cast(str, _ending(file))]: file for file in reversed(files)}
+    if len(first) > 1:
+        raise ValueError(
+            f"dataset_path: {str(root)!r} mixes the formats {_each(first)}; give a file, or a folder with one format"
+        )
+    return files
+
+
+def _each(first: dict[str, Path]) -> str:
+    """What there is of several kinds, with a file of each."""
+    return " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
+
+
+def _columns(file: Path, builder: str) -> tuple[pyarrow.Schema, bool]:
+    """(schema, whether there is a row) of a file of columns. Nothing of its rows is read."""
+    if builder == "parquet":
+        metadata = pyarrow.parquet.read_metadata(file)
+        return metadata.schema.to_arrow_schema(), metadata.num_rows > 0
+    with pyarrow.memory_map(str(file)) as source:
+        try:
+            stream = pyarrow.ipc.open_stream(source)
+            return stream.schema, any(batch.num_rows for batch in stream)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            stored = pyarrow.ipc.open_file(source)
+            return stored.schema, any(stored.get_batch(i).num_rows for i in range(stored.num_record_batches))
+
+
+def _with_documents(files: list[Path]) -> list[Path]:
+    """The files that hold a document, by their metadata or a line of JSON; the library's own errors say less.
+
+    Raises:
+        ValueError: a file is damaged, or of columns and without one named "text", or has others than the first one.
+    """
+    found: list[Path] = []
+    schemas: dict[str, Path] = {}
+    for file in files:
+        builder = _BUILDERS[cast(str, _ending(file))]
+        try:
+            if builder == "text":
+                found.append(file)
+                continue
+            if builder == "json":
+                with open_lines(file) as lines:
+                    found += [file] if any(line.strip() for line in lines) else []
+                continue
+            schema, rows = _columns(file, builder)
+        except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+            raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
+        if not rows:
+            continue
+        if "text" not in schema.names:
+            raise ValueError(
+                f"dataset_path: {str(file)!r} has no column 'text', but {schema.names}; expected a column 'text' of "
+                "strings"
+            )
+        found.append(file)
+        # Texts of less and of more than 2 GiB have types of their own.
+        columns = sorted(f"{field.name}: {str(field.type).removeprefix('large_')}" for field in schema)
+        schemas.setdefault(", ".join(columns), file)
+        if len(schemas) > 1:
+            raise ValueError(
+                f"dataset_path: files with other columns cannot be read as one data set: {_each(schemas)}; give a "
+                "file, or a folder of files with the same columns"
+            )
+    return found
+
+
+def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> Dataset:
+    """Reads local text, map-style, so that a run resumes by document index.
+
+    A line of .jsonl and a row of .parquet or .arrow are one document. A .txt file is one document as a whole, because a
+    line break in text does not end a document; text with one document a line belongs in .jsonl. The datasets
+    library converts the files once into its own cache (HF_DATASETS_CACHE), about as large as their text.
+
+    Lines that are no JSON or no UTF-8, and those without text, are left out; the log says how many and where the
+    first one is. More than a tenth of them is taken for another format.
+
+    Args:
+        path: a file, or a folder, which is searched with its sub-folders.
+        split: see `find_text_files`.
+
+    Returns:
+        A data set with the one column "text".
+
+    Raises:
+        ValueError: as `find_text_files`; or a file is damaged as a whole, has no "text" column of strings, or other
+            columns than the first; or there are zero documents.
+    """
+    files = _with_documents(find_text_files(path, split))
+    if not files:
+        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
+    return load_files(files, _BUILDERS[cast(str, _ending(files[0]))], str(path))
