@@ -58,6 +58,7 @@ ALL: dict[str, Any] = {
     "training.dtype": "float32",
     "training.mixed_precision_param": "bfloat16",
     "training.mixed_precision_reduce": "float32",
+    "data.border": "eos",
 }
 PAPER_RULE = {
     "optimizer.name": "AdamS",
