@@ -90,14 +90,14 @@ class Resolved:
         """
         path, text = Path(folder) / FILE, self.text()
         try:
-            if tomllib.loads(path.read_text()) == tomllib.loads(text):
+            if tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):
                 return
         except (OSError, ValueError):
             pass  # none yet, or another's
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
-            part.write_text(text)
+            part.write_text(text, encoding="utf-8")
             part.replace(path)
         except OSError as error:
             raise ValueError(f"[job] dump_folder = {folder!r} cannot be written to: {error.strerror}") from None
