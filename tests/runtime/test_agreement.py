@@ -115,6 +115,8 @@ def test_files_differ_by_name_size_and_content(tmp_path: Path) -> None:
     assert len({str(facts(content)) for content in contents}) == len(contents)
     assert facts(contents[0]) == facts(contents[0])
     assert list(file_facts("data", str(tmp_path / "none")).values()) == ["not readable (No such file or directory)"]
+    facts({"pair.bin": b"1", "pair.idx": b"2", "other": b"3"})
+    assert "2 of 2 bytes" in next(iter(file_facts("data", str(tmp_path / "data" / "pair")).values()))
 
 
 def test_many_differences_are_one_line() -> None:

@@ -24,6 +24,7 @@ from topology.primitives import all_gather_into
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.data import speeches, standard_library
+from torchtitan_scape.data.indexed import paths_of
 
 PACKAGES = (torchtitan_scape, kernels, topology)
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
@@ -61,16 +62,18 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
 
     Args:
         name: what the files are, for messages.
-        path: a file, or a folder, which is searched with its sub-folders; None for nothing.
+        path: a file, a pair of Megatron's without ending, or a folder, which is searched with its sub-folders; None
+            for nothing.
         endings: of the files that count.
     """
     if not path:
         return {}
     root = Path(path)
     try:
-        found = sorted(root.rglob("*")) if root.is_dir() else [root]
+        pair = [file for file in paths_of(root) if file.exists()]
+        found = sorted(root.rglob("*")) if root.is_dir() else pair or [root]
         files = [file for file in found if file.name.endswith(endings) and not file.is_dir()]
-        sizes = {str(file.relative_to(root)): file.stat().st_size for file in files}
+        sizes = {os.path.relpath(file, root): file.stat().st_size for file in files}
         content = hashlib.sha256()
         for file in files[:: -(-len(files) // MAX_FILES) or 1]:
             with open(file, "rb") as data:
