@@ -63,7 +63,8 @@ class GPT2StateDictAdapter(StateDictAdapter):
         found: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name in _OUTER:
-                value = value[: self.entries] if _OUTER[name] == _TABLE else value
+                if _OUTER[name] == _TABLE and self.entries < value.shape[0]:
+                    value = value[: self.entries].clone()  # safetensors takes no part of another tensor
                 found[_PREFIX + _OUTER[name]] = value.contiguous()
                 continue
             layer, module, kind = _split(_OURS, name)
