@@ -101,6 +101,28 @@ def test_masters_models_alone_and_the_best(runs: Any) -> None:
     assert find(parse(arguments), "best") == find(parse(arguments), "latest") == folder / "checkpoint" / "step-4"
 
 
+def test_a_run_begins_from_an_export(runs: Any, pool2: Pool, tmp_path: Path) -> None:
+    """On replicas and on shards; rows that were cut are the mean of the others. Without a rate nothing moves."""
+    from torchtitan_scape.export import export
+
+    for name in ("gpt2", "grouped"):
+        source, start = source_of(runs[name]), tmp_path / name
+        export(source, start, check=False)
+        load = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={start}"]
+        arguments = [*MODELS[name], *METHODS["adamw"], *load, "--optimizer.lr=0", "--training.steps=2"]
+        one, cut = (
+            pool2(train, str(tmp_path / f"{name}-{where}"), [*arguments, *LAYOUTS[where]]) for where in ("1x2", "2x1")
+        )
+        weights = dict(source.weights)
+        if name == "gpt2":
+            table = weights["tok_embeddings.weight"].clone()
+            table[258:] = table[:258].mean(dim=0)
+            weights["tok_embeddings.weight"] = table
+        flat = torch.cat([value.flatten() for value in weights.values()])
+        torch.testing.assert_close(one[0]["parameters"], flat, rtol=0, atol=1e-7)
+        assert cut[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-5)
+
+
 def test_bad_input_ends_in_one_line(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchtitan_scape.export import main
 

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,8 @@ def write(source: Source, folder: Path, dtype: str) -> None:
     folder.mkdir(parents=True)
     save_torch_state_dict(theirs, folder, max_shard_size="5GB")
     _write_json(folder / "config.json", told)
+    for path in folder.glob("*.safetensors"):  # which are their writer's alone
+        path.chmod((folder / "config.json").stat().st_mode)
     _write_json(folder / "generation_config.json", ids)
     _write_tokenizer(tokenizer, config, folder)
     (folder / "README.md").write_text(_card(source, dtype))
@@ -242,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", choices=("model", "master"), default="model", help="what BF16 weights are made of")
     parser.add_argument("--no-check", action="store_true", help="does not compare logits with transformers")
     options, keys = parser.parse_known_args(arguments)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
     try:
         config = parse([f"--job.config_file={options.config}", *keys])
         source = read(config, find(config, options.checkpoint), options.weights == "master")

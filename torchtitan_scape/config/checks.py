@@ -32,6 +32,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
     for key, on in refused.items():
         if on:
             raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
+    if config.checkpoint.last_save_in_hf:
+        raise ValueError(
+            "[checkpoint] last_save_in_hf = true writes weights without config and tokenizer, in the place of the last "
+            "checkpoint; leave it off, and run python -m torchtitan_scape.export afterwards"
+        )
     if device_type == "cpu" and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
