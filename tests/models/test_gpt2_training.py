@@ -42,7 +42,7 @@ def test_every_layout_is_the_same_run(pool1: Pool, pool2: Pool, pool4: Pool, tmp
         assert other["norms"] == pytest.approx(runs[0]["norms"], rel=1e-4)
 
 
-@pytest.mark.parametrize("method, layout", [("scape", "2x2"), ("muon", "1x2")])
+@pytest.mark.parametrize("method, layout", [("scape", "2x2"), pytest.param("muon", "1x2", marks=pytest.mark.slow)])
 def test_resuming_is_the_run_that_never_stopped(
     method: str, layout: str, pool2: Pool, pool4: Pool, tmp_path: Path
 ) -> None:
