@@ -304,8 +304,11 @@ class ScapeTrainer(Trainer):
         if self.steps_taken == 0:
             logger.info("No step was left to take")
             return
-        if self.job_config.validation.enable and self.validator.last_step != self.step:
-            self.validator.validate(self.model_parts, self.step)
+        if self.job_config.validation.enable:
+            if self.validator.last_step != self.step:
+                self.validator.validate(self.model_parts, self.step)
+            elif self.ran_out and self.validator.last_loss is not None:
+                self._validated(self.step, self.validator.last_loss)  # its checkpoint was written since then
         self.summarise()
 
     def summarise(self) -> None:

@@ -57,6 +57,19 @@ def test_the_setting_decides_and_no_template(template: str, tmp_path: Path) -> N
     assert Bordered(tokenizer, "eos").encode("ab") == [*text, 1]
 
 
+def test_documents_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
+    """Whatever tokenizer.json asks for: the longest of a batch would be how long its documents are."""
+    made(tmp_path, ["</s>"], eos_token="</s>")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    job = JobConfig()
+    job.model.hf_assets_path = str(tmp_path)
+    encode = ours.build_tokenizer(job).tokenizer.encode_batch_fast  # type: ignore[attr-defined]
+    assert [len(found.ids) for found in encode(["ab", "abcdef"], add_special_tokens=False)] == [2, 6]
+
+
 def test_a_tokenizer_without_an_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = made(tmp_path, ["<s>"], bos_token="<s>")
     assert border_ids(tokenizer, "bos_eos") == ([0], []) and border_ids(tokenizer, "eos") == ([], [])

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -209,10 +210,36 @@ def test_a_validation_split_of_its_own_and_a_stream(tmp_path: Path, monkeypatch:
     assert sorted(documents(tmp_path / "b", "train") + held) == sorted(KEPT) and held
 
 
+def test_the_hub_may_be_out_of_reach_when_a_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = jsonl(tmp_path / "text"), tmp_path / "out"
+    for revision, status, said in (
+        ("aa", 0, "was prepared"),
+        (None, 0, "finished already"),
+        ("bb", 2, "another source"),
+    ):
+        monkeypatch.setattr(prepare, "_revision", lambda *_, found=revision: found)
+        call(out, text=text, status=status)
+        assert said in "".join(capsys.readouterr())
+    assert Manifest.read(out).source["revision"] == "aa"
+
+
 def _of_another_kind(tmp_path: Path) -> list[str]:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "letter.txt").write_text("dear")
     return []
+
+
+def _damaged_manifest(tmp_path: Path) -> list[str]:
+    call(tmp_path / "out", text=tmp_path / "text")
+    (tmp_path / "out" / "manifest.json").write_text("[]")
+    return []
+
+
+def _damaged_tokenizer(tmp_path: Path) -> list[str]:
+    (tmp_path / "tokenizer.json").write_text("{no")
+    return ["--tokenizer", str(tmp_path)]
 
 
 def _begun_otherwise(tmp_path: Path) -> list[str]:
@@ -237,6 +264,8 @@ def _broken(tmp_path: Path) -> list[str]:
         (lambda t: ["--workers", "0"], "--workers 0; it must be 1 or more"),
         (lambda t: ["--border", "none"], "argument --border: invalid choice: 'none'"),
         (_of_another_kind, "out is not empty, and holds no prepared data"),
+        (_damaged_manifest, "out/manifest.json is damaged; delete "),
+        (_damaged_tokenizer, "cannot be read: key must be a string"),
         (_begun_otherwise, "out holds data of another border: eos, not bos_eos; delete it"),
     ],
 )
@@ -264,9 +293,18 @@ def test_work_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert line == f"prepare: {out} cannot be written: No space left on device; the same command goes on from here"
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "_LOCK_SECONDS", 0.2)
-        with prepare._alone(out / "unfinished"):
+        with prepare._alone(out / "unfinished") as first:
             call(out, text=text, status=2)
-    assert f"another process is preparing data in {out}" in capsys.readouterr().err
+            assert f"another process is preparing data in {out}" in capsys.readouterr().err
+            patched.setattr(prepare, "_LOCK_SECONDS", 60.0)
+
+            def finish(_: float) -> None:
+                shutil.rmtree(out / "unfinished")
+                first.close()
+
+            patched.setattr(time, "sleep", finish)
+            with prepare._alone(out / "unfinished") as second:
+                assert os.path.samestat(os.fstat(second.fileno()), (out / "unfinished" / "lock").stat())
     with monkeypatch.context() as patched:  # a file of a stream that is no JSON
         (text / "1.jsonl").write_text('{"text": "good"}\nnot good\n')
         found = sorted(str(path) for path in text.glob("*.jsonl"))

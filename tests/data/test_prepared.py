@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import datasets.config  # noqa: E402
 
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
+from torchtitan_scape.data import prepared as prepared_data  # noqa: E402
 from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
 from torchtitan_scape.data.indexed import PairWriter  # noqa: E402
 from torchtitan_scape.data.manifest import Manifest, tokenizer_facts  # noqa: E402
@@ -246,6 +248,7 @@ def config_of(path: Path, **validation: Any) -> JobConfig:
 def test_prepared_data_are_read_and_a_run_goes_on_as_configured(tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(prepared(tmp_path / "data", tokenizer))
     config.training.global_batch_size, config.debug.seed = 12, 7
+    config.training.dataloader.pin_memory = True  # where there is something to pin it for
     loader = build_dataloader(2, 1, tokenizer, config)
     assert isinstance(loader, PreparedDataLoader)
     assert (loader.samples, loader.each, loader.seed, loader.data.bytes_per_token) == (34, 2, 7, 3.0)
@@ -257,6 +260,7 @@ def test_prepared_data_are_read_and_a_run_goes_on_as_configured(tmp_path: Path, 
         "seed": 7,
         "consumed": 0,
     }
+    assert next(iter(loader))[1].shape == (3, 8)
 
 
 def test_a_pair_of_megatrons_is_read(tmp_path: Path, tokenizer: Any) -> None:
@@ -318,8 +322,34 @@ def test_data_that_do_not_fit_are_one_line(change: Any, message: str, tmp_path: 
     assert "\n" not in str(error.value)
 
 
-def test_a_pair_has_no_splits(tmp_path: Path, tokenizer: Any) -> None:
+def test_many_shards_may_be_open_and_one_that_may_not_be_read_is_one_line(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        found = []
+        for n in (64, 65, 1 << 40):
+            prepared_data._allow_files(n)
+            found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        assert found == [256, 321, hard]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def forbidden(path: Path, dtype: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(prepared_data, "map_tokens", forbidden)
+    with pytest.raises(
+        ValueError, match=r"training\.dataset_path: .*train-00000\.bin cannot be read: Permission denied"
+    ):
+        build_dataloader(1, 0, tokenizer, config_of(prepared(tmp_path / "data", tokenizer)))
+
+
+@pytest.mark.parametrize("other", ["", ".bin"])
+def test_a_pair_has_no_splits(other: str, tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(literal(tmp_path / "pair", [[1] * 100]), enable=True)
+    config.validation.dataset_path = f"{config.training.dataset_path}{other}"
     with pytest.raises(ValueError, match=r"is a pair, which has no splits: give validation a pair of its own"):
         build_dataloader(1, 0, tokenizer, config)
 

@@ -87,6 +87,12 @@ def test_the_best_is_found_and_forgotten_as_a_run_goes_on(tmp_path: Path) -> Non
     # A run that goes on from step 2 has not seen what came later, one with other data nothing at all.
     assert Best(tmp_path, of).checkpoint_step() == 4
     assert noted(Best(tmp_path, of), (4, 3.5, True), begun=2) == (2, 2)
+    # A checkpoint may be written after the validation of its step: as data or time end, and then it is gone on from.
+    best = Best(tmp_path, of)
+    assert noted(best, (5, 1.5, False), begun=4) == (5, 2)
+    assert noted(Best(tmp_path, of), (6, 1.75, False), begun=5) == (5, 5)
+    assert noted(best, (5, 1.5, True), begun=4) == (5, 5)
+    assert [row[0] for row in json.loads((tmp_path / "best.json").read_text())["losses"]] == [1, 2, 4, 5]
     of = {"dataset": "prepared"}
     assert noted(Best(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
     (tmp_path / "best.json").write_text("{")

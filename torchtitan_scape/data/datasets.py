@@ -29,6 +29,7 @@ from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.borders import name_borders
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.hub import HubSet
+from torchtitan_scape.data.lines import one_line
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
@@ -144,7 +145,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """TorchTitan's tokenizer from the folder `model.hf_assets_path`.
 
     Raises:
-        ValueError: the folder is missing or holds no tokenizer.
+        ValueError: the folder is missing or holds no tokenizer, or one that cannot be read.
     """
     folder = Path(job_config.model.hf_assets_path)
     expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
@@ -152,7 +153,13 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}")
-    tokenizer = build_hf_tokenizer(job_config)
+    try:
+        tokenizer = build_hf_tokenizer(job_config)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
+    # A published tokenizer.json may ask for either: documents would be cut, or filled up to the longest of a batch.
+    tokenizer.tokenizer.no_truncation()
+    tokenizer.tokenizer.no_padding()
     name_borders(tokenizer)
     if tokenizer.eos_id is None:
         logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")

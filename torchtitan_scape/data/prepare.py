@@ -14,9 +14,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from torchtitan_scape import device
 
@@ -125,25 +125,44 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[Part], list[Sou
     return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
 
 
-@contextlib.contextmanager
-def _alone(unfinished: Path) -> Iterator[None]:
-    """No other process prepares the same data; workers hold the lock, too, as long as they live."""
-    with open(unfinished / "lock", "w") as file:
-        end = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise ValueError(f"another process is preparing data in {unfinished.parent}; wait for it") from None
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                break
-        yield
+def _alone(unfinished: Path) -> IO[str]:
+    """No other process prepares the same data while this file is open; workers have it, too, as long as they live."""
+    path, end = unfinished / "lock", time.monotonic() + _LOCK_SECONDS
+    while True:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            file = open(path, "w")  # noqa: SIM115  # closed by the caller
+            _lock(file, end, unfinished.parent)
+            # Else whoever was waited for has deleted what is locked now.
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
 
 
-def _check_plan(folder: Path, found: dict[str, Any], plan: Manifest) -> None:
+def _lock(file: IO[str], end: float, folder: Path) -> None:
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ValueError(f"another process is preparing data in {folder}; wait for it") from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return None
+
+
+def _head(path: Path) -> dict[str, Any]:
+    """What a plan or a manifest begins with."""
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_bytes()).items())
+        return found
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is damaged; delete {path.parent}, or give another --output") from None
+
+
+def _check_plan(path: Path, folder: Path, plan: Manifest) -> None:
+    found = _head(path)
+    if plan.source["revision"] is None and isinstance(was := found.get("source"), dict):
+        plan.source["revision"] = was.get("revision")  # the hub could not be asked this time
     for key, here in plan.head().items():
         if found.get(key) != here:
             raise ValueError(
@@ -155,18 +174,17 @@ def _check_plan(folder: Path, found: dict[str, Any], plan: Manifest) -> None:
 def _begin(folder: Path, unfinished: Path, plan: Manifest, work: Work) -> bool:
     """Compares with what was begun; whether anything is left to do."""
     if (folder / MANIFEST).exists():
-        _check_plan(folder, json.loads((folder / MANIFEST).read_bytes()), plan)
+        _check_plan(folder / MANIFEST, folder, plan)
         try:
             Manifest.read(folder)
             return False
         except ValueError as error:  # a file was lost: what is left counts as parts that are done
             print(f"{error}: it is made again")
-        found = json.loads((folder / MANIFEST).read_bytes())["shards"]
         _write_plan(unfinished, plan)
-        work.take_over(found)
+        work.take_over(_head(folder / MANIFEST).get("shards") or [])
         (folder / MANIFEST).unlink()
     elif (unfinished / PLAN).exists():
-        _check_plan(folder, json.loads((unfinished / PLAN).read_bytes()), plan)
+        _check_plan(unfinished / PLAN, folder, plan)
     else:
         _write_plan(unfinished, plan)
     return True
@@ -186,11 +204,10 @@ def prepare(options: argparse.Namespace, workers: int) -> None:
     plan, parts, sources, encoder = plan_of(options)
     if not parts:
         raise ValueError("the data have no document")
-    unfinished.mkdir(parents=True, exist_ok=True)
     with _alone(unfinished):
         work = Work(folder, unfinished, plan, parts, sources, encoder)
         if not _begin(folder, unfinished, plan, work):
-            shutil.rmtree(unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
             print(f"{folder} is finished already")
             return
         size = sum(part.bytes for part in parts)
@@ -204,7 +221,7 @@ def prepare(options: argparse.Namespace, workers: int) -> None:
             raise ValueError("the data have no document with text to train on")
         finished = Manifest(**{**vars(plan), "shards": tuple(shards)})
         finished.write(folder)
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)  # in which another one, waiting, may make its lock
     _tell(finished, folder, time.monotonic() - begin)
 
 

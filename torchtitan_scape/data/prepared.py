@@ -10,6 +10,7 @@ import bisect
 import hashlib
 import json
 import math
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,13 +143,26 @@ def open_split(section: str, config: Training | Validation, tokenizer: BaseToken
             "read without workers; set it to 0"
         )
     path, facts = Path(config.dataset_path), tokenizer_facts(Path(job.model.hf_assets_path), tokenizer)
-    if path.is_dir():
-        return _from_manifest(path, TRAIN if section == "training" else VALIDATION, facts, job)
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    try:
+        if path.is_dir():
+            return _from_manifest(path, TRAIN if section == "training" else VALIDATION, facts, job)
+        return _from_pair(key, path, facts, job)
+    except OSError as error:
+        raise ValueError(f"{key}: {error.filename or path} cannot be read: {error.strerror}") from error
+
+
+def _prefix(path: str | None) -> Path:
+    """Of a pair, which may be called by a file of it."""
+    prefix = Path(path or "")
+    return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+
+
+def _from_pair(key: str, path: Path, facts: dict[str, Any], job: JobConfig) -> Split:
+    prefix = _prefix(str(path))
     if not any(file.exists() for file in paths_of(prefix)):
         raise ValueError(f"{key}: {str(path)!r} is neither a folder of prepared data nor a pair of .bin and .idx")
     both = job.validation.enable and job.validation.dataset.lower() == job.training.dataset.lower() == NAME
-    if both and job.training.dataset_path == job.validation.dataset_path:
+    if both and _prefix(job.training.dataset_path).resolve() == _prefix(job.validation.dataset_path).resolve():
         raise ValueError(
             f"{key}: {str(path)!r} is a pair, which has no splits: give validation a pair of its own, or another "
             "data set"
@@ -173,11 +187,19 @@ def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConf
         )
     n_bytes, n_tokens = manifest.total(split, "bytes"), manifest.total(split, "tokens")
     dtype = np.dtype(manifest.dtype)
+    _allow_files(len(manifest.of(split)))
     shards = [
         (str(folder / shard.name), map_tokens(paths_of(folder / shard.name)[0], dtype)) for shard in manifest.of(split)
     ]
     rate = n_bytes / n_tokens if n_tokens else None
     return Split(shards, Manifest.digest(folder), facts["entries"], rate)
+
+
+def _allow_files(n: int) -> None:
+    """Room for so many more open files, where the system lets: a memory map is one, a stream has a thousand shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if n > soft // 4:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + n, hard), hard))
 
 
 class PreparedDataLoader(BaseDataLoader):
@@ -315,7 +337,7 @@ def build_prepared(
         simulated=simulated,
         each=max(1, training.global_batch_size // (training.local_batch_size * dp_world_size * simulated)),
         passes=job_config.data.epochs,
-        pin_memory=training.dataloader.pin_memory,
+        pin_memory=training.dataloader.pin_memory and torch.accelerator.is_available(),
     )
     logger.info(
         f"Prepared data: {data.tokens:,} tokens, {loader.samples:,} samples of {training.seq_len}, "

@@ -49,13 +49,16 @@ class Best:
 
         Args:
             saved: a checkpoint of this step has been written, or is being.
-            begun: the step that this run has gone on from, 0 for none.
+            begun: the step that this run has gone on from, 0 for none: its checkpoint is there.
         """
         if not self._noted:
-            self._losses, self._noted = [row for row in self._losses if row[0] <= begun], True
-        if not math.isfinite(loss):
+            self._losses = [[at, of, saved or at == begun] for at, of, saved in self._losses if at <= begun]
+            self._noted = True
+        self._losses = [row for row in self._losses if row[0] != step]  # told again: it was saved after all
+        if math.isfinite(loss):
+            self._losses.append([step, loss, saved])
+        if not self._losses:
             return
-        self._losses.append([step, loss, saved])
         best_step, best_loss, _ = min(self._losses, key=lambda row: row[1])
         kept = self.checkpoint_step()
         found = {
