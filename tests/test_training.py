@@ -350,6 +350,7 @@ def test_tensorboard_has_the_figures(run_of_12: Any) -> None:
     accumulator.Reload()
     tags = set(accumulator.Tags()["scalars"])
     expected = {"loss_metrics/global_avg_loss", "grad_norm", "validation_metrics/loss", "step_time/pack(s)"}
+    expected |= {"validation_metrics/perplexity"}
     names = ("density", "nnz", "mask_overlap", "residual_norm", "skipped_steps", "clip_factor")
     expected |= {f"sync/{name}" for name in names}
     expected |= {"sync/bytes_sent/node", "sync/bytes_sent/dense_equivalent"}
