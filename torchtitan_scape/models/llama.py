@@ -19,6 +19,9 @@ LLAMA_ARGS = {
     # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
     "500M": _sizes(dim=1536, n_layers=16, n_heads=16, n_kv_heads=8, vocab_size=32000, rope_theta=100000),
     "1.8B": _sizes(dim=2560, n_layers=24, n_heads=32, n_kv_heads=8, vocab_size=32000, rope_theta=10000),
+    # For dry runs: GPT-NeoX-20B's layers, width, heads, vocabulary and number of parameters (arXiv:2204.06745), untied;
+    # three matrices of 16384 in the feed-forward where it has two of 24576.
+    "20B": _sizes(dim=6144, n_layers=44, n_heads=64, vocab_size=50432),
 }
 
 
