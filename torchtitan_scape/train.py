@@ -54,6 +54,7 @@ from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
 from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
 from torchtitan_scape.report.metrics import ReplicaMetrics  # noqa: E402
+from torchtitan_scape.report.sample import log_samples  # noqa: E402
 from torchtitan_scape.report.stragglers import timed_token_count  # noqa: E402
 from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E402
 from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa: E402
@@ -309,6 +310,7 @@ class ScapeTrainer(Trainer):
                 self.validator.validate(self.model_parts, self.step)
             elif self.ran_out and self.validator.last_loss is not None:
                 self._validated(self.step, self.validator.last_loss)  # its checkpoint was written since then
+        log_samples(self)
         self.summarise()
 
     def summarise(self) -> None:

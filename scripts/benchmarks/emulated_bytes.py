@@ -20,7 +20,8 @@ def train(
     Links are not limited. Raises RunError where the run fails, or counts nothing on the interfaces.
     """
     (folder / "summary.json").unlink(missing_ok=True)
-    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", *options]
+    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}"]
+    given += ["--sample.characters=0", *options]
     with Cluster(nodes) as cluster:
         cluster.torchrun(given, ranks_per_node, folder, timeout)
     summary = json.loads((folder / "summary.json").read_text())

@@ -99,6 +99,7 @@ def rank(wanted: Cell) -> None:
                 f"--training.steps={before + steps}",
                 f"--metrics.log_freq={10 * (before + steps)}",
                 *("--metrics.no-enable-tensorboard", "--validation.no-enable", "--sync.consistency_interval=0"),
+                "--sample.characters=0",
                 *(*named.options, *named.at_once, *wanted["rest"]),
             ]
         )

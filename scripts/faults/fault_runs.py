@@ -27,6 +27,7 @@ TINY = [
     "--training.local_batch_size=1",
     "--training.seq_len=32",
     "--validation.no-enable",
+    "--sample.characters=0",
     "--lr_scheduler.warmup_steps=2",
     "--sync.scape.density_warmup_steps=3",
     "--checkpoint.enable",

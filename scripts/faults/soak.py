@@ -35,6 +35,7 @@ ARGUMENTS = [
     "--training.local_batch_size=2",
     "--training.seq_len=128",
     "--validation.no-enable",
+    "--sample.characters=0",
     "--checkpoint.enable",
     "--checkpoint.interval=10",
     "--checkpoint.no-last-save-model-only",

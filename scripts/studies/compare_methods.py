@@ -54,7 +54,8 @@ def train(name: str, folder: Path, args: argparse.Namespace, rest: list[str]) ->
     """Trains one method; its summary, with the curves from its TensorBoard log."""
     shutil.rmtree(folder, ignore_errors=True)
     options = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", "--metrics.enable_tensorboard"]
-    options += [f"--training.steps={args.steps}", f"--debug.seed={args.seed}", *method(name)[1], *rest]
+    options += ["--sample.characters=0", f"--training.steps={args.steps}", f"--debug.seed={args.seed}"]
+    options += [*method(name)[1], *rest]
     torchrun(args.ngpu, ["-m", "torchtitan_scape.train", *options], folder / "log.txt")
     return {**json.loads((folder / "summary.json").read_text()), "curves": losses(folder)}
 

@@ -59,6 +59,7 @@ class Emulated:
             f"--training.global_batch_size={each * size}",
             f"--metrics.log_freq={NEVER}",
             f"--validation.freq={NEVER}",
+            "--sample.characters=0",
             *([] if self.real else ["--validation.local_batch_size=1", "--validation.steps=1"]),
             "--comm.train_timeout_seconds=900",
             "--debug.seed=0",

@@ -68,6 +68,7 @@ class Jobs:
             f"--training.global_batch_size={batch}",
             f"--metrics.log_freq={NEVER}",
             "--validation.no-enable",
+            "--sample.characters=0",
             "--checkpoint.no-enable",
             *cell.plan.options,
             *self.args.rest,

@@ -178,7 +178,8 @@ def trained(options: list[str], folder: Path, timeout: float) -> dict[str, Any]:
     """What a run ends with. Raises RunError."""
     summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
-    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", *options]
+    given = ["-m", "torchtitan_scape.train", f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}"]
+    given += ["--sample.characters=0", *options]
     with Cluster(NODES) as cluster:
         cluster.torchrun(given, RANKS // NODES, folder, timeout)
     if (found := read(summary)) is None:

@@ -144,12 +144,28 @@ class Data(Options):
 
 
 @dataclass
+class Sample(Options):
+    """[sample]: what the model writes, for a person to judge."""
+
+    section: ClassVar[str] = "sample"
+
+    characters: int = 0
+    """At the end of a run so many characters of generated text are logged, the likeliest token each time and at
+    temperature 0.8, the same for one seed; 0 for none"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.characters >= 0, "characters", "it must be 0 (none) or more")
+
+
+@dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync], [sharding], [topology] and [data], and more under [checkpoint]."""
+    """TorchTitan's configuration with [sync], [sharding], [topology], [data], [sample], and more under [checkpoint]."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)
     data: Data = field(default_factory=Data)
+    sample: Sample = field(default_factory=Sample)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)

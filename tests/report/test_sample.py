@@ -1,0 +1,52 @@
+"""The text that a run writes at its end: the same on all ranks, and nothing else is changed by it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint.runs import WHERE
+from tests.pool import Pool
+from tests.test_training import METHODS, RECIPE
+
+
+def run(folder: str, arguments: list[str]) -> tuple[list[str], Any]:
+    """Three steps: what was sampled, and the generator and the parameters at the end."""
+    from unittest.mock import patch
+
+    from torchtitan_scape.report import sample
+    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.train import ScapeTrainer, parse
+
+    more = ["--training.steps=2", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
+    trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *more, *arguments]))
+    lines: list[str] = []
+    with patch.object(sample.logger, "info", lambda text, *_: lines.append(str(text))):
+        trainer.train()
+    parameters = [local(p).detach().clone() for p in trainer.model_parts[0].parameters()]
+    assert trainer.model_parts[0].training
+    told = [line for line in lines if line.startswith(("Sample", "No sample"))]
+    trainer.close()
+    return told, (torch.get_rng_state(), parameters)
+
+
+def test_a_sample_is_the_same_on_all_ranks_and_changes_nothing(pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*WHERE["2x1"], "--sample.characters=8"]
+    ranks = pool2(run, str(tmp_path / "a"), arguments)
+    (told, after), (others, _) = ranks
+    assert told == others and [line.partition(":\n")[0] for line in told] == [
+        "Sample of what the model writes, greedy",
+        "Sample of what the model writes, temperature 0.8",
+    ]
+    assert all(len(line.partition(":\n")[2]) == 8 for line in told) and told[0][-8:] != told[1][-8:]
+    (none, without), _ = pool2(run, str(tmp_path / "b"), [*WHERE["2x1"], "--sample.characters=0"])
+    assert none == []
+    assert torch.equal(after[0], without[0]), "the generator"
+    assert all(torch.equal(a, b) for a, b in zip(after[1], without[1], strict=True))
+
+
+def test_with_tensor_parallelism_and_local_updates(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    tensor = pool4(run, str(tmp_path / "t"), [*WHERE["tensor"], "--sample.characters=5"])
+    local = pool2(run, str(tmp_path / "l"), [*WHERE["3 simulated"], *METHODS["diloco"], "--sample.characters=5"])
+    for ranks in (tensor, local):
+        assert len(ranks[0][0]) == 2 and all(told == ranks[0][0] for told, _ in ranks)
