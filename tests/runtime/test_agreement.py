@@ -93,7 +93,7 @@ def test_another_content_under_one_path_is_named(what: str, pool2: Pool, tmp_pat
         assert f"ValueError: rank 1 has {name}: content of {tmp_path}/node = fingerprint" in text.splitlines()[-1]
 
 
-def test_files_differ_by_name_size_and_content(tmp_path: Path) -> None:
+def test_files_differ_by_name_size_and_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(content: dict[str, bytes]) -> dict[str, str]:
         folder = tmp_path / "data"
         folder.mkdir(exist_ok=True)
@@ -117,6 +117,8 @@ def test_files_differ_by_name_size_and_content(tmp_path: Path) -> None:
     assert list(file_facts("data", str(tmp_path / "none")).values()) == ["not readable (No such file or directory)"]
     facts({"pair.bin": b"1", "pair.idx": b"2", "other": b"3"})
     assert "2 of 2 bytes" in next(iter(file_facts("data", str(tmp_path / "data" / "pair")).values()))
+    monkeypatch.chdir(tmp_path / "data")
+    assert "3 of 3 bytes" in next(iter(file_facts("data", ".").values()))
 
 
 def test_many_differences_are_one_line() -> None:

@@ -70,8 +70,10 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
         return {}
     root = Path(path)
     try:
-        pair = [file for file in paths_of(root) if file.exists()]
-        found = sorted(root.rglob("*")) if root.is_dir() else pair or [root]
+        if root.is_dir():
+            found = sorted(root.rglob("*"))
+        else:
+            found = [file for file in paths_of(root) if file.exists()] or [root]
         files = [file for file in found if file.name.endswith(endings) and not file.is_dir()]
         sizes = {os.path.relpath(file, root): file.stat().st_size for file in files}
         content = hashlib.sha256()
