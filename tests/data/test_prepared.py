@@ -385,9 +385,10 @@ def test_so_many_batches_or_all_of_text(tmp_path: Path, tokenizer: Any) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": f"{i}" * 10}) + "\n" for i in range(7)))
     config = config_of(text, dataset="text_files")
-    # Twelve bytes a document, sequences of five tokens: four documents are 9 sequences, three are 7.
+    # Twelve bytes a document, sequences of five tokens: four documents are 9 sequences, three are 7 and get the ninth.
     found = validation_batches(config, 1, 0, tokenizer, 2)
-    assert found.rows == [3, 3, 1, 3, 3, 1] and found.bytes_per_token is None
+    assert found.rows == [3, 3, 2, 3, 3, 2] and found.bytes_per_token is None
+    assert [tokenizer.decode(row) for row in rows(found)][-2:] == ["6666", "3333"]
     assert len(rows(validation_batches(config, 1, 0, tokenizer, 1))) == 16
 
 

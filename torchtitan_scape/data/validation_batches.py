@@ -17,6 +17,7 @@ from torchtitan_scape.data.prepared import NAME, Split, open_split
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
 
 WHOLE = -1  # as validation.steps
+Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class FixedBatches:
@@ -92,12 +93,12 @@ def validation_batches(
         check_dataset("validation", validation, world * simulated)
     text = [(validation, tokenizer, reader, world * simulated, config.data.border) for reader in readers]
     error: ValueError | None = None
-    found: FixedBatches | PreparedBatches | list[Batch] = []
+    found: FixedBatches | PreparedBatches | list[Rows] = []
     try:
         if prepared:
             found = _prepared(config, tokenizer, readers, world * simulated)
         elif validation.steps == WHOLE:
-            found = [_joined(text_loader(*arguments, passes=1)) for arguments in text]
+            found = [_joined(text_loader(*arguments, passes=1), validation.seq_len) for arguments in text]
         else:
             loaders = [text_loader(*arguments) for arguments in text]
             found = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
@@ -106,27 +107,45 @@ def validation_batches(
     raise_together(error, "reading the validation data")
     if not isinstance(found, list):
         return found
-    counts = _of_all_readers({reader: len(labels) for reader, (_, labels) in zip(readers, found, strict=True)})
-    share = min(counts.values())
-    _say_what_is_read(share, len(counts), sum(counts.values()) - share * len(counts))
     size = validation.local_batch_size
     cut = [
-        ({name: tensor[i : min(i + size, share)] for name, tensor in inputs.items()}, labels[i : min(i + size, share)])
-        for inputs, labels in found
-        for i in range(0, share, size)
+        ({"input": inputs}, labels)
+        for rows in _equal_shares(dict(zip(readers, found, strict=True)))
+        for inputs, labels in zip(*(part.split(size) for part in rows), strict=True)
     ]
     return FixedBatches(cut, len(cut))
 
 
-def _joined(batches: Iterable[Batch]) -> Batch:
-    """All sequences as one batch, of shape (0, 0) where there is none."""
+def _joined(batches: Iterable[Batch], seq_len: int) -> Rows:
+    """Inputs and labels of all sequences, int64 of shape (sequences, seq_len)."""
     all_of = list(batches)
-    if not all_of:
-        return {"input": torch.empty(0, 0, dtype=torch.int64)}, torch.empty(0, 0, dtype=torch.int64)
-    return {"input": torch.cat([inputs["input"] for inputs, _ in all_of])}, torch.cat([labels for _, labels in all_of])
+    none = torch.empty(0, seq_len, dtype=torch.int64)
+    inputs = torch.cat([none, *(inputs["input"] for inputs, _ in all_of)])
+    return inputs, torch.cat([none, *(labels for _, labels in all_of)])
 
 
-def _of_all_readers(own: dict[int, int]) -> dict[int, int]:
+def _equal_shares(own: dict[int, Rows]) -> list[Rows]:
+    """As many sequences for every reader: documents differ in length, and who has more gives it to those with less.
+
+    A collective call.
+
+    own: what this rank's readers have read, by reader.
+    """
+    counts = _of_all_readers({reader: len(labels) for reader, (_, labels) in own.items()})
+    share, left = divmod(sum(counts.values()), len(counts))
+    _say_what_is_read(share, len(counts), left)
+    # Copies: a part of a tensor is sent with all of it.
+    more = _of_all_readers({reader: [part[share:].clone() for part in rows] for reader, rows in own.items()})
+    given = [torch.cat(parts) for parts in zip(*(more[reader] for reader in sorted(more)), strict=True)]
+    found = []
+    for reader, rows in own.items():
+        begin, end = (sum(max(0, share - counts[r]) for r in range(last)) for last in (reader, reader + 1))
+        inputs, labels = (torch.cat([part[:share], rest[begin:end]]) for part, rest in zip(rows, given, strict=True))
+        found.append((inputs, labels))
+    return found
+
+
+def _of_all_readers(own: dict[int, Any]) -> dict[int, Any]:
     """By reader; ranks of one data-parallel index tell the same."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
