@@ -1,8 +1,10 @@
 """The text that a run writes at its end: the same on all ranks, and nothing else is changed by it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.checkpoint.runs import WHERE
@@ -43,6 +45,13 @@ def test_a_sample_is_the_same_on_all_ranks_and_changes_nothing(pool2: Pool, tmp_
     assert none == []
     assert torch.equal(after[0], without[0]), "the generator"
     assert all(torch.equal(a, b) for a, b in zip(after[1], without[1], strict=True))
+
+
+@pytest.mark.parametrize("bos, eos, border, begin", [(3, 4, "bos_eos", 3), (3, 4, "eos", 4), (None, None, "eos", 0)])
+def test_it_begins_with_what_stands_in_front_of_documents(bos: Any, eos: Any, border: str, begin: int) -> None:
+    from torchtitan_scape.report.sample import _begin
+
+    assert _begin(SimpleNamespace(bos_id=bos, eos_id=eos), border) == [begin]
 
 
 def test_with_tensor_parallelism_and_local_updates(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:

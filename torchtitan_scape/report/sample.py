@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data.borders import border_ids
 
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
 
@@ -53,7 +54,7 @@ def _sample(trainer: Run, characters: int) -> list[str]:
     """
     model, tokenizer, config = trainer.model_parts[0], trainer.tokenizer, trainer.job_config
     borders = [i for i in (getattr(tokenizer, "bos_id", None), tokenizer.eos_id) if i is not None]
-    tokens = torch.tensor([borders[:1] or [0]] * len(TEMPERATURES))
+    tokens = torch.tensor([_begin(tokenizer, config.data.border)] * len(TEMPERATURES))
     generator = torch.Generator().manual_seed(config.debug.seed or 0)  # of its own: the run's stay as they are
     texts, length = [""], 2 * trainer.layout.tensor
     model.eval()
@@ -78,6 +79,12 @@ def _sample(trainer: Run, characters: int) -> list[str]:
             module.reshard()  # what a forward pass alone leaves gathered
     model.train()
     return [text[:characters] for text in texts]
+
+
+def _begin(tokenizer: Any, border: str) -> list[int]:
+    """What the model has seen in front of every document: BOS, or the end of the one before."""
+    before, after = border_ids(tokenizer, border)
+    return before or after or [0]
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
