@@ -1,16 +1,20 @@
 """Registers our TrainSpecs: families of models, with our builders."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.nn as nn
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.models.llama3 import get_train_spec as llama3_train_spec
 from torchtitan.models.llama3 import llama3_args, parallelize_llama
 from torchtitan.protocols import train_spec
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
@@ -76,3 +80,13 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     train_spec.register_train_spec(name, spec)
     if flavor not in spec.model_args:
         raise ValueError(f"[model] flavor = {flavor!r}; known of {name!r} are {', '.join(spec.model_args)}")
+
+
+def whole_model(config: JobConfig) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:
+    """The recipe's family, its model's arguments, and the model, whole and without memory. Raises ValueError."""
+    register(config, with_data=False)
+    spec = get_train_spec(config.model.name)
+    args = deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        return spec, args, spec.model_cls(args)

@@ -26,7 +26,6 @@ import torchtitan.train as titan_train  # noqa: E402
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 from torchtitan.tools import utils as titan_utils  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
@@ -61,7 +60,7 @@ from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa:
 from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
 from torchtitan_scape.sharding.build import groups_for  # noqa: E402
 from torchtitan_scape.sharding.levels_build import check_levels  # noqa: E402
-from torchtitan_scape.specs import register  # noqa: E402
+from torchtitan_scape.specs import register, whole_model  # noqa: E402
 from torchtitan_scape.sync.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
 
@@ -382,12 +381,7 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
 
 def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
     """The shapes of the model's parameters, whole; nothing is allocated."""
-    register(config, with_data=False)
-    spec = get_train_spec(config.model.name)
-    args = spec.model_args[config.model.flavor]
-    args.update_from_config(config)
-    with torch.device("meta"):
-        return [tuple(p.shape) for p in spec.model_cls(args).parameters()]
+    return [tuple(p.shape) for p in whole_model(config)[2].parameters()]
 
 
 def run(arguments: list[str], shutdown: Shutdown) -> None:

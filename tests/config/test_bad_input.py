@@ -70,6 +70,7 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
     "world, arguments, message",
     [
         (2, ["--checkpoint.last_save_in_hf"], r"last_save_in_hf = true writes.*run python -m torchtitan_scape.export"),
+        (2, ["--checkpoint.initial_load_in_hf"], r"initial_load_in_hf = true.*torchtitan_scape.export import.*_path"),
         (2, ["--optimizer.name=AdamW"], r"name = 'AdamW' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
         (2, ["--optimizer.name=Muon"], r"name = 'Muon' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
         (

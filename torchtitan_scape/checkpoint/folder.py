@@ -36,11 +36,6 @@ def steps_in(folder: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def is_export(path: str) -> bool:
-    """Whether a folder holds the model for others, as safetensors."""
-    return any(name.endswith(".safetensors") for name in os.listdir(path))
-
-
 def as_rank_0_sees(look: Callable[[], Any]) -> Any:
     """What rank 0 sees: file systems of several nodes may show different things for a while. A collective call.
 

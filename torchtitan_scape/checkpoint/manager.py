@@ -28,7 +28,7 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.tools.logging import logger
 
 from torchtitan_scape.checkpoint.failures import failure_text
-from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, is_export, names_in, read_record, steps_in
+from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.parts import RESIDUALS, RandomState, sizes_line
 from torchtitan_scape.checkpoint.slices import SlicePlanner
@@ -122,8 +122,6 @@ class ReplicaCheckpointer(CheckpointManager):
         """As TorchTitan's, with checksums and a manifest."""
         self._being_written = checkpoint_id
         self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
-        if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = CheckedWriter(checkpoint_id)
         options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "planner": SlicePlanner()}
         if async_mode == AsyncMode.DISABLED:
@@ -226,11 +224,10 @@ class ReplicaCheckpointer(CheckpointManager):
         if step != -1:
             return self._named(step, steps)
         for unfinished in (s for s in there if s not in steps and s > max(steps, default=-1)):
-            if not is_export(self._create_checkpoint_id(unfinished)):
-                logger.warning(
-                    f"{self._create_checkpoint_id(unfinished)} has no manifest: it was not written to its end, and is "
-                    "not used"
-                )
+            logger.warning(
+                f"{self._create_checkpoint_id(unfinished)} has no manifest: it was not written to its end, and is "
+                "not used"
+            )
         for candidate in reversed(steps):
             path = self._create_checkpoint_id(candidate)
             if (damage := first_damage(path)) is None:
@@ -257,15 +254,10 @@ class ReplicaCheckpointer(CheckpointManager):
         return path
 
     def _load_initial(self) -> bool:
-        """The start from `initial_load_path` or from Hugging Face's weights, where no run is resumed."""
+        """The start from `initial_load_path`, where no run is resumed."""
         path = self.initial_load_path
-        if self.initial_load_in_hf or not path:
-            # TorchTitan asks whether the folder exists; an empty one is left by a run that ended before its first save.
-            self.folder, folder = os.path.join(self.folder, "none"), self.folder
-            try:
-                return super().load(-1)
-            finally:
-                self.folder = folder
+        if not path:
+            return False
         is_folder, finished = as_rank_0_sees(lambda: (os.path.isfile(f"{path}/.metadata"), is_finished(path)))
         if not is_folder:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")

@@ -22,6 +22,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"overlap = false, or method = {names}"
         )
     _check_levels(config)
+    _check_hugging_face(config)
     refused = {
         "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
         "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
@@ -32,11 +33,6 @@ def check_config(config: JobConfig, device_type: str) -> None:
     for key, on in refused.items():
         if on:
             raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
-    if config.checkpoint.last_save_in_hf:
-        raise ValueError(
-            "[checkpoint] last_save_in_hf = true writes weights without config and tokenizer, in the place of the last "
-            "checkpoint; leave it off, and run python -m torchtitan_scape.export afterwards"
-        )
     if device_type == "cpu" and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
@@ -101,11 +97,6 @@ def _check_levels(config: JobConfig) -> None:
             'set "float32": FP32 masters are updated, and [training] mixed_precision_param says what FSDP keeps',
         ),
         (
-            "[checkpoint] initial_load_in_hf or last_save_in_hf",
-            config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf,
-            "leave both off, and export a checkpoint without levels",
-        ),
-        (
             f"[checkpoint] export_dtype = {config.checkpoint.export_dtype!r}",
             config.checkpoint.export_dtype != "float32",
             'set "float32": masters are exported',
@@ -113,6 +104,21 @@ def _check_levels(config: JobConfig) -> None:
     ):
         if wrong:
             raise ValueError(f"{given} does not go with {what}; {fix}")
+
+
+def _check_hugging_face(config: JobConfig) -> None:
+    """One process reads and writes Hugging Face's folders: shards may cut heads, and shapes do not tell theta."""
+    checkpoint = config.checkpoint
+    if checkpoint.last_save_in_hf:
+        raise ValueError(
+            "[checkpoint] last_save_in_hf = true writes weights without config and tokenizer, in the place of the last "
+            "checkpoint; leave it off, and run python -m torchtitan_scape.export afterwards"
+        )
+    if checkpoint.initial_load_in_hf or checkpoint.initial_load_in_hf_quantized:
+        raise ValueError(
+            "[checkpoint] initial_load_in_hf = true: leave it off, run python -m torchtitan_scape.export import, and "
+            "name what it writes as initial_load_path"
+        )
 
 
 _INT32 = 2**31 - 1

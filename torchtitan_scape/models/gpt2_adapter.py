@@ -27,7 +27,7 @@ _INNER = {
     "feed_forward.w2": "mlp.c_proj",
 }
 _JOINED, _PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
-_TABLE, _HEAD = "wte.weight", "lm_head.weight"
+_TABLE, _PLACES, _HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
 # Of the causal mask, which older versions of transformers have saved.
 _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias$")
 _OURS, _THEIRS = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)$"), re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)$")
@@ -82,6 +82,8 @@ class GPT2StateDictAdapter(StateDictAdapter):
         logits, so that each such row adds to the softmax's denominator at most what a row has on average; of 47 rows
         beside 50257 the loss is larger by 0.001 at most.
 
+        Positions that are missing become zeros: an export has those alone that were trained.
+
         Raises ValueError for a head that is not tied, and KeyError for other unknown names.
         """
         theirs = {name.removeprefix(_PREFIX): value for name, value in hf_state_dict.items()}
@@ -96,7 +98,7 @@ class GPT2StateDictAdapter(StateDictAdapter):
                         f"{_HEAD} differs from {_TABLE}; GPT-2's head is tied here: tie it, or leave it out"
                     )
             elif name in outer:
-                found[outer[name]] = self._filled(value) if name == _TABLE else value
+                found[outer[name]] = self._filled(name, value)
             else:
                 layer, module, kind = _split(_THEIRS, name)
                 if module == _JOINED:
@@ -106,11 +108,13 @@ class GPT2StateDictAdapter(StateDictAdapter):
                     found[f"layers.{layer}.{inner[module]}.{kind}"] = _turned(value)
         return found
 
-    def _filled(self, table: Tensor) -> Tensor:
-        missing = self.model_args.vocab_size - table.shape[0]
-        if missing < 1:
-            return table
-        return torch.cat([table, table.mean(dim=0, keepdim=True).expand(missing, -1)])
+    def _filled(self, name: str, values: Tensor) -> Tensor:
+        """Both tables with all their rows."""
+        rows = {_TABLE: self.model_args.vocab_size, _PLACES: self.model_args.max_seq_len}.get(name, 0)
+        if (missing := rows - values.shape[0]) < 1:
+            return values
+        row = values.mean(dim=0, keepdim=True) if name == _TABLE else torch.zeros_like(values[:1])
+        return torch.cat([values, row.expand(missing, -1)])
 
 
 def _split(pattern: re.Pattern[str], name: str) -> tuple[str, str, str]:

@@ -11,6 +11,15 @@ from torchtitan.tools.logging import logger
 FILE = "best.json"
 
 
+def read(folder: Path) -> dict[str, Any]:
+    """What the file in this dump folder says, as `Best` describes it. Raises ValueError where there is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / FILE).read_bytes())
+        return {"checkpoint_step": found["checkpoint_step"], "losses": found["losses"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ValueError(f"{folder / FILE} is missing or cannot be read: no validation was noted there") from None
+
+
 class Best:
     """What validations of a run have found so far. Rank 0 keeps it.
 

@@ -10,6 +10,7 @@ from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.planner.sharding import mean_gathers, shard_bytes
 from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of
@@ -119,6 +120,7 @@ def summarise(trainer: Run) -> None:
         *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
         f"  skipped steps     {trainer.optimizers.guard.skipped}",
         f"  written to        {folder / 'summary.json'}",
+        *_to_export(trainer.job_config, folder),
     ):
         logger.info(line)
 
@@ -146,6 +148,14 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     return shard_bytes(plan, rows, trainer.layout, micro_batches)
+
+
+def _to_export(config: JobConfig, folder: Path) -> list[str]:
+    """The command that hands over what was saved."""
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        return []
+    told = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
+    return ["To load the model elsewhere:", f"  python -m torchtitan_scape.export {told}"]
 
 
 def _figures_text(figures: dict[str, float]) -> str:

@@ -1,0 +1,233 @@
+"""Checkpoints of little models become folders that transformers loads with the same logits, and come back exactly."""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.pool import Pool
+from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.checkpoint.whole import read_model
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.data import standard_library
+from torchtitan_scape.data.datasets import build_tokenizer
+from torchtitan_scape.export import main
+from torchtitan_scape.huggingface import families, folder
+from torchtitan_scape.huggingface.check import filled
+from torchtitan_scape.specs import whole_model
+
+GPT2 = ["--model.name=gpt2", "--model.flavor=tiny", "--training.seq_len=96", "--data.border=eos"]
+FULL = "--checkpoint.no-last-save-model-only"
+RUNS = {
+    "llama": [*EMBEDDED, *METHODS["adams"], *LAYOUTS["2x1"], FULL],
+    "gpt2": [*GPT2, *METHODS["adamw"], *LAYOUTS["2x1"]],
+    "bf16": [*METHODS["scape-gather-bf16"], *LAYOUTS["1x2"], FULL],
+    "diloco": [*METHODS["diloco"], *LAYOUTS["1x2"]],
+}
+
+
+def train(parent: str) -> None:
+    """Every run, whose last step is saved; of the first two after 20 steps, with `wq` and `wk` times 8 before."""
+    for name, arguments in RUNS.items():
+        sharp = name in ("llama", "gpt2")
+        train_one(Path(parent) / name, [*arguments, f"--training.steps={20 if sharp else 4}"], sharp)
+
+
+def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
+    from torchtitan_scape.config.parsing import resolve
+    from torchtitan_scape.train import ScapeTrainer
+
+    given = [f"--job.dump_folder={run}", "--checkpoint.enable", "--validation.freq=20"]
+    resolved = resolve([*RECIPE, *arguments, *given, "--checkpoint.interval=20"])
+    trainer = ScapeTrainer(resolved.config)
+    save = trainer.checkpointer.save
+
+    def sharpened(step: int, last_step: bool = False) -> None:
+        """Attention of fresh weights is even: hardly anything else would show a wrong order of heads or angles."""
+        with torch.no_grad():
+            for name, parameter in trainer.model_parts[0].named_parameters():
+                if sharp and last_step and name.endswith(("wq.weight", "wk.weight")):
+                    parameter.mul_(8)
+        save(step, last_step)
+
+    with patch.object(trainer.checkpointer, "save", sharpened), patch("time.sleep"):
+        trainer.train()
+    with trainer.optimizers.model_shown():
+        shown = {name: whole(p).clone() for name, p in trainer.model_parts[0].named_parameters()}
+    trainer.close()
+    if dist.get_rank() == 0:
+        torch.save(shown, run / "shown.pt")
+        resolved.write(str(run))
+
+
+def whole(parameter: Any) -> Tensor:
+    full: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach()
+
+
+@pytest.fixture(scope="module")
+def runs(pool2: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each of `RUNS`."""
+    parent = tmp_path_factory.mktemp("runs")
+    pool2(train, str(parent), timeout=300)
+    return parent
+
+
+@pytest.fixture
+def export(runs: Path, tmp_path: Path, capsys: Any) -> Callable[..., tuple[int, str, Path]]:
+    """(exit code, what was said, folder) of an export of a run."""
+
+    def export(name: str, *more: str, checkpoint: str = "latest") -> tuple[int, str, Path]:
+        output = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        given = ["--config", str(runs / name / "resolved.toml"), "--checkpoint", checkpoint, "--output", str(output)]
+        code = main([*given, *more])
+        said = capsys.readouterr()
+        return code, said.out + said.err, output
+
+    return export
+
+
+def told(arguments: list[str]) -> tuple[int, str]:
+    """Exit code, and what went to stderr."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        code = main(arguments)
+    return code, err.getvalue()
+
+
+def tensors(found: Path) -> dict[str, Tensor]:
+    return folder.read_folder(found)[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_transformers_has_the_same_logits_and_the_way_back_is_exact(
+    name: str, export: Any, runs: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    with patch.object(folder, "MOST_BYTES", 1_000_000):
+        code, said, found = export(name)
+    assert code == 0 and "are ours, to" in said, said
+    assert len(list(found.glob("model-*.safetensors"))) > 1 or name == "gpt2"
+    config = json.loads((found / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    if name == "llama":
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
+        assert (config["head_dim"], config["intermediate_size"], config["max_position_embeddings"]) == (32, 384, 64)
+    else:
+        assert (config["n_positions"], config["vocab_size"], config["tie_word_embeddings"]) == (96, 258, True)
+        assert config["bos_token_id"] == config["eos_token_id"] == 1  # what stood in front of every text
+    text = (found / "README.md").read_text()
+    assert "| step | 20 |" in text and "| data | standard_library |" in text and "validation loss" in text
+    assert f"| tokens | {20 * 2 * 2 * (64 if name == 'llama' else 96):,} |" in text
+
+    back = tmp_path / "back"
+    recipe = str(runs / name / "resolved.toml")
+    best = ["--config", recipe, "--checkpoint", "best", "--output", str(tmp_path / "best"), "--no-check"]
+    assert main(best) == 0 and "step-20" in (tmp_path / "best" / "README.md").read_text()
+    assert main(["import", "--config", recipe, "--model", str(found), "--output", str(back)]) == 0
+    again = tmp_path / "again"
+    assert main(["--config", recipe, "--checkpoint", str(back), "--output", str(again), "--no-check"]) == 0
+    first, second = tensors(found), tensors(again)
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["bf16", "diloco"])
+def test_what_was_validated_is_exported(name: str, export: Any, runs: Path) -> None:
+    shown = torch.load(runs / name / "shown.pt")
+    code, said, found = export(name, "--no-check")
+    assert code == 0 and "not compared" in said
+    ours = shown["tok_embeddings.weight"]
+    assert torch.equal(tensors(found)["model.embed_tokens.weight"], ours)
+    code, said, found = export(name, "--weights=master", "--no-check")
+    if name == "diloco":
+        assert code == 2 and "no masters" in said and not found.exists()
+    else:
+        apart = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
+        assert 0 < float(apart) < 1e-2
+
+
+def test_the_check_finds_what_is_wrong(export: Any) -> None:
+    pytest.importorskip("transformers")
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+    def another(name: str, **changes: Any) -> Any:
+        own = families.FAMILIES[name]
+        return patch.dict(families.FAMILIES, {name: lambda args, theirs: own(args, theirs) | changes})
+
+    theta = {"rope_theta": 20000.0, "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"}}
+    for name, wrong, word in (
+        ("llama", patch.object(Llama3StateDictAdapter, "_permute", lambda self, w, *sizes: w), "logits"),
+        ("llama", another("llama3", **theta), "logits"),
+        ("gpt2", another("gpt2", tie_word_embeddings=False), "lm_head"),
+    ):
+        with wrong:
+            code, said, found = export(name)
+        assert code == 3 and "nothing was written" in said and word in said and not found.exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bf16_is_as_near_as_bf16_is(name: str, export: Any, runs: Path) -> None:
+    """Theirs in BF16 is no farther from ours in BF16 than that is from ours in FP32; first choices are equal."""
+    transformers = pytest.importorskip("transformers")
+    code, said, found = export(name, "--dtype=bfloat16")
+    assert code == 0 and "are ours, to" in said  # of the rounded weights, both in FP32
+    config = parse([f"--job.config_file={runs / name / 'resolved.toml'}"])
+    spec, args, model = whole_model(config)
+    path = runs / name / "checkpoint" / "step-20"
+    values = read_model(path, {n: p.shape for n, p in model.named_parameters()}, masters=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(found, dtype=torch.bfloat16)
+    entries = theirs.config.vocab_size
+    text = standard_library.load_validation()[0]["text"]
+    tokens = torch.tensor(build_tokenizer(config).encode(text)[:256]).view(4, 64)
+    with torch.no_grad():
+        exact, rounded = (
+            filled(spec.model_cls, args, {n: v.to(dtype) for n, v in values.items()})(tokens)[..., :entries].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        found16 = theirs(tokens).logits.float()
+    assert float((found16 - rounded).norm()) <= float((rounded - exact).norm())
+    same = (found16.argmax(-1) == rounded.argmax(-1)).float().mean()
+    assert float(same) >= 0.99
+
+
+def test_wrong_input_is_told_in_one_line(export: Any, runs: Path, tmp_path: Path) -> None:
+    steps = runs / "llama" / "checkpoint"
+    half, other = tmp_path / "half", tmp_path / "study.toml"
+    half.mkdir()
+    other.write_text((runs / "llama" / "resolved.toml").read_text().replace('"embedded"', '"study"'))
+    (tmp_path / "there").mkdir()
+    recipe = ["--config", str(runs / "llama" / "resolved.toml")]
+    for given, words in (
+        ([*recipe, "--checkpoint", str(steps / "step-10")], ("no checkpoint", "step-20")),
+        ([*recipe, "--checkpoint", str(half)], ("half-written",)),
+        ([*recipe, f"--job.dump_folder={half}"], ("latest", "--checkpoint.enable")),
+        ([*recipe, "--checkpoint=best", f"--job.dump_folder={half}"], ("best.json",)),
+        (["--config", str(other), "--checkpoint", str(steps / "step-20")], ("tok_embeddings.weight", "(4096, 128)")),
+        ([*recipe, "--checkpoint", "latest", "--output", str(tmp_path / "there")], ("there exists already",)),
+        (["--checkpoint", "latest"], ("--config",)),
+        (["import", *recipe, "--model", str(half)], ("no model", "config.json")),
+    ):
+        before = sorted(tmp_path.iterdir())
+        code, said = told([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
+        assert code == 2 and said.startswith("export: ") and said.count("\n") == 1, said
+        assert all(word in said for word in words) and sorted(tmp_path.iterdir()) == before
+
+
+def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) -> None:
+    """Theta, and heads, do not show in shapes."""
+    _, _, found = export("llama", "--no-check")
+    config = json.loads((found / "config.json").read_text())
+    given = ["import", "--config", str(runs / "llama" / "resolved.toml"), "--model", str(found)]
+    for change, word in (({"num_attention_heads": 8}, "num_attention_heads"), ({"rope_parameters": None}, "")):
+        wrong = config | change | ({"rope_theta": 5e5} if not word else {})
+        (found / "config.json").write_text(json.dumps(wrong))
+        code, said = told([*given, "--output", str(tmp_path / "back")])
+        assert code == 2 and (word or "rope_theta = 500000.0") in said, said

@@ -1,0 +1,122 @@
+"""A checkpoint's model, whole, in one process without a process group."""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER
+
+from torchtitan_scape.checkpoint.folder import read_record, steps_in
+from torchtitan_scape.checkpoint.manager import RANDOM
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA
+from torchtitan_scape.checkpoint.safe_load import CheckedReader
+from torchtitan_scape.checkpoint.state import load_into
+from torchtitan_scape.checkpoint.storage import find_damage, is_finished
+
+_PROGRESS = "train_state"
+# First parts of names of what is no parameter.
+_OTHERS = {OPTIMIZER, DATALOADER, LR_SCHEDULER, RUN_METADATA, RANDOM, _PROGRESS}
+_MASTERS = f"{OPTIMIZER}.master."
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of its run; None for what it does not.
+
+    record: see `metadata.py`. tokens: of all ranks.
+    """
+
+    step: int | None
+    tokens: int | None
+    record: dict[str, Any] | None
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run's folder of them, ascending, that were written to their end."""
+    return [step for step in steps_in(str(folder)) if is_finished(folder / f"step-{step}")]
+
+
+def open_checkpoint(path: Path) -> Saved:
+    """Verifies every file. Raises ValueError for a checkpoint that is not there, not finished, or damaged."""
+    if not path.is_dir():
+        there = [f"step-{step}" for step in finished_steps(path.parent)]
+        raise ValueError(
+            f"there is no checkpoint {path}"
+            + (f"; finished in {path.parent} are {', '.join(there)}" if there else "; none is finished there")
+        )
+    if (damage := find_damage(path)) is not None:
+        raise ValueError(f"the checkpoint cannot be used: {damage}")
+    names = _stored(path)
+    step, tokens, record = None, None, None
+    if match := re.fullmatch(r"step-(\d+)", path.name):
+        step = int(match[1])
+    if f"{_PROGRESS}.step" in names and RUN_METADATA + ".json" in names:
+        progress: dict[str, Any] = {_PROGRESS: {"step": 0, "ntokens_seen": 0}}
+        _load(path, progress)
+        with one_process():
+            record = read_record(str(path))
+        step = progress[_PROGRESS]["step"]
+        tokens = progress[_PROGRESS]["ntokens_seen"] * record["replicate"] * record["shard"]
+    return Saved(step, tokens, record)
+
+
+def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> dict[str, Tensor]:
+    """Every parameter, FP32.
+
+    Args:
+        path: see `open_checkpoint`.
+        shapes: by name.
+        masters: those that BF16 weights are made of, in the place of the weights.
+
+    Raises:
+        ValueError: parameters that are other ones; no masters.
+    """
+    stored = _stored(path)
+    sizes = {name: tuple(found.size) for name, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+    check_shapes({name: size for name, size in sizes.items() if name.split(".")[0] not in _OTHERS}, shapes, str(path))
+    if masters and not all(_MASTERS + name in sizes for name in shapes):
+        raise ValueError(
+            f"--weights master: {path} has no masters beside its weights; give --weights model (a checkpoint of the "
+            "model alone, and one whose weights are FP32, has nothing else)"
+        )
+    values = {name: torch.empty(shape) for name, shape in shapes.items()}
+    _load(path, {_MASTERS + name if masters else name: value for name, value in values.items()})
+    return values
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, torch.Size], where: str) -> None:
+    """Raises ValueError that names the first parameter that is missing, of another shape, or one too many."""
+    for name, shape in expected.items():
+        if name not in found:
+            raise ValueError(f"{where} has no {name}: it is of another model than the recipe's")
+        if tuple(shape) != tuple(found[name]):
+            raise ValueError(
+                f"{where} has {name} of shape {tuple(found[name])}, the model of the recipe {tuple(shape)}: give the "
+                "recipe, with the flavor, that it was trained with"
+            )
+    if more := found.keys() - expected.keys():
+        raise ValueError(f"{where} has {min(more)}, which the model of the recipe does not have")
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    return CheckedReader(str(path)).read_metadata().state_dict_metadata
+
+
+def _load(path: Path, state: dict[str, Any]) -> None:
+    with one_process():
+        load_into(str(path), state)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """DCP warns of what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

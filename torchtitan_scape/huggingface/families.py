@@ -1,0 +1,100 @@
+"""config.json of each family of models, and whether one of others describes the same model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+
+from torchtitan_scape.models.gpt2 import GPT2Args
+
+Config = dict[str, Any]
+
+
+def _llama(args: TransformerModelArgs, theirs: Mapping[str, Tensor]) -> Config:
+    """Theta stands twice: transformers before 5 takes 10,000 where it finds `rope_parameters` alone."""
+    scaling = args.rope_scaling_args
+    stretched = {
+        "rope_type": "llama3",
+        "factor": float(scaling.scaling_factor),
+        "low_freq_factor": float(scaling.low_freq_factor),
+        "high_freq_factor": float(scaling.high_freq_factor),
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
+    plain = scaling.scaling_factor == 1
+    theta = float(args.rope_theta)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": theirs["model.embed_tokens.weight"].shape[0],
+        "hidden_size": args.dim,
+        "intermediate_size": theirs["model.layers.0.mlp.gate_proj.weight"].shape[0],
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads or args.n_heads,
+        "head_dim": args.dim // args.n_heads,
+        "max_position_embeddings": args.max_seq_len,  # what was trained
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": None if plain else stretched,
+        "rope_parameters": {"rope_theta": theta, **({"rope_type": "default"} if plain else stretched)},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+    }
+
+
+def _gpt2(args: GPT2Args, theirs: Mapping[str, Tensor]) -> Config:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": theirs["transformer.wte.weight"].shape[0],
+        "n_positions": theirs["transformer.wpe.weight"].shape[0],
+        "n_embd": args.dim,
+        "n_layer": args.n_layers,
+        "n_head": args.n_heads,
+        "n_inner": theirs["transformer.h.0.mlp.c_fc.bias"].shape[0],
+        "layer_norm_epsilon": args.norm_eps,
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+    }
+
+
+# By [model] name: config.json, of the model's arguments and its tensors by their names. Of tokens and dtype it says
+# nothing.
+FAMILIES: dict[str, Callable[[Any, Mapping[str, Tensor]], Config]] = {"llama3": _llama, "gpt2": _gpt2}
+
+# What the shapes of tensors do not tell.
+_COMPARED = (
+    *("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act"),
+    *("n_head", "layer_norm_epsilon", "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+)
+
+
+def check_same(ours: Config, theirs: Config) -> None:
+    """Raises ValueError that names the first key in which another config.json is of another model.
+
+    Of a key that is missing there, the shapes decide.
+    """
+    pairs = [(key, ours[key], theirs[key]) for key in _COMPARED if key in ours and key in theirs]
+    if "rope_theta" in ours:
+        mine, found = _rotation(ours), _rotation(theirs)
+        pairs += [(key, value, found.get(key)) for key, value in mine.items()]
+    for key, here, there in pairs:
+        if here != there:
+            raise ValueError(f"its config.json has {key} = {there!r}, the model of the recipe has {here!r}")
+
+
+def _rotation(config: Config) -> Config:
+    """How positions turn queries and keys, from the keys of either generation of transformers."""
+    found: Config = {"rope_theta": float(config.get("rope_theta") or 10000.0)}
+    found |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
+    return found

@@ -1,0 +1,82 @@
+"""Folders of a model: tensors as safetensors, and text beside them; written whole or not at all."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+MOST_BYTES = 5_000_000_000  # of a file
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+
+
+@contextmanager
+def whole_or_not(output: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end; nothing is left of one that was not finished.
+
+    Raises ValueError where there is something of that name already.
+    """
+    if output.exists():
+        raise ValueError(f"--output {output} exists already; give another, or delete it")
+    part = output.with_name(f"{output.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(output)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """The tensors in this dtype, in files of `MOST_BYTES` at most (but of one tensor at least), and an index where
+    there are several. Returns the files' names."""
+    groups: list[list[str]] = [[]]
+    used = total = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        if groups[-1] and used + size > MOST_BYTES:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used, total = used + size, total + size
+    count = len(groups)
+    files = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for file, names in zip(files, groups, strict=True):
+        own = {name: tensors[name].to(dtype).contiguous() for name in names}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    if count > 1:
+        places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return files
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and all tensors. Raises ValueError in one line for what is missing or damaged."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        files = [WEIGHTS]
+        if (folder / INDEX).is_file():
+            files = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            if file != Path(file).name:
+                raise ValueError(f"{folder / INDEX} names the file {file!r}, which is not in its folder")
+            with safe_open(folder / file, framework="pt") as stored:
+                tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        missing = error.filename or files[0]
+        raise ValueError(f"{folder} is no model of Hugging Face's: {missing} is missing") from None
+    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from None
+    return config, tensors

@@ -1,0 +1,79 @@
+"""The tokenizer beside exported weights: it encodes as the text of the training was encoded."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.data.datasets import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """tokenizer.json, tokenizer_config.json, and the ids that config.json names.
+
+    start: what stood in front of a text: BOS, or the EOS of the text before; None where nothing did.
+    encode: the ids of a text as the training had them, without what stands after it.
+    """
+
+    encoder: str
+    config: dict[str, Any]
+    start: int | None
+    eos: int | None
+    encode: Callable[[str], list[int]]
+
+    def write(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(self.encoder, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+
+
+def tokenizer_of(config: JobConfig, length: int) -> Tokenizer:
+    """The recipe's tokenizer. It puts BOS in front of a text if `[data] border` does, and nothing after it.
+
+    Its class is the one that reads tokenizer.json as it is: others build theirs anew, and split runs of spaces
+    otherwise. length: tokens of a sequence in training.
+    """
+    built = build_tokenizer(config)
+    before, _ = border_ids(built, config.data.border)
+    file = Path(config.model.hf_assets_path) / "tokenizer.json"
+    # The file's own text: a library writes merges as older ones cannot read them.
+    encoder = json.loads(file.read_text(encoding="utf-8") if file.is_file() else built.tokenizer.to_str())
+    start = before[0] if before else built.eos_id
+    named = {"bos_token": built.bos_token if before else built.eos_token, "eos_token": built.eos_token}
+    named |= {key: built._get_token_from_config(built.config or {}, key) for key in ("unk_token", "pad_token")}
+    encoder["post_processor"] = _template(named["bos_token"], start) if before else None
+    encoder["truncation"] = encoder["padding"] = None
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{key: token for key, token in named.items() if token is not None},
+        "add_bos_token": bool(before),
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": length,
+    }
+
+    def encode(text: str) -> list[int]:
+        return before + list(built.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return Tokenizer(json.dumps(encoder, ensure_ascii=False), settings, start, built.eos_id, encode)
+
+
+def _template(token: str | None, number: int | None) -> dict[str, Any]:
+    """The post-processor that puts one token in front of each text."""
+
+    def of(*texts: tuple[str, int]) -> list[dict[str, Any]]:
+        return [
+            part
+            for name, kind in texts
+            for part in ({"SpecialToken": {"id": token, "type_id": kind}}, {"Sequence": {"id": name, "type_id": kind}})
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": of(("A", 0)),
+        "pair": of(("A", 0), ("B", 1)),
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
