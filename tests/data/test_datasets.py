@@ -19,7 +19,6 @@ from torchtitan_scape.data import EMBEDDED_TOKENIZER
 
 device.prepare()  # before anything of TorchTitan is imported
 
-import datasets.config  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
 
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
@@ -28,11 +27,6 @@ from torchtitan_scape.data import validation_batches, validator  # noqa: E402
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
-
-
-@pytest.fixture(autouse=True)
-def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,10 @@ from torchtitan_scape import device
 
 device.prepare()  # before anything of TorchTitan is imported
 
-import datasets.config  # noqa: E402
 
 from torchtitan_scape.data.local import load_text_files  # noqa: E402
 
 TEXTS = ["one", "two", "three"]
-
-
-@pytest.fixture(autouse=True)
-def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 def write(path: Path, **columns: Any) -> Path:

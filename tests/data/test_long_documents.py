@@ -14,17 +14,8 @@ device.prepare()  # before anything of TorchTitan is imported
 
 from datasets import Dataset  # noqa: E402
 
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
 from torchtitan_scape.data import datasets as ours  # noqa: E402
 from torchtitan_scape.data.loader import TextDataset  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
-    return ours.build_tokenizer(config)
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:

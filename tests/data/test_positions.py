@@ -15,29 +15,15 @@ from torchtitan_scape import device
 
 device.prepare()  # before anything of TorchTitan is imported
 
-import datasets.config  # noqa: E402
 from datasets import Dataset, load_dataset  # noqa: E402
 
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
 from torchtitan_scape.data import datasets as ours  # noqa: E402
 from torchtitan_scape.data.documents import Documents, _cut, documents  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 
 N = 40
-
-
-@pytest.fixture(autouse=True)
-def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
-    return ours.build_tokenizer(config)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from torchtitan_scape import device
 
 device.prepare()  # before anything of TorchTitan is imported
 
-import datasets.config  # noqa: E402
 from datasets import Dataset, load_dataset  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
@@ -29,11 +28,6 @@ from torchtitan_scape.data.manifest import Manifest  # noqa: E402
 
 TEXTS = [f"<{i}> é" + "x" * (37 * i % 90) if i % 9 else "" for i in range(60)]
 KEPT = [text for text in TEXTS if text]
-
-
-@pytest.fixture(autouse=True)
-def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 def jsonl(folder: Path, files: int = 3) -> Path:

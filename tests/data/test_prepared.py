@@ -20,12 +20,11 @@ from torchtitan_scape import device
 
 device.prepare()  # before anything of TorchTitan is imported
 
-import datasets.config  # noqa: E402
 
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
 from torchtitan_scape.data import prepared as prepared_data  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
+from torchtitan_scape.data.datasets import build_dataloader  # noqa: E402
 from torchtitan_scape.data.indexed import PairWriter  # noqa: E402
 from torchtitan_scape.data.manifest import Manifest, tokenizer_facts  # noqa: E402
 from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split  # noqa: E402
@@ -33,18 +32,6 @@ from torchtitan_scape.data.validation_batches import by_rows, validation_batches
 
 S = 4  # of a sequence
 N = 61  # samples
-
-
-@pytest.fixture(autouse=True)
-def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
-    return build_tokenizer(config)
 
 
 def split(tokens: int = N * S + 2) -> Split:

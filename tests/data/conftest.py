@@ -1,0 +1,28 @@
+"""What tests of data share."""
+
+from typing import Any
+
+import pytest
+
+from torchtitan_scape import device
+
+device.prepare()  # before anything of TorchTitan is imported
+
+import datasets.config  # noqa: E402
+
+from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
+from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
+from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Bytes as tokens, unless a file has another."""
+    config = JobConfig()
+    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    return build_tokenizer(config)
