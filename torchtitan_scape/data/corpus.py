@@ -96,6 +96,18 @@ def build(
     return corpus
 
 
+def digest(read: Callable[[None, int], Corpus]) -> str:
+    """First 12 hexadecimal digits of the SHA-256 over all documents in their order."""
+    return read(None, MAX_DOCUMENT_BYTES).digest  # as `load`: one key of the cache, one reading
+
+
+def load(
+    read: Callable[[None, int], Corpus], part: str, _path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Dataset:
+    """As `data_set`. The path that TorchTitan passes is ignored."""
+    return data_set(read, part, max_bytes)
+
+
 @functools.cache
 def data_set(read: Callable[[None, int], Corpus], part: str, max_bytes: int) -> Dataset:
     """The documents of a corpus's part, "train" or "validation", map-style in memory, column "text".

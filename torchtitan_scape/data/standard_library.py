@@ -13,9 +13,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from datasets import Dataset
-
-from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, Corpus, build, data_set, join
+from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, Corpus, build, digest, join, load
 
 VALIDATION_SHARE = 0.05
 
@@ -102,16 +100,6 @@ def read_corpus(root: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -
     return build("Standard-library", part(files[:first_validation]), part(files[first_validation:]), pieces)
 
 
-def corpus_digest() -> str:
-    """First 12 hexadecimal digits of the SHA-256 over all documents in their order."""
-    return read_corpus(None, MAX_DOCUMENT_BYTES).digest  # as `load_train`: one key of the cache, one reading
-
-
-def load_train(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
-    """Training documents, map-style in memory, column "text". The path that TorchTitan passes is ignored."""
-    return data_set(read_corpus, "train", max_bytes)
-
-
-def load_validation(_path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Dataset:
-    """Validation documents, as `load_train`."""
-    return data_set(read_corpus, "validation", max_bytes)
+corpus_digest = functools.partial(digest, read_corpus)
+load_train = functools.partial(load, read_corpus, "train")
+load_validation = functools.partial(load, read_corpus, "validation")
