@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,6 +33,7 @@ from torchtitan_scape.checkpoint.whole import (  # noqa: E402
     open_checkpoint,
     read_model,
 )
+from torchtitan_scape.command import Parser  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
 from torchtitan_scape.huggingface.card import card  # noqa: E402
@@ -53,13 +53,8 @@ from torchtitan_scape.specs import whole_model  # noqa: E402
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=name,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,7 +10,6 @@ written again loses manifest and `.metadata` first. So whatever ends a save, at 
 whole, and one with neither manifest nor `.metadata` is half-written.
 """
 
-import errno
 import io
 import json
 import os
@@ -29,6 +28,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from torchtitan_scape.files import sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
@@ -181,8 +182,8 @@ class CheckedWriter(FileSystemWriter):
         """On the coordinator, when all files of all ranks are on the disk: `.metadata`, then the manifest."""
         sums = [one for of_rank in results for one in of_rank if isinstance(one, FileSum)]
         self.fs.begin()
-        _sync_folder(Path(self.path).parent)
-        _sync_folder(Path(self.path))
+        sync_folder(Path(self.path).parent)
+        sync_folder(Path(self.path))
         super().finish(metadata, [[one for one in of_rank if not isinstance(one, FileSum)] for of_rank in results])
         _write_manifest(Path(self.path), [*sums, self.fs.sums[METADATA]])
 
@@ -197,19 +198,7 @@ def remove(path: str | os.PathLike[str]) -> None:
 def _invalidate(path: Path) -> None:
     for name in (MANIFEST, METADATA):  # in this order: see the rule above
         (path / name).unlink(missing_ok=True)
-        _sync_folder(path)
-
-
-def _sync_folder(path: Path) -> None:
-    """Puts the names in a folder on the disk; not every file system can, and then it need not."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(folder)
+        sync_folder(path)
 
 
 # ----------------------------------------------------------------------------------------------------- manifest
@@ -224,11 +213,11 @@ def _write_manifest(path: Path, sums: list[FileSum]) -> None:
         one.name: {"bytes": one.size, "crc32": f"{one.crc32:08x}"} for one in sorted(sums, key=lambda one: one.name)
     }
     manifest = {"format": FORMAT, "files": files, "crc32": _sum_of(files)}
-    _sync_folder(path)
+    sync_folder(path)
     with _SummedStream(path / f"{MANIFEST}.tmp") as stream:
         stream.write(json.dumps(manifest, indent=1).encode())
     os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
-    _sync_folder(path)
+    sync_folder(path)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, flatten
+from torchtitan_scape.files import write_whole
 
 FILE = "resolved.toml"
 COMMAND_LINE = "command line"
@@ -96,9 +97,7 @@ class Resolved:
             pass  # none yet, or another's
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+            write_whole(path, text)
         except OSError as error:
             raise ValueError(f"[job] dump_folder = {folder!r} cannot be written to: {error.strerror}") from None
 

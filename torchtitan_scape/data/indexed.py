@@ -17,6 +17,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from torchtitan_scape.files import sync_folder
+
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 # Codes of Megatron's types that can hold token ids.
@@ -36,26 +38,6 @@ def dtype_for(entries: int) -> np.dtype[Any]:
 def paths_of(prefix: Path) -> tuple[Path, Path]:
     """The pair's `.bin` and `.idx`."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-
-
-def sync_folder(folder: Path) -> None:
-    """What was renamed into a folder stays there after a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that is there as a whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    sync_folder(path.parent)
 
 
 def digest_of(path: Path) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_scape.data.indexed import Shard, paths_of, write_whole
+from torchtitan_scape.data.indexed import Shard, paths_of
+from torchtitan_scape.files import write_whole
 
 MANIFEST, FORMAT = "manifest.json", 1
 TRAIN, VALIDATION = "train", "validation"

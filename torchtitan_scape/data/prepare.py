@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from torchtitan_scape import device
 
@@ -25,12 +25,14 @@ device.prepare()  # before the first import of torchtitan
 import numpy as np  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 
+from torchtitan_scape.command import Parser  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
-from torchtitan_scape.data.indexed import damage, dtype_for, write_whole  # noqa: E402
+from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts  # noqa: E402
 from torchtitan_scape.data.prepare_parts import Encoder, Part, Source, Work  # noqa: E402
 from torchtitan_scape.data.prepare_workers import GO_ON, run  # noqa: E402
+from torchtitan_scape.files import write_whole  # noqa: E402
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005
@@ -38,13 +40,8 @@ SHARD_TOKENS = 1 << 28
 _LOCK_SECONDS = 10.0  # for workers of a process that was killed to end
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m torchtitan_scape.data.prepare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

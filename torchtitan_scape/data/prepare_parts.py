@@ -20,10 +20,11 @@ from datasets import Dataset, IterableDataset
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_scape.data.borders import border_ids
-from torchtitan_scape.data.indexed import PairWriter, Shard, Tokens, damage, write_whole
+from torchtitan_scape.data.indexed import PairWriter, Shard, Tokens, damage
 from torchtitan_scape.data.lines import one_line
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.prepared import mixed
+from torchtitan_scape.files import write_whole
 
 # Documents are encoded together up to so many, or so many characters.
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 20

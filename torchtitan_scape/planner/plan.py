@@ -18,9 +18,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from topology.links import Links
+from torchtitan_scape.command import Parser
 from torchtitan_scape.planner.advice import (
     CODED,
     COMPARED,
@@ -268,13 +269,8 @@ def _as_dict(case: Case, candidate: Candidate) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ CLI
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m torchtitan_scape.planner.plan", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m torchtitan_scape.planner.plan", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--machine", default="vista", help="a preset of topology/machines.py")
     add("--nodes", type=int, default=1)

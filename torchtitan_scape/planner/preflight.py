@@ -27,6 +27,7 @@ from topology.groups import build_tier_groups
 from topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
 from topology.links import SCHEMA
 from topology.machines import detect_machine, get_machine
+from torchtitan_scape.files import write_whole
 from torchtitan_scape.planner.fit import least_squares
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
@@ -149,9 +150,7 @@ def _times(run: Callable[[], Any], device: torch.device, calls: int) -> list[flo
 def store(result: dict[str, Any], path: Path) -> None:
     """Writes the JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(part, path)
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def table(result: dict[str, Any]) -> str:

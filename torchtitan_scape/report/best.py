@@ -2,11 +2,12 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.logging import logger
+
+from torchtitan_scape.files import write_whole
 
 FILE = "best.json"
 
@@ -78,10 +79,8 @@ class Best:
             "validation": self.validation,
             "losses": self._losses,
         }
-        part = self.path.with_suffix(".part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(found, indent=1) + "\n")
-            os.replace(part, self.path)
+            write_whole(self.path, json.dumps(found, indent=1) + "\n")
         except OSError as error:  # no reason to end a run
             logger.warning(f"{self.path} cannot be written ({error.strerror})")

@@ -1,0 +1,11 @@
+"""Command lines of the modules that are started by themselves."""
+
+import argparse
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError in the place of ending the process: what is wrong is told in one line, as other input is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
