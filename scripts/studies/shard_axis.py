@@ -2,7 +2,8 @@
 
     python -m scripts.studies.shard_axis speed        # 2 nodes of 2 ranks, slow links; every form
     python -m scripts.studies.shard_axis tagc         # 2 nodes of a rank
-    python -m scripts.studies.shard_axis tagc --micro-batches 20 --forms dense,tagc-0.9 --output results/shard_axis/tagc_20
+    python -m scripts.studies.shard_axis tagc --micro-batches 20 --forms dense,tagc-0.9 \\
+        --output results/shard_axis/tagc_20           # as many as in its paper
     python -m scripts.studies.shard_axis losses       # 40 and 300 steps, three seeds
     python -m scripts.studies.shard_axis report       # table.md, from the stored cells alone
 

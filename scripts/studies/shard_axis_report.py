@@ -216,5 +216,5 @@ sample deviation; more than the target is what does not hold.
 {markdown(loss_rows(cells))}"""
 
 
-# TAGC stands twice: a link is chosen for a sweep, so that twenty micro-batches, as in its paper, are a sweep of their own.
+# A sweep chooses its own links: twenty micro-batches, as in TAGC's paper, are another sweep than one and two.
 SECTIONS: dict[str, Callable[[Path], str]] = {"speed": _speed, "tagc": _tagc, "tagc_20": _tagc, "losses": _losses}
