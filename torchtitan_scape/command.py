@@ -9,3 +9,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help")
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -24,12 +24,12 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
+from torchtitan_scape.command import one_line
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.borders import name_borders
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.hub import HubSet
-from torchtitan_scape.data.lines import one_line
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared

@@ -9,7 +9,7 @@ from datasets import load_dataset
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from torchtitan_scape.data.lines import one_line
+from torchtitan_scape.command import one_line
 
 SECONDS = 5.0  # for the hub's first answer; the library would try for minutes
 

@@ -24,6 +24,8 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
 from torchtitan.tools.logging import logger
 
+from torchtitan_scape.command import one_line
+
 # More bad lines than this are no accident: the files have another format.
 MAX_BAD = 0.1
 _READ_ERRORS = (OSError, EOFError, zlib.error)
@@ -50,10 +52,6 @@ class Report:
     def line(self, path: str) -> str:
         kinds = [f"{count:,} {kind}" for count, kind in ((self.bad, "unusable"), (self.empty, "empty")) if count]
         return f"{path}: {' and '.join(kinds)} of {self.documents + self.bad + self.empty:,} documents are left out"
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def open_lines(file: Path) -> Any:

@@ -25,7 +25,7 @@ device.prepare()  # before the first import of torchtitan
 import numpy as np  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 
-from torchtitan_scape.command import Parser  # noqa: E402
+from torchtitan_scape.command import Parser, one_line  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
 from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verify:
             verify(options.output, workers)
     except (ValueError, OSError) as error:
-        print(f"prepare: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"prepare: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"prepare: stopped; {GO_ON}", file=sys.stderr)

@@ -19,9 +19,9 @@ import pyarrow.compute
 from datasets import Dataset, IterableDataset
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from torchtitan_scape.command import one_line
 from torchtitan_scape.data.borders import border_ids
 from torchtitan_scape.data.indexed import PairWriter, Shard, Tokens, damage
-from torchtitan_scape.data.lines import one_line
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.prepared import mixed
 from torchtitan_scape.files import write_whole
