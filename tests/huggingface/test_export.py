@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.pool import Pool
@@ -219,6 +220,29 @@ def test_wrong_input_is_told_in_one_line(export: Any, runs: Path, tmp_path: Path
         code, said = told([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
         assert code == 2 and said.startswith("export: ") and said.count("\n") == 1, said
         assert all(word in said for word in words) and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_published_gpt2_is_imported(runs: Path, tmp_path: Path) -> None:
+    """Files of old have keys without "transformer.", and masks; their config.json lacks what came later."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 258, "n_positions": 128, "n_ctx": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    state = {name.removeprefix("transformer."): value for name, value in theirs.state_dict().items()}
+    state |= {f"h.{layer}.attn.bias": torch.ones(128, 128).tril().view(1, 1, 128, 128) for layer in range(2)}
+    del state["lm_head.weight"]
+    published, back, again = (tmp_path / name for name in ("published", "back", "again"))
+    published.mkdir()
+    save_file({name: value.contiguous() for name, value in state.items()}, published / "model.safetensors")
+    described = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, **sizes}
+    (published / "config.json").write_text(json.dumps(described))
+    recipe = ["--config", str(runs / "gpt2" / "resolved.toml"), "--training.seq_len=128"]
+    assert main(["import", *recipe, "--model", str(published), "--output", str(back)]) == 0
+    # The check of the export compares our logits with transformers'; here what it wrote is compared with what was read.
+    assert main([*recipe, "--checkpoint", str(back), "--output", str(again)]) == 0
+    tokens = torch.randint(258, (2, 128), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained(again)(tokens).logits
+        assert torch.equal(found, theirs(tokens).logits)
 
 
 def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) -> None:

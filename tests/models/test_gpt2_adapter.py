@@ -1,13 +1,16 @@
 """GPT-2's weights as Hugging Face has them: there and back exactly, and the same logits."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.models.test_gpt2 import batch, whole_model
+from torchtitan_scape.data.manifest import tokenizer_facts
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 
@@ -51,6 +54,16 @@ def test_rows_that_the_tokenizer_lacks_are_cut_and_come_back_as_the_mean() -> No
         logits = model(batch()[0])
     more = logits.logsumexp(dim=-1) - logits[..., :258].logsumexp(dim=-1)
     assert 0 < float(more.max()) <= 2 / 258
+
+
+def test_a_vocabulary_with_gaps_loses_no_row(tmp_path: Path) -> None:
+    """As many rows as tokens would cut the last ones."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 7, "<eos>": 9}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    ours, adapter = dict(uneven().state_dict()), GPT2StateDictAdapter(ARGS, str(tmp_path))
+    table = adapter.to_hf(ours)["transformer.wte.weight"]
+    assert torch.equal(table, ours["tok_embeddings.weight"][:10])
+    assert adapter.entries == tokenizer_facts(tmp_path, HuggingFaceTokenizer(str(tmp_path)))["entries"]
 
 
 def test_older_keys_are_taken_and_a_head_of_its_own_is_not() -> None:

@@ -31,12 +31,15 @@ def tokenizer_digest(folder: Path) -> str:
     raise ValueError(f"{str(folder)!r} has no tokenizer: none of {', '.join(names[0] for names in _TOKENIZER_FILES)}")
 
 
+def tokenizer_entries(tokenizer: BaseTokenizer) -> int:
+    """Rows that a table needs for all ids: more than there are tokens where the vocabulary has gaps."""
+    return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
 def tokenizer_facts(folder: Path, tokenizer: BaseTokenizer) -> dict[str, Any]:
     """What has to be the same where data are prepared and where they are trained on."""
-    # A vocabulary may have gaps.
-    entries = max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=0))
     ids = {name: getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
-    return {"digest": tokenizer_digest(folder), "entries": entries, **ids}
+    return {"digest": tokenizer_digest(folder), "entries": tokenizer_entries(tokenizer), **ids}
 
 
 @dataclass(frozen=True)

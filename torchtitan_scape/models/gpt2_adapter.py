@@ -9,6 +9,7 @@ from torch import Tensor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.models.gpt2 import GPT2Args
 
 _PREFIX = "transformer."
@@ -35,7 +36,7 @@ _OURS, _THEIRS = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)$"), re.compile(
 
 class GPT2StateDictAdapter(StateDictAdapter):
     """Their matrices have the inputs first (`Conv1D`), and one has queries, keys and values together. The head is tied,
-    and has no entry. Rows of the table of tokens that the tokenizer has no entry for are not theirs.
+    and has no entry. Rows of the table of tokens behind the tokenizer's last are not theirs.
 
     Plain tensors, or DTensors of any layout.
 
@@ -51,10 +52,10 @@ class GPT2StateDictAdapter(StateDictAdapter):
     def entries(self) -> int:
         """Rows of their table."""
         rows = self.model_args.vocab_size
+        if not self.hf_assets_path:
+            return rows
         try:
-            return (
-                min(rows, HuggingFaceTokenizer(self.hf_assets_path).get_vocab_size()) if self.hf_assets_path else rows
-            )
+            return min(rows, tokenizer_entries(HuggingFaceTokenizer(self.hf_assets_path)))
         except FileNotFoundError:
             return rows
 
