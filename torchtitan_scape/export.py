@@ -33,11 +33,11 @@ from torchtitan_scape.checkpoint.whole import (  # noqa: E402
     open_checkpoint,
     read_model,
 )
-from torchtitan_scape.command import Parser  # noqa: E402
+from torchtitan_scape.command import Parser, one_line  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
 from torchtitan_scape.huggingface.card import card  # noqa: E402
-from torchtitan_scape.huggingface.check import DifferentError, check_logits, check_tokenizer, filled  # noqa: E402
+from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, filled  # noqa: E402
 from torchtitan_scape.huggingface.families import FAMILIES, check_same  # noqa: E402
 from torchtitan_scape.huggingface.folder import (  # noqa: E402
     CONFIG,
@@ -46,6 +46,7 @@ from torchtitan_scape.huggingface.folder import (  # noqa: E402
     write_json,
     write_weights,
 )
+from torchtitan_scape.huggingface.loading import DifferentError  # noqa: E402
 from torchtitan_scape.huggingface.tokenizer import tokenizer_of  # noqa: E402
 from torchtitan_scape.report import best  # noqa: E402
 from torchtitan_scape.specs import whole_model  # noqa: E402
@@ -200,10 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             export(*_export_parser().parse_known_args(given))
     except (ValueError, OSError) as error:
-        print(f"export: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"export: {one_line(error)}", file=sys.stderr)
         return 2
     except DifferentError as error:
-        print(f"export: nothing was written: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"export: nothing was written: {one_line(error)}", file=sys.stderr)
         return 3
     finally:
         logging.disable(logging.NOTSET)

@@ -1,22 +1,18 @@
 """Whether transformers makes of a folder what this project makes of the same weights."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan_scape.huggingface.loading import DifferentError, load_model, quiet
 from torchtitan_scape.huggingface.tokenizer import Tokenizer
 
 LARGEST = 1e-5  # of FP32: what the order of sums explains, 1e-6, and room
 _TOKENS = 512
 _TEXT = "It's 3.14,\n\tdef f(x):  # two  spaces\n        return 'é'"
-
-
-class DifferentError(Exception):
-    """The folder is another model than what was trained."""
 
 
 def filled(model_cls: type[nn.Module], args: Any, values: Mapping[str, Tensor]) -> nn.Module:
@@ -49,18 +45,10 @@ def check_logits(folder: Path, model: nn.Module, entries: int, length: int) -> s
     """
     import transformers
 
-    with _quiet():
-        theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if loaded[key]:
-            raise DifferentError(
-                f"transformers {transformers.__version__} finds {key.replace('_', ' ')}: {loaded[key]}"
-            )
+    theirs = load_model(folder, torch.float32)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(entries, (2, min(length, _TOKENS)), generator=generator)
-    apart = distance(model(tokens)[..., :entries], theirs.eval()(tokens).logits)
+    apart = distance(model(tokens)[..., :entries], theirs(tokens).logits)
     if not apart <= LARGEST:  # a NaN is not
         raise DifferentError(
             f"logits of transformers {transformers.__version__} differ from ours by {apart:.1e} (at most {LARGEST:.0e})"
@@ -72,24 +60,8 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Raises DifferentError where a text becomes other tokens than in the training."""
     import transformers
 
-    with _quiet():
+    with quiet():
         found = transformers.AutoTokenizer.from_pretrained(folder)(_TEXT)["input_ids"]
     expected = tokenizer.encode(_TEXT)
     if found != expected:
         raise DifferentError(f"the tokenizer of transformers encodes {_TEXT!r} as {found}, not as {expected}")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' bars and advice."""
-    from transformers.utils import logging
-
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()

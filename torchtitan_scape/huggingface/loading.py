@@ -1,0 +1,45 @@
+"""Folders of models as transformers loads them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class DifferentError(Exception):
+    """The folder is another model than what was trained."""
+
+
+def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
+    """The model of a folder, for inference. dtype: of its tensors; "auto" for what config.json says.
+
+    Raises DifferentError where the folder has other tensors than transformers wants; it would draw what is missing.
+    """
+    import transformers
+
+    with quiet():
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loaded[key]:
+            raise DifferentError(
+                f"transformers {transformers.__version__} finds {key.replace('_', ' ')}: {loaded[key]}"
+            )
+    return model.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' bars and advice."""
+    from transformers.utils import logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
