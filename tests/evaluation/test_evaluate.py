@@ -1,0 +1,205 @@
+"""Scores of little models are what their logits say, on one process and on two; what is wrong is told in one line."""
+
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tests.evaluation.conftest import CHOICES, CLOZES, TEXTS
+from tests.pool import Pool
+from torchtitan_scape.evaluate import digest, main
+
+BYTES = "torchtitan_scape/data/byte_tokenizer/tokenizer.json"
+NO_HARNESS = "the extra eval, with the lm-evaluation-harness, is not installed"
+THREE = "local_choice,local_cloze,local_rolling"
+
+
+@pytest.fixture
+def harness() -> None:
+    pytest.importorskip("lm_eval", reason=NO_HARNESS)
+
+
+def given(model: Path, tasks: str, local: Path, *more: str) -> list[str]:
+    return ["run", "--model", str(model), "--tasks", tasks, "--include-path", str(local), *more]
+
+
+def evaluate(arguments: list[str], output: Path) -> dict[str, Any]:
+    """The document of a run."""
+    assert main([*arguments, "--output", str(output)]) == 0
+    (path,) = output.glob("*.json")
+    assert path.with_suffix(".md").is_file()
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+class Ours:
+    """Log-likelihoods from the logits of our own model, a byte a token."""
+
+    def __init__(self, model: torch.nn.Module, family: str) -> None:
+        self.model, self.entries = model, 258 if family == "gpt2" else 260
+        self.bos, self.length = family == "llama", 64 if family == "llama" else 96
+        self._encoder = Tokenizer.from_file(BYTES)
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        assert len(ids) == len(text.encode())
+        return ids
+
+    def of(self, inputs: list[int], targets: list[int]) -> tuple[float, bool]:
+        """Of the targets, which end one token after the inputs; and whether each was the first choice."""
+        with torch.no_grad():
+            logits: Tensor = self.model(torch.tensor([inputs[-self.length :]]))[0, -len(targets) :, : self.entries]
+        wanted = torch.tensor(targets)
+        found = logits.log_softmax(-1).gather(-1, wanted[:, None]).sum()
+        return float(found), bool((logits.argmax(-1) == wanted).all())
+
+    def after(self, context: str, rest: str) -> tuple[float, bool]:
+        whole = [0] * self.bos + self.tokens(context + rest)
+        return self.of(whole[:-1], self.tokens(rest))
+
+    def whole(self, text: str) -> float:
+        """In windows, each behind as much of the text as fits; the first behind what stood in front of texts."""
+        start = [0 if self.bos else 1]
+        tokens = start + self.tokens(text)
+        ends = [*range(self.length, len(tokens) - 1, self.length), len(tokens) - 1]
+        begins = [0, *ends[:-1]]
+        return sum(self.of(tokens[:e], tokens[b + 1 : e + 1])[0] for b, e in zip(begins, ends, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_scores_are_those_of_our_logits(
+    family: str, exported: dict[str, Path], local: Path, model_of: Any, tmp_path: Path, harness: None
+) -> None:
+    found = evaluate(given(exported[family], THREE, local), tmp_path)
+    ours = Ours(model_of(family)[0], family)
+    assert (
+        found["longest"] == ours.length
+        and found["bos"] is ours.bos
+        and found["dtype"] == "float32"
+        and found["processes"] == 1
+    )
+    assert found["digest"] == digest(exported[family]) and found["versions"]["lm_eval"] == "0.4.13"
+
+    def score(task: str, metric: str) -> float:
+        return float(found["results"][task][metric]["value"])
+
+    right, right_by_length = 0, 0
+    for row in CHOICES:
+        values = [ours.after(f"Q: {row['q']}", f" {choice}")[0] for choice in row["choices"]]
+        by_length = [value / len(choice) for value, choice in zip(values, row["choices"], strict=True)]
+        right += values.index(max(values)) == row["gold"]
+        right_by_length += by_length.index(max(by_length)) == row["gold"]
+    assert score("local_choice", "acc") == pytest.approx(right / 3)
+    assert score("local_choice", "acc_norm") == pytest.approx(right_by_length / 3)
+    pairs = [text.rpartition(" ") for text in CLOZES]
+    likely = [ours.after(context, f" {last}") for context, _, last in pairs]
+    mean = sum(value for value, _ in likely) / 3
+    assert math.log(score("local_cloze", "perplexity")) == pytest.approx(-mean, rel=1e-5)
+    assert score("local_cloze", "acc") == sum(first for _, first in likely) / 3
+    bits = -sum(map(ours.whole, TEXTS)) / sum(len(text.encode()) for text in TEXTS) / math.log(2)
+    assert score("local_rolling", "bits_per_byte") == pytest.approx(bits, rel=1e-5)
+    assert set(found["task_hashes"]) == set(THREE.split(",")) and found["task_versions"]["local_choice"] == 2.0
+
+
+def test_a_limited_group_says_so(exported: dict[str, Path], local: Path, tmp_path: Path, harness: None) -> None:
+    found = evaluate(given(exported["gpt2"], "local,standard_library_validation", local, "--limit=2"), tmp_path)
+    assert found["shown"] == ["local_choice", "local_rolling", "standard_library_validation"]
+    assert found["limit"] == 2 and set(found["documents"].values()) == {2}
+    told = (tmp_path / "local+standard_library_validation-limit2.md").read_text()
+    assert "the first 2 documents of each task alone" in told and "| local_choice | acc_norm |" in told
+
+
+def rank(arguments: list[str]) -> int:
+    return main(arguments)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_documents(
+    exported: dict[str, Path], local: Path, pool2: Pool, tmp_path: Path, harness: None
+) -> None:
+    """On CPUs with gloo; the same documents in the same order give the same hashes."""
+    alone = evaluate(given(exported["llama"], THREE, local), tmp_path / "one")
+    shared = tmp_path / "two"
+    assert pool2(rank, [*given(exported["llama"], THREE, local), "--output", str(shared)]) == [0, 0]
+    (path,) = shared.glob("*.json")
+    found = json.loads(path.read_bytes())
+    assert found["processes"] == 2 and found["task_hashes"] == alone["task_hashes"]
+    assert found["documents"] == alone["documents"]
+    for task, metrics in alone["results"].items():
+        for metric, both in metrics.items():
+            assert found["results"][task][metric]["value"] == pytest.approx(both["value"], rel=1e-4), (task, metric)
+
+
+def told(arguments: list[str], capsys: Any) -> str:
+    """What stands on stderr of a command that is refused: one line."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    err: str = capsys.readouterr().err
+    assert err.startswith("evaluate: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text('{"model_type": "llama"}')
+    for folder in ("half", "nowhere"):
+        said = told(["run", "--model", str(tmp_path / folder), "--tasks", "piqa"], capsys)
+        assert folder in said and "python -m torchtitan_scape.export" in said
+    own = ["run", "--model", str(exported["llama"])]
+    for more, word in (
+        ([], "--tasks"),
+        (["--tasks", ","], "names none"),
+        (["--tasks", "piqa", "--limit", "0"], "--limit 0"),
+        (["--tasks", "piqa", "--include-path", str(tmp_path / "nowhere")], "is no folder"),
+    ):
+        if "--limit" not in more or importlib.util.find_spec("lm_eval"):
+            assert word in told([*own, *more], capsys)
+    assert not (exported["llama"] / "evaluation").exists()
+
+
+def test_without_the_extra_there_is_the_command(exported: dict[str, Path], capsys: Any) -> None:
+    find = importlib.util.find_spec
+    with patch("torchtitan_scape.evaluate.find_spec", lambda name: None if name == "lm_eval" else find(name)):
+        for command in (["run", "--model", str(exported["llama"])], ["fetch"]):
+            assert "pip install -e '.[eval]'" in told([*command, "--tasks", "piqa"], capsys)
+
+
+def test_unknown_tasks_and_missing_data_are_told_in_one_line(
+    exported: dict[str, Path], local: Path, registry: Any, capsys: Any
+) -> None:
+    from torchtitan_scape.evaluation import harness
+
+    small = harness.TaskManager
+    with patch.object(harness, "TaskManager", lambda **given: small(**given) if len(given) > 1 else registry):
+        assert "near it are piqa" in told(given(exported["llama"], "piqqa", local), capsys)
+    said = told(given(exported["llama"], "far_away", local), capsys)
+    assert "nobody/nothing has not been fetched" in said and f"fetch --tasks far_away --include-path {local}," in said
+    with patch("torchtitan_scape.data.hub.unreachable", lambda: "no network"):
+        said = told(["fetch", "--tasks", "far_away", "--include-path", str(local)], capsys)
+    assert "nobody/nothing: the hub cannot be reached (no network)" in said
+    assert main(["fetch", "--tasks", "local", "--include-path", str(local)]) == 0
+    assert "local_choice: 3 documents" in capsys.readouterr().out
+    with patch.dict(os.environ, LOCAL_RANK="1"):  # it is told once on a host
+        assert main(given(exported["llama"], "far_away", local)) == 2
+    assert capsys.readouterr().err == "" and not (exported["llama"] / "evaluation").exists()
+
+
+def test_weights_that_are_missing_are_not_drawn(
+    exported: dict[str, Path], local: Path, tmp_path: Path, capsys: Any, harness: None
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for path in exported["llama"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "missing keys" in told(given(tmp_path, "local_cloze", local), capsys)

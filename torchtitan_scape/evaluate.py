@@ -1,0 +1,169 @@
+"""Scores of an exported model on tasks of the lm-evaluation-harness, beside what the papers have.
+
+    python -m torchtitan_scape.evaluate fetch --tasks scape_paper
+    python -m torchtitan_scape.evaluate run --model outputs/embedded/export --tasks scape_paper
+
+The first brings the tasks' data to where there is a network, the second asks none. Under torchrun every process takes a
+share of the documents. Results are a JSON document and a table, each written as a whole. Needs the extra `eval`.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchtitan_scape.command import Parser, one_line
+from torchtitan_scape.files import write_whole
+from torchtitan_scape.huggingface.loading import DifferentError
+
+_PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m torchtitan_scape.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetch = commands.add_parser("fetch", help="bring the data of tasks to this machine's cache", allow_abbrev=False)
+    run = commands.add_parser("run", help="evaluate a model", allow_abbrev=False)
+    run.add_argument("--model", type=Path, required=True, help="folder that torchtitan_scape.export has written")
+    for command in (fetch, run):
+        command.add_argument("--tasks", required=True, help='names, "scape_paper" or "piqa,wikitext"')
+        command.add_argument(
+            "--include-path", type=Path, action="append", default=[], help="folder with tasks of yours; may come again"
+        )
+    run.add_argument("--limit", type=int, help="documents of each task, for a trial (all)")
+    run.add_argument("--batch-size", type=int, default=8, help="sequences at a time (8)")
+    run.add_argument("--output", type=Path, help="folder for the results (evaluation, in the model's)")
+    return parser
+
+
+def fetch(options: argparse.Namespace) -> None:
+    """Reads the data of all tasks, which puts them into the cache. Raises ValueError where that cannot be."""
+    names = _names(options)
+    from torchtitan_scape.data.hub import unreachable
+    from torchtitan_scape.evaluation.harness import find_tasks, load_tasks, sources
+
+    manager = find_tasks(names, options.include_path)
+    if (wanted := sources(manager, names)) and (why := unreachable()):
+        raise ValueError(f"{', '.join(wanted)}: the hub cannot be reached ({why}); run this where it can")
+    for name, task in load_tasks(manager, names, offline=False)["tasks"].items():
+        print(f"{name}: {len(task.eval_docs):,} documents")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Evaluates, writes and prints. Raises ValueError for what a user can get wrong, and nothing is written."""
+    config = _config(options.model)
+    names = _names(options)
+    for name in ("limit", "batch_size"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}; it must be 1 or more")
+    from torchtitan_scape.evaluation.harness import find_tasks, load_tasks, score
+    from torchtitan_scape.evaluation.report import metrics_of, table
+
+    begin = time.monotonic()
+    manager = find_tasks(names, options.include_path)
+    tasks = load_tasks(manager, names, offline=True)
+    scores = score(options.model, tasks, options.limit, options.batch_size)
+    if scores is None:  # another rank has them
+        return
+    results = {name: metrics for name, found in scores.results.items() if (metrics := metrics_of(found))}
+    document = {
+        "model": str(options.model),
+        "digest": digest(options.model),
+        "model_type": config.get("model_type"),
+        **scores.facts,
+        "tasks": names,
+        "limit": options.limit,
+        "seconds": round(time.monotonic() - begin, 1),
+        "versions": {name: version(name) for name in _PACKAGES},
+        "results": results,
+        "documents": {name: found.get("sample_len") for name, found in scores.results.items() if name in results},
+        "shots": {name: scores.shots.get(name) for name in results},
+        "task_versions": {name: scores.versions.get(name) for name in results},
+        "task_hashes": scores.hashes,
+        "shown": list(dict.fromkeys(part for name in names for part in _shown(name, results, manager))),
+    }
+    told = table(document)
+    print(told)
+    folder = options.output or options.model / "evaluation"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "+".join(names) + (f"-limit{options.limit}" if options.limit else "")
+    write_whole(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    write_whole(folder / f"{name}.md", told)
+    print(f"{folder / name}.json and .md")
+
+
+def _shown(name: str, results: dict[str, Any], manager: Any) -> list[str]:
+    """The first names, from a group downwards, that have a score of their own."""
+    from torchtitan_scape.evaluation.harness import members
+
+    if name in results:
+        return [name]
+    return [part for member in members(manager, name) for part in _shown(member, results, manager)]
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    """The tasks that were asked for. Raises ValueError for none, for folders that are not there, without the extra."""
+    names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
+    if not names:
+        raise ValueError(f"--tasks {options.tasks!r} names none")
+    for folder in options.include_path:
+        if not folder.is_dir():
+            raise ValueError(f"--include-path {folder} is no folder")
+    if not all(find_spec(name) for name in ("lm_eval", "transformers", "accelerate")):
+        raise ValueError("the lm-evaluation-harness is not installed: python -m pip install -e '.[eval]'")
+    return names
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of a model's folder. Raises ValueError where it is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        found = {}
+    weights = (folder / name for name in ("model.safetensors", "model.safetensors.index.json"))
+    if "model_type" not in found or not (folder / "tokenizer.json").is_file() or not any(map(Path.is_file, weights)):
+        raise ValueError(
+            f"--model {folder} is no exported model (config.json, safetensors, tokenizer.json); "
+            "python -m torchtitan_scape.export writes one"
+        )
+    return found
+
+
+def digest(folder: Path) -> str:
+    """The first 16 digits of the SHA-256 of an exported model: weights, config and tokenizer, with their names."""
+    whole = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        with open(path, "rb") as file:
+            whole.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    logging.disable(logging.WARNING)  # the harness tells what it does at length
+    try:
+        options = _parser().parse_args(arguments)
+        (fetch if options.command == "fetch" else run)(options)
+    except (ValueError, OSError, DifferentError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"evaluate: {one_line(error)}", file=sys.stderr)
+        return 2
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
