@@ -1,1 +1,0 @@
-"""What Section III of the SCAPE paper looks at in a run: gradients and first moments of a few tensors."""
