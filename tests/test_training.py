@@ -404,3 +404,25 @@ def test_overlap_gives_the_same_run(pool4: Pool, tmp_path: Path) -> None:
         assert one["losses"] == other["losses"] and one["norms"][:2] == other["norms"][:2]
         assert one["begun"] == [] and len(other["begun"]) == 4 and min(other["begun"]) > 0
         assert one["skipped"] == other["skipped"] == 1 and torch.equal(one["parameters"], other["parameters"])
+
+
+@pytest.mark.parametrize("method, layout", [("adamw", "2x1"), ("scape", "1x2"), ("scape-gather-bf16", "2x2")])
+def test_observing_changes_nothing(method: str, layout: str, run_of_12: Any, request: Any, tmp_path: Path) -> None:
+    """Losses, norms and parameters stay what they are, to the last bit; and the whole gradient is seen, once."""
+    from torchtitan_scape.observe.record import FILE, read
+
+    folder, plain = run_of_12(method, layout)
+    observed = ["--observe.enable", "--observe.windows=[[1,3],[5,8]]", "--observe.histograms", "2", "4"]
+    arguments = [*METHODS[method], *LAYOUTS[layout], TWELVE, *observed, "--observe.names=*"]
+    seen = pool_for(layout, request)(train, str(tmp_path), arguments)
+    for one, other in zip(plain, seen, strict=True):
+        assert one["losses"] == other["losses"] and one["norms"] == other["norms"]
+        assert torch.equal(one["parameters"], other["parameters"])
+    assert not (folder / FILE).exists()
+    rows, histograms = read(tmp_path / FILE)
+    for step in (1, 2, 3, *range(5, 13)):
+        norm = math.hypot(*(row.gradient for row in rows if row.step == step))
+        assert norm == pytest.approx(seen[0]["norms"][step - 1], rel=1e-5)
+    entries = sum(figures["entries"] for step, _, figures in histograms if step == 4)
+    assert entries == 200_720 or (method.startswith("scape") and 0.05 * 200_720 < entries < 0.3 * 200_720)
+    assert {step for step, *_ in histograms} == {2, 4}

@@ -44,6 +44,7 @@ from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.prepared import PreparedDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
+from torchtitan_scape.observe.observation import Observation  # noqa: E402
 from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
 from torchtitan_scape.optimizer.registry import check_layout  # noqa: E402
 from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
@@ -115,6 +116,9 @@ class ScapeTrainer(Trainer):
         if job_config.checkpoint.enable:
             self._attach_checkpointer()
         self.optimizers.timer.enabled = True
+        self.observation: Observation | None = None
+        if job_config.observe.enable:
+            self.observation = Observation(job_config, self.optimizers, self.metrics_processor.logger.log)
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
@@ -229,6 +233,8 @@ class ScapeTrainer(Trainer):
             self.optimizers.send_all()
         self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
+        if self.observation is not None:
+            self.observation.before_step(self.step)
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
         norm_to_come = patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm)
@@ -242,6 +248,8 @@ class ScapeTrainer(Trainer):
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
+        if self.observation is not None:
+            self.observation.after_step()
         interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
         if (interval and self.step % interval == 0) or self.checkpointer.saves_at(self.step, last):
             self._check_replicas()
@@ -286,11 +294,16 @@ class ScapeTrainer(Trainer):
 
     def _check_replicas(self) -> None:
         """In front of every save, and at the interval: no checkpoint shall hold what a flipped bit has made."""
+        if self.observation is not None:
+            self.observation.write()  # what a run that goes on from there does not see again
         if self.job_config.sync.consistency_interval:
             self.optimizers.check_consistency(self.step)
 
     def train(self) -> None:
         super().train()
+        if self.observation is not None:
+            self.observation.write()
+            self.optimizers.watch(None)
         if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)

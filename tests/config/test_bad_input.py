@@ -57,6 +57,14 @@ def check(arguments: list[str]) -> None:
         ("[topology]\nmachine = 'summit'", "machine = 'summit'.*'frontier'"),
         ("[topology]\nranks_per_node = -1", "ranks_per_node = -1"),
         ("[topology]\nsimulate_replicas = 0", r"simulate_replicas = 0; it must be 1 \(real replicas\) or more"),
+        ("[observe]\nwindows = [[1, 10], [10, 5]]", r"windows = \[\[1, 10\], \[10, 5\]\]; they must not overlap"),
+        ("[observe]\nwindows = [[20, 5], [0, 3]]", r"; each must be \[first step, how many\], both 1 or more"),
+        ("[observe]\nwindows = [[1, 10, 3]]", r"\[observe\] windows = \[\[1, 10, 3\]\]; each must be"),
+        ("[observe]\nwindows = [1, 10]", r"windows = \[1, 10\]; it must be a list of lists of integers"),
+        ("[observe]\nhistograms = [0]", r"histograms = \[0\]; steps are counted from 1"),
+        ("[observe]\ndensity = 0", r"density = 0; it must lie in \(0, 1\]"),
+        ("[observe]\ndensity = 1.5", r"density = 1.5; it must lie"),
+        ("[observe]\nnames = 'output.weight'", r"names = 'output.weight'; it must be a list of strings"),
     ],
 )
 def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
@@ -113,6 +121,14 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         ),
         (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
         (2, ["--comm.mode=local_tensor"], "local_tensor"),
+        (
+            2,
+            ["--observe.enable"],
+            r"\[observe\] window \[10000, 100\] lies beyond the run's 200 steps; set windows and",
+        ),
+        (2, ["--observe.enable", "--observe.windows=[[1,100]]"], "histogram at 1000 lies beyond the run's 200 steps"),
+        (2, ["--observe.windows=[[1,"], r"command line: .*observe.windows"),
+        (2, ["--observe.windows=[[1,true]]"], "it must be a list of lists of integers"),
     ],
 )
 def test_wrong_combinations_are_named(

@@ -64,6 +64,8 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
     _check_ranges(config)
+    if config.training.steps:  # none in a dry run
+        config.observe.check(config.training.steps)
 
 
 def _check_levels(config: JobConfig) -> None:

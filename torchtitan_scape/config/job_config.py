@@ -4,6 +4,7 @@ No `from __future__ import annotations` here: TorchTitan tells sections apart by
 """
 
 from dataclasses import dataclass, field, make_dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torchtitan.config import JobConfig as TitanJobConfig
@@ -159,8 +160,57 @@ class Sample(Options):
 
 
 @dataclass
+class Observe(Options):
+    """[observe]: gradients and first moments of a few tensors, as Section III of the SCAPE paper looks at them."""
+
+    section: ClassVar[str] = "observe"
+
+    enable: bool = False
+    """Write observations.npz in the dump folder, and TensorBoard's observe/: histograms, norms and overlaps, and no
+    entry of any tensor. Training stays what it is, bit for bit"""
+
+    windows: list[list[int]] = field(default_factory=lambda: [[1, 100], [10000, 100]])
+    """[first step, how many] each: there the largest first moments are compared with those of the step before, and the
+    norms are taken of what is sent and of what is left; --observe.windows=[[1,100],[10000,100]] on the command line"""
+
+    histograms: list[int] = field(default_factory=lambda: [1000, 50000])
+    """Steps at which gradients are counted into histograms"""
+
+    density: float = 0.1
+    """Share of a tensor's entries that are its largest, in (0, 1]"""
+
+    names: list[str] = field(default_factory=list)
+    """Patterns of parameters, "*" for anything; each is a tensor of its own, those with + between them are one together
+    ("layers.0.attention.wq.weight+layers.0.attention.wk.weight"). None: the paper's, in layers of the same depth"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
+        self.require(pairs, "windows", "each must be [first step, how many], both 1 or more")
+        ends = sorted((first, first + count - 1) for first, count in self.windows)
+        apart = all(end < begin for (_, end), (begin, _) in pairwise(ends))
+        self.require(apart, "windows", "they must not overlap")
+        self.require(all(step >= 1 for step in self.histograms), "histograms", "steps are counted from 1")
+        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
+
+    def check(self, steps: int) -> None:
+        """Against the steps of the run. Raises ValueError for what lies beyond."""
+        if not self.enable:
+            return
+        self.require(bool(self.windows or self.histograms), "windows", "with histograms = [] nothing is observed")
+        beyond = [f"window {window}" for window in self.windows if window[0] > steps]
+        beyond += [f"histogram at {step}" for step in self.histograms if step > steps]
+        if beyond:
+            raise ValueError(
+                f"[observe] {beyond[0]} lies beyond the run's {steps} steps; set windows and histograms to steps of "
+                "the run, or to []"
+            )
+
+
+@dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync], [sharding], [topology], [data], [sample], and more under [checkpoint]."""
+    """TorchTitan's configuration with [sync], [sharding], [topology], [data], [sample], [observe], and more under
+    [checkpoint]."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
@@ -168,4 +218,5 @@ class JobConfig(TitanJobConfig):
     topology: Topology = field(default_factory=Topology)
     data: Data = field(default_factory=Data)
     sample: Sample = field(default_factory=Sample)
+    observe: Observe = field(default_factory=Observe)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)

@@ -7,6 +7,7 @@ ends in a box of several lines and SystemExit. Here both end in a ValueError, as
 import contextlib
 import difflib
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from unicodedata import category
 from unittest.mock import patch
 
 from torchtitan.config import ConfigManager
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
@@ -45,6 +47,23 @@ class _Composed(ConfigManager):
 
     def _maybe_load_toml(self, args: list[str]) -> Table:
         return self._table
+
+    @staticmethod
+    def register_tyro_rules(registry: ConstructorRegistry) -> None:
+        """TorchTitan's, and lists of lists of numbers, as a recipe has them."""
+        ConfigManager.register_tyro_rules(registry)
+
+        @registry.primitive_rule
+        def lists_of_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+            if info.type != list[list[int]]:
+                return None
+            return PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="[[A,B],...]",
+                instance_from_str=lambda given: json.loads(given[0]),
+                is_instance=lambda value: isinstance(value, list),
+                str_from_instance=lambda value: [json.dumps(value)],
+            )
 
 
 def parse(arguments: list[str]) -> JobConfig:

@@ -24,13 +24,14 @@ from topology.dry_run import DryRunCollectives
 from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.optimizer.clip import clip, norm_over_model, update
 from torchtitan_scape.optimizer.loading import load_synced
-from torchtitan_scape.optimizer.registry import OPTIMIZERS
-from torchtitan_scape.optimizer.rows import mean_of_rows, rows_of
+from torchtitan_scape.optimizer.registry import FIRST, OPTIMIZERS
+from torchtitan_scape.optimizer.rows import mean_of_rows, residuals_of, rows_of
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import Levels
 from torchtitan_scape.sync.base import Method, Setting, State, Step
 from torchtitan_scape.sync.consistency import Shared, check_replicas_equal, shared_by_optimizer
 from torchtitan_scape.sync.guard import FiniteGuard
+from torchtitan_scape.sync.observed import Kept, Observer
 from torchtitan_scape.sync.overlap import Overlap
 from torchtitan_scape.sync.pending import Reader
 from torchtitan_scape.sync.shards import Shard, collect_shards, flat_gradient, local, store_gradient
@@ -49,6 +50,7 @@ class ReplicaOptimizers(OptimizersContainer):
         levels: what is between the model and the parameters here, where these are slices of masters; None where not.
         grad_norm: FP32 (), of the synchronised gradient over the model, before clipping.
         repairs: whether replicas that differ from the others are repaired.
+        observer: who is shown the synchronised gradients, see `watch`; None for nobody.
     """
 
     replicas: Replicas
@@ -58,6 +60,7 @@ class ReplicaOptimizers(OptimizersContainer):
     levels: Levels | None = None
     grad_norm: Tensor
     repairs = False
+    observer: Observer | None = None
     _shards: list[Shard]
 
     def _own(self, model_parts: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -222,6 +225,14 @@ class ReplicaOptimizers(OptimizersContainer):
             if not check_replicas_equal(self.collectives, self.shared(), self.grad_norm.device, step, self.repairs):
                 self.sharding.version.changed()
 
+    def watch(self, observer: Observer | None) -> None:
+        """Shows the steps from here on to the observer, or to nobody."""
+        self.observer = observer
+
+    @abstractmethod
+    def kept(self, shard: Shard) -> Kept:
+        """What is kept of a parameter, after `settle`. A collective call over the replicas."""
+
     @abstractmethod
     def planned_bytes(self) -> float:
         """Bytes that this rank will send in a step, warm-up over."""
@@ -292,6 +303,8 @@ class SyncedOptimizers(ReplicaOptimizers):
                 gradients = self._overlap.take(step)
             else:
                 gradients, *_ = self.replicas.run(lambda i: self.methods[i].synchronize(rows[i], step))
+        if self.observer is not None:
+            self._show(self.observer, gradients, step)
         with phase("clip"):
             norms = self.methods[0].norms(gradients)
             self.grad_norm.copy_(norm_over_model(self._shards, norms, self.collectives, self.grad_norm.device))
@@ -315,6 +328,11 @@ class SyncedOptimizers(ReplicaOptimizers):
         self.attempted_steps += 1
         self._whole_in_flight, self._whole_next = self._whole_next, False
         return rows, Step(self.attempted_steps, applied)
+
+    def _show(self, observer: Observer, gradients: list[Tensor], step: Step) -> None:
+        with self.timer.phase("observe"):
+            by_name = dict(zip((shard.name for shard in self._shards), gradients, strict=True))
+            observer.synchronised(by_name.__getitem__, step.applied)
 
     def before_last_backward(self) -> None:
         if self._overlap is not None:
@@ -404,6 +422,10 @@ class SyncedOptimizers(ReplicaOptimizers):
     def shared(self) -> list[Shared]:
         kept = [state for state in self.methods[0].states() if not state.own]
         return shared_by_optimizer(self.optimizers[0], self._shards, kept)
+
+    def kept(self, shard: Shard) -> Kept:
+        moment = self.optimizers[0].state.get(shard.parameter, {}).get(FIRST)
+        return Kept(None if moment is None else local(moment).view(-1), residuals_of(self.methods, shard.name))
 
     def planned_bytes(self) -> float:
         return self.methods[0].planned_bytes()

@@ -93,6 +93,8 @@ class LocalOptimizers(SyncedOptimizers):
         with phase("clip"):
             for one, method, gradients in zip(self.each, self.methods, rows, strict=True):
                 torch._foreach_mul_(gradients, method.setting.scale)
+                if self.observer is not None and one is self.each[0]:
+                    self._show(self.observer, gradients, step)
                 norms = torch._foreach_norm(gradients, 2, torch.float64)
                 norm = norm_over_model(one.shards, norms, method.collectives, self.grad_norm.device)
                 factor = clip(gradients, norm, self.max_norm)

@@ -11,7 +11,9 @@ from torchtitan_scape.optimizer.container import ReplicaOptimizers, Replicas
 from torchtitan_scape.optimizer.rows import rows_of
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.consistency import Shared
+from torchtitan_scape.sync.observed import Kept, Observer
 from torchtitan_scape.sync.pending import Reader
+from torchtitan_scape.sync.shards import Shard
 
 
 class OwnStepOptimizers(ReplicaOptimizers):
@@ -74,6 +76,14 @@ class OwnStepOptimizers(ReplicaOptimizers):
 
     def shared(self) -> list[Shared]:
         return self.first.shared()
+
+    def watch(self, observer: Observer | None) -> None:
+        super().watch(observer)
+        self.first.watch(observer)
+
+    def kept(self, shard: Shard) -> Kept:
+        each = self.replicas.run(lambda i: self.each[i].moment_and_residual(shard.name))
+        return Kept(each[0][0], [residual for _, residual in each])
 
     def planned_bytes(self) -> float:
         return self.first.planned_bytes()

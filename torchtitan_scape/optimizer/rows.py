@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.sync.base import State
+from torchtitan_scape.sync.base import Method, State
 
 
 def rows_of(each: Sequence[list[State]]) -> list[State]:
@@ -20,6 +20,16 @@ def rows_of(each: Sequence[list[State]]) -> list[State]:
             rows = {name: [state.tensors[name] for state in states] for name in tensors}
             tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
         found.append(replace(first, tensors=tensors))
+    return found
+
+
+def residuals_of(methods: Sequence[Method], name: str) -> list[Tensor]:
+    """What each method has not delivered of a parameter, FP32 (n,); of one that delivers all nothing."""
+    found = []
+    for method in methods:
+        kept = [s.tensors[name] for s in method.states() if s.carries == "gradient" and name in s.tensors]
+        if kept:
+            found.append(torch.stack([values.view(-1) for values in kept]).sum(0))
     return found
 
 

@@ -27,7 +27,7 @@ SPARSE = {
     "mask_overlap": ("overlap", ".3f"),
     "residual_norm": ("residual", ".3g"),
 }
-PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare")
+PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
 
 
 class Sent(NamedTuple):

@@ -64,6 +64,12 @@ def _wanted(expected: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_wanted(argument) for argument in arguments if argument is not types.NoneType))
     if origin is list:
-        return f"a list of {'strings' if arguments[0] is str else 'lists of strings'}"
+        return f"a list of {_several(arguments[0])}"
     names = {int: "an integer", float: "a number", bool: "bool", str: "a string"}
     return names.get(expected, str(expected))
+
+
+def _several(expected: Any) -> str:
+    if get_origin(expected) is list:
+        return f"lists of {_several(get_args(expected)[0])}"
+    return {str: "strings", int: "integers"}[expected]

@@ -29,6 +29,7 @@ from tests.kernels.checks import (
     check_wires,
 )
 from tests.replicas import run_replicas
+from tests.sync.scape.test_observed import Seen
 from tests.sync.scape.test_simulated import check_alike
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, train
 from torchtitan_scape import Scape
@@ -243,9 +244,15 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
     so that masters are compared more closely than weights."""
     launch_one_at_a_time(monkeypatch)
     masters: dict[str, list[Tensor]] = {"torch": [], "triton": []}
+    shown: dict[str, list[Tensor]] = {"torch": [], "triton": []}
 
     def work(collectives: Any, kernels: str) -> list[list[Tensor]]:
+        seen = Seen([f"p{i}" for i in range(len(options.get("shapes", SPARSE + DENSE)))])
+
         def probe(optimizer: Scape, step: int) -> None:
+            optimizer.watch(seen)
+            if collectives.replica == 0:
+                shown[kernels] += seen.gradients.values()
             if collectives.replica == 0 and optimizer.passes.masters:
                 masters[kernels].append(torch.cat(optimizer.passes.kept("master")))
 
@@ -257,6 +264,9 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
         assert (flat(ours) - flat(theirs)).norm() <= bound * flat(ours).norm()
     for our, their in zip(*masters.values(), strict=True):
         assert (our - their).norm() <= 1e-6 * our.norm()
+    for our, their in zip(*shown.values(), strict=True):
+        assert torch.equal(our.isnan(), their.isnan())
+        assert (our.nan_to_num() - their.nan_to_num()).norm() <= bound * our.nan_to_num().norm()
     for other in kernel[1:]:
         assert torch.equal(flat(other[-1]), flat(kernel[0][-1]))
 

@@ -60,7 +60,7 @@ class ReplicatedExchange:
         """Starts averaging a packed part of the payload."""
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
-            source, masked = _source(passes), sum(passes.counts[: passes.sparsified])
+            source, masked = source_of(passes), sum(passes.counts[: passes.sparsified])
             coded = None if passes.step.in_use.dense else self.wire.warmup
             if coded is None:
                 collectives.all_reduce_chunked(source)
@@ -135,14 +135,14 @@ class ShardedExchange:
 
     def _rows(self, coded: Codec | None) -> list[tuple[Rows, Codec | None]]:
         """The payload that is in place, a row an owner, and how it travels: `coded` is of what has a mask."""
-        source, passes, every = _source(self.passes), self.passes, len(self.passes.counts)
+        source, passes, every = source_of(self.passes), self.passes, len(self.passes.counts)
         if coded is None or passes.step.in_use.dense:
             return [(Rows(source, self.owner.stretches(passes.counts, 0, every)), None)]
         masked = Rows(source, self.owner.stretches(passes.counts, 0, passes.sparsified))
         return [(masked, coded), (Rows(source, self.owner.stretches(passes.counts, passes.sparsified, every)), None)]
 
 
-def _source(passes: ScapePasses) -> Source:
+def source_of(passes: ScapePasses) -> Source:
     """Of the payload that is in place."""
     pieces = passes.pieces()
     return Pieces(pieces) if isinstance(pieces, list) else pieces

@@ -21,6 +21,7 @@ from torchtitan_scape.planner.workloads import local_shapes
 from torchtitan_scape.sync.base import State
 from torchtitan_scape.sync.consistency import Shared
 from torchtitan_scape.sync.guard import FiniteGuard, NonFiniteGradientError
+from torchtitan_scape.sync.observed import Observer
 from torchtitan_scape.sync.options import check_hyperparameters
 from torchtitan_scape.sync.scape.agreement import (
     backend_for,
@@ -34,6 +35,7 @@ from torchtitan_scape.sync.scape.compose import compose
 from torchtitan_scape.sync.scape.exchange import Arriving
 from torchtitan_scape.sync.scape.loading import load_scape
 from torchtitan_scape.sync.scape.masks import DelayedMasks
+from torchtitan_scape.sync.scape.observed import Watch
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.scape.shared import shared_by_scape
 from torchtitan_scape.sync.scape.state import StateByParameter
@@ -134,6 +136,7 @@ class Scape(Optimizer):
         self.passes, self.exchange, self.pieces = compose(sparse, dense, options, replicas, device, passes_backend)
         self.masks = DelayedMasks(self.passes, replicas, device)
         self._show_state()
+        self._watch: Watch | None = None
 
         self.guard = FiniteGuard(
             [s.name + replicas.label for s in self.ordered],
@@ -225,10 +228,16 @@ class Scape(Optimizer):
         for one in arriving:
             with phase("exchange"):
                 one.wait()
+            if self._watch is not None:
+                with phase("observe"):
+                    self._watch.arrived(one.part)
             with phase("clip"):
                 norm_squared += self.passes.squares(one.part)
             if self.max_norm is None:
                 yield one.part
+        if self._watch is not None:
+            with phase("observe"):
+                self._watch.finished()
         with phase("clip"):
             norm = self.exchange.norm_squared(norm_squared.float()).sqrt()
             # A NaN off the mask is not in the payload.
@@ -288,6 +297,15 @@ class Scape(Optimizer):
         super().add_param_group(param_group)
 
     # --------------------------------------------------------------------------------- state and reports
+
+    def watch(self, observer: Observer | None) -> None:
+        """Shows the observer the synchronised gradients of the steps from here on, which clip; None for nobody."""
+        self._watch = None if observer is None else Watch(self, observer)
+
+    @torch.no_grad()
+    def moment_and_residual(self, name: str) -> tuple[Tensor, Tensor]:
+        """Of a parameter, after `settle`, FP32 (n,): first moment and this replica's residual. A collective call."""
+        return StateByParameter(self).moment_and_residual(name)
 
     @torch.no_grad()
     def statistics(self) -> dict[str, float]:

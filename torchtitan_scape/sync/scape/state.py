@@ -100,6 +100,16 @@ class StateByParameter:
                 found["weight", name] = stored(shard.parameter)
         return found
 
+    def moment_and_residual(self, name: str) -> tuple[Tensor, Tensor]:
+        """See `Scape.moment_and_residual`."""
+        self.passes.finish()
+        i = self.names.index(name)
+        held = self._held(i)
+        moment, own = self._parts(i, held)
+        if held is None:
+            return moment, own
+        return torch.where(held, moment, 0.0), own + torch.where(held, 0.0, moment)  # what is common off P is residual
+
     def states(self, residual: str) -> list[State]:
         """`tensors` and `extras` as what a method declares. A collective call."""
         kinds: dict[str, dict[str, Tensor]] = {}

@@ -1,0 +1,150 @@
+"""Observed runs of little models: what is seen is what was there, and a resumed run goes on with it."""
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.runs import run
+from tests.pool import Pool
+from tests.sharding.test_levels_training import on
+from tests.test_training import LAYOUTS, METHODS, train
+from torchtitan_scape.observe.record import FILE, Row, facts_of, read
+
+WO, EMBEDDING = "layers.1.attention.wo", "tok_embeddings"
+SETTINGS = ["--observe.enable", f"--observe.names={WO}.weight,{EMBEDDING}.weight"]
+
+
+def nothing(trainer: Any) -> dict[str, Any]:
+    return {}
+
+
+def seen(folder: Path) -> dict[tuple[int, str], Row]:
+    rows = read(folder / FILE)[0]
+    assert len({(row.step, row.tensor) for row in rows}) == len(rows)  # none twice
+    return {(row.step, row.tensor): row for row in rows}
+
+
+def test_a_resumed_run_goes_on_with_its_series(pool1: Pool, tmp_path: Path) -> None:
+    """A checkpoint after step 6, a run that ends after step 8, and one that goes on from the checkpoint."""
+    arguments = [
+        *SETTINGS,
+        *METHODS["adamw"],
+        "--observe.windows=[[2,7],[9,2]]",
+        "--observe.histograms",
+        "3",
+        "8",
+        "12",
+    ]
+    pool1(run, str(tmp_path), arguments, 8, nothing)
+    before, histograms = seen(tmp_path), read(tmp_path / FILE)[1]
+    assert sorted(before) == [(step, name) for step in range(2, 9) for name in (WO, EMBEDDING)]
+    pool1(run, str(tmp_path), arguments, 10, nothing)
+    after, again = seen(tmp_path), read(tmp_path / FILE)[1]
+    assert sorted(after) == [(step, name) for step in range(2, 11) for name in (WO, EMBEDDING)]
+    for place, row in before.items():
+        other = after[place]
+        # The mask of step 6 is that of the moments that were loaded.
+        assert (row.overlap, row.gradient) == (other.overlap, other.gradient) and 0 < row.overlap <= 1
+        if place[0] <= 6:
+            assert row == other and row.residual > 0
+        else:  # the shadow residual was in no checkpoint; the next window begins with one
+            assert math.isnan(other.sent) and math.isnan(other.residual)
+    assert after[9, WO].residual > 0 and after[10, WO].residual > 0
+    assert [(step, name) for step, name, _ in again] == [(s, n) for s in (3, 8) for n in (WO, EMBEDDING)]
+    for one, other in zip(histograms, again, strict=True):
+        assert all((one[2][key] == other[2][key]).all() for key in ("linear", "log2"))
+
+
+def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[str, Any]]:
+    """Trains, with a NaN in the first simulated replica's gradients; first moments and residuals after every step."""
+    from torchtitan_scape.optimizer.container import SyncedOptimizers
+    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.train import ScapeTrainer
+
+    after: dict[int, dict[str, Any]] = {}
+    step, gradients = ScapeTrainer.train_step, SyncedOptimizers._gradients
+
+    def with_nan(optimizers: SyncedOptimizers) -> list[list[Tensor]]:
+        found = gradients(optimizers)
+        if optimizers.attempted_steps + 1 == nan_at:
+            found[0][0][0] = torch.nan
+        return found
+
+    def step_and_look(trainer: Any, data: Any) -> None:
+        step(trainer, data)
+        shards = {shard.name: shard for shard in trainer.optimizers.shards()}
+        state = trainer.optimizers.optimizers[0].state
+        methods = [method.states()[0].tensors for method in trainer.optimizers.methods]
+        after[trainer.step] = {
+            "moments": {n: local(state[s.parameter]["exp_avg"]).clone().view(-1) for n, s in shards.items()},
+            "residuals": {n: [kept[n].clone().view(-1) for kept in methods] for n in methods[0]},
+        }
+
+    with (
+        patch.object(ScapeTrainer, "train_step", step_and_look),
+        patch.object(SyncedOptimizers, "_gradients", with_nan),
+    ):
+        train(folder, arguments)
+    return after
+
+
+def test_what_is_seen_is_what_was_there(pool1: Pool, tmp_path: Path) -> None:
+    """Two simulated replicas of top-k, with a step that is skipped."""
+    arguments = [
+        *SETTINGS,
+        *METHODS["topk-adams"],
+        *("--topology.simulate_replicas=2", "--training.local_batch_size=1", "--training.steps=6"),
+        *("--observe.windows=[[1,5]]", "--observe.histograms=3", "--observe.density=0.2"),
+    ]
+    (after,) = pool1(watched, str(tmp_path), arguments, nan_at=3)
+    rows = seen(tmp_path)
+    assert sorted(rows) == [(step, name) for step in range(1, 6) for name in (WO, EMBEDDING)]
+    assert read(tmp_path / FILE)[1] == [] and facts_of(tmp_path / FILE)["method"] == "topk"
+
+    def top(moment: Tensor) -> set[int]:
+        return set(moment.abs().topk(round(0.2 * moment.numel())).indices.tolist()) & set(
+            moment.nonzero().view(-1).tolist()
+        )
+
+    for name in (WO, EMBEDDING):
+        assert math.isnan(rows[1, name].overlap)  # there was no moment before
+        assert all(
+            math.isnan(value) for value in (rows[3, name].overlap, rows[3, name].gradient, rows[3, name].residual)
+        )
+        for step in (2, 4, 5):
+            row, tops = rows[step, name], [top(after[i]["moments"][f"{name}.weight"]) for i in (step - 1, step)]
+            assert row.overlap == len(tops[0] & tops[1]) / max(map(len, tops)) and not row.shadow
+            left = torch.stack(after[step]["residuals"][f"{name}.weight"]).double().square().sum(1).mean().sqrt()
+            assert row.residual == pytest.approx(float(left), rel=1e-12) and row.gradient == row.sent > 0
+    assert rows[5, WO].residual > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*METHODS["adamw"], *LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
+        [*METHODS["adamw"], *LAYOUTS["2x1"], "--parallelism.tensor_parallel_degree=2"],
+        [*METHODS["adamw"], *on(2, 4)],
+        [*METHODS["scape"], *on(2, 2)],
+        [*METHODS["scape-offload"], *LAYOUTS["2x2"]],
+        [*METHODS["scape-gather-int4"], *LAYOUTS["nodes"]],
+        [*METHODS["quantized"], *LAYOUTS["2x2"]],
+        [*METHODS["diloco"], *LAYOUTS["2x2"]],
+    ],
+    ids=["tensor", "shards of tensor", "levels", "levels and scape", "offload", "owners", "quantized", "local"],
+)
+def test_every_layout_is_seen_whole(arguments: list[str], pool4: Pool, tmp_path: Path) -> None:
+    more = ["--training.steps=7", "--observe.enable", "--observe.names=*", "--observe.windows=[[2,6]]"]
+    results = pool4(train, str(tmp_path), [*arguments, *more, "--observe.histograms=5"])
+    rows, histograms = read(tmp_path / FILE)
+    for step in range(2, 8):
+        here = [row for row in rows if row.step == step]
+        assert math.hypot(*(row.gradient for row in here)) == pytest.approx(results[0]["norms"][step - 1], rel=1e-5)
+        assert all(0 <= row.overlap <= 1 for row in here)
+    assert sum(figures["entries"] for *_, figures in histograms) in range(1_000, 200_721)

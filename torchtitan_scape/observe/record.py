@@ -1,0 +1,115 @@
+"""observations.npz in the dump folder: series and histograms, no entry of any tensor."""
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torchtitan.tools.logging import logger
+
+from torchtitan_scape.files import write_whole
+from torchtitan_scape.observe.figures import Distribution
+
+FILE = "observations.npz"
+
+
+@dataclass
+class Row:
+    """Of one tensor at one step of a window; NaN where there is no such figure, and all of them at a skipped step.
+
+    density: that of the overlap and of a shadow residual. overlap: of the largest |m| of this step with those of the
+    step before. gradient, sent, residual: norms of the synchronised gradient, of what went out and of what is left,
+    before clipping. shadow: whether the last two are of a shadow residual; else sent is the synchronised gradient, and
+    residual the root mean square over the replicas of the first process.
+    """
+
+    step: int
+    tensor: str
+    density: float
+    overlap: float = math.nan
+    gradient: float = math.nan
+    sent: float = math.nan
+    residual: float = math.nan
+    shadow: bool = False
+
+
+class Record:
+    """What the writing rank has seen.
+
+    rows: a `Row` each. histograms: (step, tensor, distribution of the synchronised gradient). facts: of the run, text.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, str]) -> None:
+        self.path, self.facts = folder / FILE, dict(facts)
+        self.rows: list[Row] = []
+        self.histograms: list[tuple[int, str, dict[str, Any]]] = []
+        self._changed = False
+
+    def begin(self, after: int) -> None:
+        """Goes on from a file that is there, but for what it has of steps beyond `after`, which come again."""
+        if after == 0 or not self.path.exists():
+            return
+        try:
+            self.rows, self.histograms = read(self.path)
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning(f"{self.path} cannot be read ({' '.join(str(error).split())}), and begins anew")
+        self.rows = [row for row in self.rows if row.step <= after]
+        self.histograms = [one for one in self.histograms if one[0] <= after]
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._changed = True
+
+    def add_histogram(self, step: int, tensor: str, found: Distribution) -> None:
+        figures = {k: v if isinstance(v, int | float) else v.cpu().numpy() for k, v in vars(found).items()}
+        self.histograms.append((step, tensor, figures))
+        self._changed = True
+
+    def write(self) -> None:
+        """All of it, as a whole or not at all, where something is new. That it cannot be is no reason to end a run."""
+        if not self._changed:
+            return
+        self._changed = False
+        arrays: dict[str, Any] = {f"fact.{key}": np.array(value) for key, value in self.facts.items()}
+        for key in Row.__dataclass_fields__ if self.rows else ():
+            arrays[f"series.{key}"] = np.array([asdict(row)[key] for row in self.rows])
+        if self.histograms:
+            arrays["histogram.step"], arrays["histogram.tensor"] = (
+                np.array([one[i] for one in self.histograms]) for i in (0, 1)
+            )
+            for key in self.histograms[0][2]:
+                arrays[f"histogram.{key}"] = np.array([figures[key] for *_, figures in self.histograms])
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, content.getvalue())
+        except OSError as error:
+            logger.warning(f"{self.path} cannot be written ({error.strerror})")
+
+
+def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
+    """Rows and histograms of a file. Raises OSError, ValueError or KeyError for one that is none of ours."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {key: file[key] for key in file.files}
+    columns = {key: arrays[f"series.{key}"].tolist() for key in Row.__dataclass_fields__ if "series.step" in arrays}
+    rows = [Row(*values) for values in zip(*columns.values(), strict=True)]
+    keys = [key for key in Distribution.__dataclass_fields__ if "histogram.step" in arrays]
+    of = {key: arrays[f"histogram.{key}"] for key in ("step", "tensor", *keys)} if keys else {}
+    count = len(of["step"]) if of else 0
+    return rows, [
+        (int(of["step"][i]), str(of["tensor"][i]), {key: _plain(of[key][i]) for key in keys}) for i in range(count)
+    ]
+
+
+def facts_of(path: Path) -> dict[str, str]:
+    """What a file says of the run that wrote it."""
+    with np.load(path, allow_pickle=False) as file:
+        return {key.removeprefix("fact."): str(file[key]) for key in file.files if key.startswith("fact.")}
+
+
+def _plain(value: Any) -> Any:
+    return value if getattr(value, "shape", ()) else value.item()
