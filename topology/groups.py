@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -61,20 +62,14 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
             f"the layout is for {layout.world_size} ranks, but {dist.get_world_size()} are running; "
             "plan it for the world size that was launched"
         )
-    hierarchies = [
-        layout.hierarchy(group) if hierarchical else (Tier("network", (group,)),)
-        for group in layout.replicate_groups()
-        if len(group) > 1
-    ]
-    rank = dist.get_rank()
+    hierarchies, rank = _hierarchies(layout, hierarchical), dist.get_rank()
     own = next((tiers for tiers in hierarchies if any(rank in ring for ring in tiers[0].rings)), ())
     rings = []
     for tier in own:
         ring = next(ring for ring in tier.rings if rank in ring)
         rings.append(Ring(layout.ring_level(rank, ring), len(ring), ring.index(rank)))
     lanes: list[tuple[ProcessGroup, ...]] = []
-    staged = staged or any(len(tiers) > 1 for tiers in hierarchies)
-    for _ in range(LANES if own and staged else 0):
+    for _ in range(_lanes(hierarchies, staged) if own else 0):
         # All groups of all ranks, in one order; this rank keeps those of its own rings.
         every = [group for tiers in hierarchies for group in build_tier_groups(tiers, timeout)]
         lanes.append(tuple(group for group in every if group is not None))
@@ -85,6 +80,24 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
         rings=tuple(rings),
         lanes=tuple(lanes),
     )
+
+
+def most_groups(layout: Layout, hierarchical: bool, staged: bool) -> int:
+    """Groups of `build_groups` that a rank is in, at most."""
+    hierarchies = _hierarchies(layout, hierarchical)
+    tiers = max(map(len, hierarchies), default=0)
+    whole = [max(map(len, groups)) > 1 for groups in (layout.replicate_groups(), layout.model_groups())]
+    return sum(whole) + _lanes(hierarchies, staged) * tiers
+
+
+def _hierarchies(layout: Layout, hierarchical: bool) -> list[tuple[Tier, ...]]:
+    """What the exchanges of each group of replicas go over, from the inside out."""
+    groups = [group for group in layout.replicate_groups() if len(group) > 1]
+    return [layout.hierarchy(group) if hierarchical else (Tier("network", (group,)),) for group in groups]
+
+
+def _lanes(hierarchies: Sequence[tuple[Tier, ...]], staged: bool) -> int:
+    return LANES if staged or any(len(tiers) > 1 for tiers in hierarchies) else 0
 
 
 def build_tier_groups(tiers: Sequence[Tier], timeout: timedelta) -> list[ProcessGroup | None]:
@@ -196,13 +209,23 @@ def _circles(layout: Layout, hops: int, timeout: timedelta) -> tuple[Circle, ...
     return tuple(found)
 
 
+def _options(timeout: timedelta) -> Any:
+    """NCCL's, of one group; None for other backends. Its streams have a high priority: a collective that has become
+    ready takes the next blocks that are free, and does not wait for all of those of a kernel that came before it."""
+    if "nccl" not in dist.get_backend():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # else `new_group` warns that its own goes first
+    return options
+
+
 def _own_group(groups: tuple[tuple[int, ...], ...], timeout: timedelta) -> ProcessGroup | None:
     """Every rank creates every group, in the same order, and keeps its own; groups of one need none."""
     own = None
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(list(ranks), timeout=timeout)
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=_options(timeout))
         if dist.get_rank() in ranks:
             own = group
     return own

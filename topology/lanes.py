@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+HIGH = -1  # priority of a stream; 0 is the usual one
+
 
 class Handle:
     """An exchange in flight; `wait()` where its result is first needed. Waiting twice is allowed."""
@@ -40,7 +42,8 @@ class Lane:
 
     def _on_stream(self, exchange: Callable[[], None], device: torch.device) -> Handle:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            # What is exchanged goes before what is packed meanwhile, in blocks that are free for either.
+            self._stream = torch.cuda.Stream(device, priority=HIGH)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -88,6 +88,9 @@ def test_a_dry_run_asks_the_machines_preset() -> None:
     n = 4 * 1_831_201_280
     assert report.device == "GH200" and report.capacity == 96e9
     # Over dense AdamS: two masks (and this rank's selection), and twice the payload.
+    # Replicas, and their one ring in two lanes.
+    assert "  not counted       what communicators keep: FSDP's, and 3 of the replicate axis" in report.lines()
+    assert not any("not counted" in line for line in replace(report, device="CPU").lines())
     over = report.tensors - 3 * n
     assert over <= n / 16 + 2 * report.kinds["payload"] + report.kinds["rates of visits"]
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from topology.groups import most_groups
 from topology.layout import Layout
 from torchtitan_scape import device
-from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.planner.sharding import shard_memory
 from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.planner.workloads import local_shapes
@@ -22,6 +23,8 @@ class MemoryReport:
 
     host: what is offloaded, by kind; host_capacity: bytes of host memory for it.
     against: a line that compares with SCAPE's plain form; empty for that one and for dense training.
+    groups: of ranks, each with a communicator of its own, that the replicate axis makes. What the library keeps for one
+        is not counted: it grows with channels and peers, which NCCL chooses (https://github.com/NVIDIA/nccl/issues/864).
     """
 
     kinds: dict[str, float]
@@ -30,6 +33,7 @@ class MemoryReport:
     host: dict[str, float] = field(default_factory=dict)
     host_capacity: float = 0.0
     against: str = ""
+    groups: int = 0
 
     @classmethod
     def of(cls, config: JobConfig, layout: Layout, device_module: Any) -> "MemoryReport":
@@ -47,6 +51,8 @@ class MemoryReport:
         kinds = kinds_of(method) | ({} if levels else shard_memory(plan, rows, layout))
         host = host_bytes(method, shapes, layout.replicate)
         preset, against = layout.machine.device, ""
+        hierarchical = config.topology.exchange == "hierarchical"
+        groups = most_groups(layout, hierarchical, options_of(config.sync).stages_one_ring())
         values = "float32" if method.sharded else method.values  # what a top-k message has is no state
         plain = replace(method, update="replicated", values=values, weights="float32", offload=())
         if method != plain:
@@ -60,11 +66,11 @@ class MemoryReport:
                     f"({layout.machine.name}, nominal), beside passes as far as these take time"
                 )
         if config.comm.mode == "fake_backend":
-            return cls(kinds, preset.memory * 1e9, preset.name, host, preset.host_memory * 1e9, against)
+            return cls(kinds, preset.memory * 1e9, preset.name, host, preset.host_memory * 1e9, against, groups)
         properties = device_module.get_device_properties(device_module.current_device())
         sharers = layout.ranks_per_node if properties.name == "CPU" else 1
         free = device.free_memory("cpu", 0, layout.ranks_per_node)
-        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, against)
+        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, against, groups)
 
     @property
     def tensors(self) -> float:
@@ -98,6 +104,10 @@ class MemoryReport:
         if self.host:
             of = f"{size_text(sum(self.host.values()))} of {size_text(self.host_capacity)}"
             lines.append(f"  in host memory    {of}: {kinds_text(self.host)}")
+        if self.groups and self.device != "CPU":
+            lines.append(
+                f"  not counted       what communicators keep: FSDP's, and {self.groups} of the replicate axis"
+            )
         return lines + ([f"  that is           {self.against}"] if self.against else [])
 
     def _of(self, estimated: bool) -> str:
