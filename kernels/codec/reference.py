@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.codec.formats import FORMATS, Format, message_bytes
 from kernels.codec.rounding import turn as turn
 from kernels.codec.rounding import uniform
+from kernels.common.launching import to_device
 
 # Blocks whose largest magnitude is below arrive as zeros (of signs): their scale's inverse would overflow.
 LEAST = 2.0**-100
@@ -170,7 +171,7 @@ def code_table(form: Format, device: torch.device) -> Tensor:
     beyond = (place.abs() - 1).clamp(min=0)[:, None] / 2
     up = torch.arange(len(ties)) % 2 == 1
     codes = torch.where(up, beyond >= ties, beyond > ties).sum(1)
-    return (codes + 8 * (place < 0)).to(torch.uint8).to(device)
+    return to_device((codes + 8 * (place < 0)).to(torch.uint8), device)
 
 
 @cache
@@ -182,7 +183,7 @@ def level_table(form: Format, device: torch.device) -> Tensor:
     else:
         levels = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32)
     codes = unpack(torch.arange(256, dtype=torch.uint8), form)
-    return levels[codes.long()].view(torch.int64).to(device)
+    return to_device(levels[codes.long()].view(torch.int64), device)
 
 
 @cache
@@ -190,7 +191,7 @@ def byte_table(bits: int, device: torch.device) -> Tensor:
     """int16, int32 or int64 (256,): the codes of a byte, a byte each."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     codes = (torch.arange(256, dtype=torch.uint8)[:, None] >> shifts) & (2**bits - 1)
-    return codes.view(WORDS[bits]).view(-1).to(device)
+    return to_device(codes.view(WORDS[bits]).view(-1), device)
 
 
 def pack(codes: Tensor, form: Format) -> Tensor:

@@ -306,8 +306,9 @@ def update_(
             parameter.sub_(step)
         else:
             parameter.scatter_(0, indices, parameter.index_select(0, indices).sub_(step))
-    moment = gated(applied, moment, last)
     if indices is None:
-        state.copy_(moment)
+        state.copy_(gated(applied, moment, state))
     else:
+        if not applied.is_cpu:  # what `pack_` has left there: `last` is 0 where A is newly set
+            moment = gated(applied, moment, state.index_select(0, indices))
         state.scatter_(0, indices, moment)

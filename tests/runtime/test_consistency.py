@@ -114,7 +114,7 @@ def test_the_rank_that_the_others_wait_for_is_named(where: str, pool2: Pool, tmp
 
 
 def test_time_in_a_phase_inside_another_counts_once() -> None:
-    timer, now = PhaseTimer("cpu"), 0.0
+    timer, now = PhaseTimer(torch.device("cpu")), 0.0
 
     def spend(seconds: float) -> None:
         nonlocal now

@@ -268,7 +268,7 @@ class SyncedOptimizers(ReplicaOptimizers):
         self._own(model_parts, optimizer)
         self._shards = collect_shards(optimizer.param_groups)
         device = self._shards[0].device
-        self.timer = PhaseTimer(device.type)
+        self.timer = PhaseTimer(device)
         self.collectives.broadcast_from_first([local(s.parameter).detach() for s in self._shards])
         settings = self._settings(float(self.collectives.replicas), steps, kernels)  # a loss is divided by all tokens
         self.methods = replicas.run(lambda i: make_method(settings[i]))

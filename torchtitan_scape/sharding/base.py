@@ -248,7 +248,7 @@ class Kept:
         if self._kept is not None and self._kept[0] == self._version.now():
             kept = self._kept[1]
             if kept.is_cuda:  # it may be of another stream than this gather
-                kept.record_stream(torch.cuda.current_stream())
+                kept.record_stream(torch.cuda.current_stream(kept.device))
             return kept
         self._kept = None
         return None

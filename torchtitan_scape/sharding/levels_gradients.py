@@ -81,7 +81,7 @@ class PieceReduce(Allocates):
         if reduced.is_cuda:
             # It is of another stream than the hook's, and FSDP2 counts on gradients, views of it that are dropped here,
             # to hold it until the backward pass is over.
-            reduced.record_stream(torch.cuda.current_stream())
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
         self._add(reduced.view(1, -1))
 
     def across_nodes(self, nodes: Circle) -> Tensor:

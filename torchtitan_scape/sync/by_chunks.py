@@ -64,7 +64,7 @@ class ByChunks(Method):
         def take(step: Step) -> None:
             handle.wait()
             if values.is_cuda:  # it may have been allocated on the stream of a hook of the backward pass
-                values.record_stream(torch.cuda.current_stream())
+                values.record_stream(torch.cuda.current_stream(values.device))
             finish(step)
             torch._foreach_copy_(parts, views)
 

@@ -55,6 +55,7 @@ class FiniteGuard:
         self._each: Tensor | None = None
         self.applied: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
+        self._was_applied = True
 
     def check(self, gradients: list[Tensor], also: Sequence[bool] = ()) -> Tensor:
         """bool () on the device: whether every gradient of every rank is finite. A collective call.
@@ -75,14 +76,18 @@ class FiniteGuard:
         else:
             on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
             on_host.copy_(flags, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending = (on_host, event)
+            # Of the stream that copies: the current device may be another one.
+            self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())
         return self.applied
 
     def last_applied(self) -> bool:
-        """Whether the last step was applied. Waits for the device: for log lines."""
-        return self.applied is None or bool(self.applied)
+        """Whether the last step was applied. Waits for its check, and not for what follows that on the device."""
+        if self._pending is not None:
+            flags, event = self._pending
+            if event is not None:
+                event.synchronize()
+            self._was_applied = bool(flags[0])
+        return self._was_applied
 
     def settle(self) -> bool | None:
         """Whether the last checked step was applied; None where it was asked before.
@@ -96,7 +101,7 @@ class FiniteGuard:
         if event is not None:
             event.synchronize()
         applied, may_go_on, *self.agreed = flags.tolist()
-        self.stop_agreed = not may_go_on
+        self.stop_agreed, self._was_applied = not may_go_on, applied
         if applied:
             self.skipped_in_a_row = 0
             return True

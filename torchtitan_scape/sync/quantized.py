@@ -81,7 +81,7 @@ class Quantized(ByChunks):
 
         def finish(step: Step) -> None:
             if lost is not None and lost.is_cuda:
-                lost.record_stream(torch.cuda.current_stream())
+                lost.record_stream(torch.cuda.current_stream(lost.device))
             for s, residual in zip(chunk.slices, residuals, strict=False):
                 keep(residual, 0.0 if lost is None else lost[s.at : s.at + s.length], step.applied)
 

@@ -20,9 +20,9 @@ class PhaseTimer:
     and then.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.enabled = False
-        self._cuda = device_type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._open: list[str] = []  # phases, the innermost last
@@ -55,7 +55,7 @@ class PhaseTimer:
         """One phase ends and another begins: the time up to here is that of the one that was on."""
         if self._cuda:
             now: Any = torch.cuda.Event(enable_timing=True)
-            now.record()
+            now.record(torch.cuda.current_stream(self._device))
             if self._open:
                 self._events.append((self._open[-1], self._since, now))
         else:

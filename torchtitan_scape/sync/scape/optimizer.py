@@ -131,7 +131,7 @@ class Scape(Optimizer):
         replicas.broadcast_from_first([stored(s.parameter) for s in self._shards])
         device = local(self._shards[0].parameter).device
         backend = choose(kernels, device, {s.parameter.dtype for s in self._shards})
-        self.timer = PhaseTimer(device.type)
+        self.timer = PhaseTimer(device)
         passes_backend = backend_for(options.selection, kernels, backend, tells)
         self.passes, self.exchange, self.pieces = compose(sparse, dense, options, replicas, device, passes_backend)
         self.masks = DelayedMasks(self.passes, replicas, device)

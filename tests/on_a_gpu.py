@@ -1,0 +1,72 @@
+"""On a CPU what only a GPU would run: tensors say that they lie elsewhere, and what would wait for them is refused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# The host asks for values, or for how many there are, or copies from memory that is not locked.
+WAITS: set[Callable[..., Any]] = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.nonzero,
+    Tensor.masked_select,
+    Tensor.unique,
+    Tensor.bincount,
+    torch.nonzero,
+    torch.masked_select,
+    torch.unique,
+    torch.bincount,
+    torch.equal,
+    torch.tensor,
+    torch.as_tensor,
+}
+
+
+class AsOnAGpu(TorchFunctionMode):
+    """Raises what names an operation that would wait for a GPU."""
+
+    asking = True  # whether it does
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
+            return not self.asking
+        if self.asking:
+            assert func not in WAITS, f"{func.__name__} waits for the device"
+            if func in (Tensor.__getitem__, Tensor.__setitem__):
+                places = [i for i in (args[1] if isinstance(args[1], tuple) else (args[1],)) if isinstance(i, Tensor)]
+                assert all(i.dtype not in (torch.bool, torch.uint8) for i in places), "the host counts what is set"
+                numbers = func == Tensor.__setitem__ and not isinstance(args[2], Tensor)
+                assert not (places and numbers), "a number comes from the host"
+        return func(*args, **kwargs or {})
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Work on the host's own tensors."""
+        self.asking = False
+        yield
+        self.asking = True
+
+
+def waits_here(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """In this method the host may ask: it has its own tensors there, or is said to wait."""
+    function = getattr(owner, name)
+
+    def call(self: Any, *args: Any) -> Any:
+        mode = torch.overrides._get_current_function_mode()
+        if not isinstance(mode, AsOnAGpu):
+            return function(self, *args)
+        with mode.host():
+            return function(self, *args)
+
+    monkeypatch.setattr(owner, name, call)
