@@ -188,7 +188,7 @@ class Literal:
     def rows(self, name: str) -> list[Tensor]:
         """Places in the payload of what is coded of every owner's part, in order; blocks are filled up with the place
         after the last."""
-        n, unit = self.replicas, 128 if name in FORMATS else 1
+        n, unit = self.replicas, 128 if name in FORMATS else 8  # of BF16 what has 16 bytes
         used = torch.cat(self.A)
         places, masked = torch.arange(int(used.sum())), sum(int(a.sum()) for a in self.A[: len(self.sparse)])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from topology.codecs import Codec
 from topology.lanes import Handle
-from topology.partition import CHUNK_ENTRIES
+from topology.partition import ALIGNED, CHUNK_ENTRIES
 
 Exchange = tuple[Handle, Callable[[], None]]  # in flight, and what takes its result
 
@@ -144,7 +144,7 @@ def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = N
     own = collectives.replica
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.unit if codec else 1):
+        for column, buffer in _buffers(collectives, rows, codec.unit if codec else ALIGNED):
             for row, chunk in enumerate(buffer):
                 rows.fill(chunk, row, column)
             yield collectives.reduce_scatter(buffer.view(-1), codec=codec), partial(rows.land, buffer[own], own, column)
@@ -166,7 +166,7 @@ def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None)
                 rows.land(chunk, row, column)
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.unit if codec else 1):
+        for column, buffer in _buffers(collectives, rows, codec.unit if codec else ALIGNED):
             rows.fill(buffer[own], own, column)
             messages = None
             if codec is None:
@@ -178,7 +178,7 @@ def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None)
     _overlap(exchanges())
 
 
-def _buffers(collectives: Any, rows: Rows, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
+def _buffers(collectives: Any, rows: Rows, unit: int) -> Iterator[tuple[int, Tensor]]:
     """(first column, FP32 (replicas, columns)) of every chunk; columns are a multiple of `unit`."""
     width = -(-max(collectives.least_columns, CHUNK_ENTRIES // collectives.replicas) // unit) * unit
     for column in range(0, rows.columns, width):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.layout import Layout
+from topology.partition import ALIGNED
 from topology.primitives import all_gather_into
 from topology.traffic import SHARD, Traffic
 
@@ -63,18 +64,23 @@ class Circle:
         return len(self.ranks)
 
     def gather(self, own: Tensor, output: Tensor, ledger: ShardLedger, kind: str) -> None:
-        """output (size * b,) becomes `own` (b,) of all, in their order."""
+        """output (size * b,) becomes `own` (b,) of all, in their order. b: so many as have a multiple of 16 bytes."""
         if self.size == 1:
             output.copy_(own)
             return
+        assert own.nbytes % (4 * ALIGNED) == 0
         self.count_gather(own.nbytes, ledger, kind)
         all_gather_into(output, own, group=self.group)
 
     def exchange(self, parts: Tensor, received: Tensor, ledger: ShardLedger, kind: str) -> None:
-        """received (size, b) becomes what every one has for this rank in its `parts` (size, b), in their order."""
+        """received (size, b) becomes what every one has for this rank in its `parts` (size, b), in their order.
+
+        b: as of `gather`.
+        """
         if self.size == 1:
             received.copy_(parts)
             return
+        assert parts[0].nbytes % (4 * ALIGNED) == 0
         self.count_exchange(parts.nbytes, ledger, kind)
         dist.all_to_all_single(received, parts, group=self.group)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 class Codec(Protocol):
     """FP32 values as bytes. A message is the code of `m` entries, `m` a multiple of `unit`; messages are rows.
 
-    unit: entries that are coded together; never divided between messages.
+    unit: entries that are coded together; never divided between messages. Messages of whole units have whole 16 bytes.
     """
 
     unit: int
@@ -33,7 +33,7 @@ class Codec(Protocol):
 class Bfloat16:
     """Every value for itself, rounded to nearest even."""
 
-    unit = 1
+    unit = 8  # for the bytes' sake
 
     def bytes_of(self, m: int) -> int:
         return 2 * m

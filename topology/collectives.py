@@ -19,7 +19,7 @@ from topology.chunks import Pieces, Source, all_reduce_chunked
 from topology.codecs import Codec
 from topology.groups import ReplicaGroups, Ring
 from topology.lanes import Handle
-from topology.partition import CHUNK_ENTRIES
+from topology.partition import ALIGNED, CHUNK_ENTRIES
 from topology.primitives import all_gather_into
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 from topology.stages import place_of
@@ -59,8 +59,11 @@ class ReplicaCollectives(ABC):
     # ------------------------------------------------------------------------------ the replicate axis
 
     def granularity(self, codec: Codec | None = None) -> int:
-        """What the entries of an all-reduce must be a multiple of, so that every level can divide them."""
-        return 1 if len(self.rings) < 2 and codec is None else self.replicas * (codec.unit if codec else 1)
+        """What the entries of an all-reduce must be a multiple of, so that every level can divide them, and every part
+        of them begins at whole 16 bytes."""
+        if self.replicas == 1:
+            return 1
+        return ALIGNED if len(self.rings) < 2 and codec is None else self.replicas * _unit(codec)
 
     def all_reduce(
         self,
@@ -104,20 +107,24 @@ class ReplicaCollectives(ABC):
         """Starts the mean over replicas of FP32 (n,) for the owners of its parts: of `replicas` equal ones each
         replica receives the `replica`-th, in place. The others are undefined afterwards.
 
-        n: a multiple of `replicas`, and of the codec's unit times these. codec, error: as of `all_reduce`; the mean
+        n: a multiple of `replicas` times 4, or times the codec's unit. codec, error: as of `all_reduce`; the mean
         itself is not coded.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
-        assert tensor.numel() % (self.replicas * (codec.unit if codec else 1)) == 0
+        assert tensor.numel() % (self.replicas * _unit(codec)) == 0
         self._count(kind, scatter_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
         return self._reduce_scatter(tensor, float(self.replicas), codec, error)
 
     def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
-        """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in the order of `replica`."""
+        """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in the order of `replica`.
+
+        b: so many as have a multiple of 16 bytes.
+        """
         if self.replicas == 1:
             output.copy_(own)
             return Handle()
+        assert own.nbytes % (4 * ALIGNED) == 0
         self._count(kind, gather_bytes(own.nbytes, self.rings))
         return self._gather(output, own)
 
@@ -130,11 +137,11 @@ class ReplicaCollectives(ABC):
     def all_or(self, bits: Tensor, kind: str = "mask") -> Handle:
         """Starts the union over replicas of packed bits, uint8 (b,), in place, level by level.
 
-        b: a multiple of 4 * replicas. It sends what an all-reduce of b / 4 FP32 entries does.
+        b: a multiple of 16 * replicas. It sends what an all-reduce of b / 4 FP32 entries does.
         """
         if self.replicas == 1 or bits.numel() == 0:
             return Handle()
-        assert bits.numel() % (4 * self.replicas) == 0
+        assert bits.numel() % (4 * ALIGNED * self.replicas) == 0
         self._count(kind, reduce_bytes(bits.numel() // 4, self.rings))
         return self._unite(bits)
 
@@ -261,6 +268,11 @@ class ReplicaCollectives(ABC):
 
     def _count_scalar(self, axis: str, group: ProcessGroup, kind: str, input_bytes: int, factor: float) -> None:
         self.traffic.add(axis, own_level(self.groups, group), kind, input_bytes, factor * input_bytes)
+
+
+def _unit(codec: Codec | None) -> int:
+    """Entries that no part may divide."""
+    return ALIGNED if codec is None else codec.unit
 
 
 def _message_bytes(codec: Codec | None) -> MessageBytes | None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# FP32 entries in 16 bytes. NCCL moves so much at a time where stretches begin and end at multiples of it.
+ALIGNED = 4
 # 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
 CHUNK_ENTRIES = 1 << 22
 # Of a small model a chunk is an eighth: the first can go out long before the last is there.

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kernels.common.wire import on_wire
+
 BLOCK = 128  # entries that share scales
 TURN = 32  # entries that a Hadamard matrix turns together
 STOCHASTIC = ("int8", "int4")  # what can be rounded so
@@ -39,10 +41,9 @@ FORMATS = {
 
 
 def message_bytes(name: str, entries: int, block: int = BLOCK, scale_bytes: int = 2) -> int:
-    """Bytes of a message: the codes of all entries, then all scales, padded to 16 bytes.
+    """Bytes of a message: the codes of all entries, then all scales, padded as `on_wire` says.
 
     entries: a multiple of `block`.
     """
     form = FORMATS[name]
-    size = entries * form.bits // 8 + entries // block * form.scales * scale_bytes
-    return -(-size // 16) * 16
+    return on_wire(entries * form.bits // 8 + entries // block * form.scales * scale_bytes)

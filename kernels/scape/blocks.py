@@ -5,6 +5,8 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from kernels.common.wire import on_wire
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -149,7 +151,7 @@ class BlockLayout:
 
     def mask_bytes(self) -> int:
         """Bytes of a packed mask, the padding behind the last run included."""
-        return self.replicas * self.run_blocks * self.block_size // 8
+        return self.replicas * self.run_bytes
 
     def sends_offsets(self, density: float, selection: str) -> bool:
         """Whether in-block offsets take fewer bytes on the wire than the bitmap; "tensor" knows the bitmap only.
@@ -158,15 +160,22 @@ class BlockLayout:
         """
         if selection != "block" or density >= 1.0 or self.replicas == 1:
             return False
-        return self._offset_bytes(density) < self.run_blocks * self.block_size // 8
+        return self._offset_bytes(density) < self.run_bytes
 
-    def wire_bytes(self, density: float, selection: str) -> int:
-        """Bytes of one replica's selection on the wire."""
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of a run in a packed mask."""
+        return self.run_blocks * self.block_size // 8
+
+    def told_bytes(self, density: float, selection: str) -> int:
+        """Bytes that tell of one replica's selection."""
         if density >= 1.0:
             return 0
-        if self.sends_offsets(density, selection):
-            return self._offset_bytes(density)
-        return self.run_blocks * self.block_size // 8
+        return self._offset_bytes(density) if self.sends_offsets(density, selection) else self.run_bytes
+
+    def wire_bytes(self, density: float, selection: str) -> int:
+        """What they take on the wire: zeros come after them."""
+        return on_wire(self.told_bytes(density, selection))
 
     def _offset_bytes(self, density: float) -> int:
         return offset_bytes(self.run_blocks, entries_per_block(density, self.block_size), self.block_size)

@@ -8,6 +8,8 @@ from kernels.scape.blocks import BlockLayout
 
 # Buffers and their parts begin at multiples of 16 bytes.
 _ALIGNED = 4
+# So do rows on the wire, whose values may be BF16.
+_ROW = 8
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Ownership:
                 ends = [_aligned(end, unit) for end in ends]
             places.append(ends[piece.owner])
             ends[piece.owner] += count
-        length = _aligned(_aligned(max(ends)), unit)
+        length = _aligned(_aligned(max(ends), _ROW), unit)
         return length, [piece.owner * length + at for piece, at in zip(self.pieces, places, strict=True)]
 
 

@@ -166,6 +166,12 @@ class ScapePasses:
         """
         raise NotImplementedError
 
+    def told(self, received: Tensor, density: float) -> Tensor:
+        """What all runs tell of their selections, one behind the other: a copy where zeros come after each."""
+        used = self.layout.told_bytes(density, self.selection)
+        runs = received.view(self.layout.replicas, -1)
+        return received if runs.shape[1] == used else runs[:, :used].reshape(-1)
+
     def pieces(self) -> Any:
         """The payload that is in place, for an exchange in chunks."""
         raise NotImplementedError

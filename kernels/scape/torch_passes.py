@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.scape import reference
 from kernels.scape.blocks import Mask, entries_per_block, offset_bytes
@@ -49,10 +50,12 @@ class TorchPasses(ScapePasses):
     def selected(self) -> Tensor | None:
         if not self._chosen:
             return None
-        if not self.layout.sends_offsets(self.step.next_density, self.selection):
-            return torch.cat(self._chosen)
-        size = self.layout.block_size
-        return torch.cat([encode_offsets(rows.long(), size) for run in self._chosen for rows in run.split(_ROWS)])
+        told, layout, density = self._chosen, self.layout, self.step.next_density
+        if layout.sends_offsets(density, self.selection):
+            size = layout.block_size
+            told = [torch.cat([encode_offsets(rows.long(), size) for rows in run.split(_ROWS)]) for run in told]
+        room = layout.wire_bytes(density, self.selection)
+        return torch.cat([pad(run, (0, room - run.numel())) for run in told])
 
     def pieces(self) -> list[Tensor]:
         return list(self.payloads)
@@ -78,8 +81,7 @@ class TorchPasses(ScapePasses):
         if layout.sends_offsets(density, self.selection):
             k = entries_per_block(density, layout.block_size)
             return [torch.zeros(layout.run_blocks, k, dtype=torch.int16, device=self.device) for _ in range(self.runs)]
-        size = layout.run_blocks * layout.block_size // 8
-        return [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(self.runs)]
+        return [torch.zeros(layout.run_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.runs)]
 
     def select(self, tensor: int, common: Tensor | None = None) -> None:
         """Selects in the parts of a tensor's mt, which lies over the gradient, that are of this rank's run.
@@ -121,7 +123,7 @@ class TorchPasses(ScapePasses):
         return torch.where(spent, 0.0, moment)
 
     def _decode(self, received: Tensor, density: float) -> Tensor:
-        layout = self.layout
+        layout, received = self.layout, self.told(received, density)
         if not layout.sends_offsets(density, self.selection):
             return received
         bits = torch.zeros(layout.mask_bytes(), dtype=torch.uint8, device=self.device)

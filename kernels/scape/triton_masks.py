@@ -18,8 +18,15 @@ from kernels.common.triton_common import (
 )
 
 
-@triton.jit(do_not_specialize=["count", "k", "code_bytes", "unary", "low"])
-def encode_offsets_kernel(offsets, wire, count, k, code_bytes, unary, low, TILE: tl.constexpr):
+@triton.jit
+def code_at(block, run_blocks, room, code_bytes):
+    """Where a block's code, int64, begins on the wire: runs of so many blocks have `room` bytes each."""
+    run = block // run_blocks
+    return run * room + (block - run * run_blocks) * code_bytes
+
+
+@triton.jit(do_not_specialize=["count", "run_blocks", "room", "k", "code_bytes", "unary", "low"])
+def encode_offsets_kernel(offsets, wire, count, run_blocks, room, k, code_bytes, unary, low, TILE: tl.constexpr):
     """Codes `count` ascending offsets, int16, k a block, into zeros in whole 32-bit words; see `blocks.OffsetCode`."""
     number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = number < count
@@ -27,7 +34,7 @@ def encode_offsets_kernel(offsets, wire, count, k, code_bytes, unary, low, TILE:
     rank = number - block * k
     offset = tl.load(offsets + number, mask=inside, other=0).to(tl.int32)
     words = wire.to(tl.pointer_type(tl.int32))
-    start = block * code_bytes * 8
+    start = code_at(block, run_blocks, room, code_bytes) * 8
     at = start + (offset >> low) + rank
     tl.atomic_or(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
     at = start + unary + rank * low
@@ -38,11 +45,13 @@ def encode_offsets_kernel(offsets, wire, count, k, code_bytes, unary, low, TILE:
     tl.atomic_or(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["blocks", "k", "code_bytes", "unary", "low"])
+@triton.jit(do_not_specialize=["blocks", "run_blocks", "room", "k", "code_bytes", "unary", "low"])
 def decode_offsets_kernel(
     wire,
     mask,
     blocks,
+    run_blocks,
+    room,
     k,
     code_bytes,
     unary,
@@ -54,7 +63,7 @@ def decode_offsets_kernel(
     """Sets the bits that the blocks' codes name in a mask of zeros. Programs: ROWS blocks, with BYTES of unary bits."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     byte = tl.arange(0, BYTES)[None, :]
-    first = wire + block * code_bytes
+    first = wire + code_at(block, run_blocks, room, code_bytes)
     # Where nothing is unary all high parts are zero: k bits that are set.
     left = tl.where(unary > 0, unary, k) - byte * 8
     bits = tl.load(first + byte, mask=(block < blocks) & (byte * 8 < unary), other=255).to(tl.int32)

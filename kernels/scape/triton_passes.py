@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.common import launching
 from kernels.common.launching import Range, Table, Tiles, Writable, aligned, as_flag
@@ -124,9 +125,14 @@ class TritonPasses(ScapePasses):
         del self.writable
 
     def selected(self) -> Tensor | None:
-        if self._chosen is None or self._chosen.dtype != torch.int16:
+        if self._chosen is None:
+            return None
+        if self._chosen.dtype == torch.int16:
+            return self._encode(self._chosen)
+        room = self.layout.wire_bytes(self.step.next_density, self.selection)
+        if room == self.layout.run_bytes:
             return self._chosen
-        return self._encode(self._chosen)
+        return pad(self._chosen.view(self.runs, -1), (0, room - self.layout.run_bytes)).view(-1)
 
     def pieces(self) -> "list[Tensor] | _Entries":
         return self.gradients if self.step.in_use.dense else _Entries(self)
@@ -134,7 +140,7 @@ class TritonPasses(ScapePasses):
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
         layout = self.layout
         offsets = received is not None and layout.sends_offsets(density, self.selection)
-        bits = received if received is not None and not offsets else in_use
+        bits = self.told(received, density) if received is not None and not offsets else in_use
         launching.launch(
             triton_masks.rotate_kernel,
             (-(-in_use.numel() // _FLAT),),
@@ -143,7 +149,7 @@ class TritonPasses(ScapePasses):
             previous,
             in_use.numel(),
             warps=4,
-            HAS_BITS=bits is received,
+            HAS_BITS=bits is not in_use,
             TILE=_FLAT,
         )
         if offsets:
@@ -159,6 +165,8 @@ class TritonPasses(ScapePasses):
                 received,
                 in_use,
                 layout.total_blocks,
+                layout.run_blocks,
+                layout.wire_bytes(density, self.selection),
                 k,
                 code.nbytes,
                 code.unary,
@@ -276,23 +284,24 @@ class TritonPasses(ScapePasses):
             shape = self.runs * layout.run_blocks, entries_per_block(density, layout.block_size)
             return torch.zeros(shape, dtype=torch.int16, device=self.device)
         # The same at every step: a single replica's next mask lies there.
-        size = self.runs * layout.run_blocks * layout.block_size // 8
+        size = self.runs * layout.run_bytes
         if self._wire.numel() != size:
             self._wire = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._wire
 
     def _encode(self, offsets: Tensor) -> Tensor:
         """The offsets of the runs, int16 (blocks, k), coded for the wire."""
-        k = offsets.shape[1]
-        code = offset_code(k, self.layout.block_size)
-        size = len(offsets) * code.nbytes
-        wire = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=self.device)[:size]
+        k, layout = offsets.shape[1], self.layout
+        code, room = offset_code(k, layout.block_size), layout.wire_bytes(self.step.next_density, self.selection)
+        wire = torch.zeros(self.runs * room, dtype=torch.uint8, device=self.device)
         launching.launch(
             triton_masks.encode_offsets_kernel,
             (-(-offsets.numel() // 1024),),
             offsets,
             wire,
             offsets.numel(),
+            layout.run_blocks,
+            room,
             k,
             code.nbytes,
             code.unary,

@@ -2,7 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from kernels.common.launching import to_device
+from kernels.common.wire import on_wire
+from kernels.scape.blocks import offset_bytes
 from kernels.scape.mask_code import decode_offsets, encode_offsets
 from kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, unpack_bits
 from kernels.tagc.formats import BITMAP, BLOCK
@@ -39,20 +43,22 @@ def from_nibbles(counts: Tensor) -> Tensor:
 
 
 def to_offsets(bits: Tensor, k: int) -> Tensor:
-    """The code of bits with k set in every block; its length is `formats.index_bytes`."""
+    """The code of bits with k set in every block, as on the wire; its length is `formats.index_bytes`."""
     blocks = bits.numel() // BITMAP
-    return encode_offsets(mask_indices(bits, blocks * BLOCK, blocks * k).view(blocks, k) % BLOCK, BLOCK)
+    coded = encode_offsets(mask_indices(bits, blocks * BLOCK, blocks * k).view(blocks, k) % BLOCK, BLOCK)
+    return pad(coded, (0, on_wire(coded.numel()) - coded.numel()))
 
 
 def unite_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     """Bits that any of the codes, uint8 (ranks, bytes), has set."""
-    return unite(torch.stack([offsets_to_mask(decode_offsets(one, blocks, k, BLOCK), BLOCK) for one in coded]))
+    told = coded[:, : offset_bytes(blocks, k, BLOCK)]
+    return unite(torch.stack([offsets_to_mask(decode_offsets(one, blocks, k, BLOCK), BLOCK) for one in told]))
 
 
 def select_above(x: Tensor, sparsity: float) -> Tensor:
     """Bits of |x| from a threshold on: the largest of `THRESHOLDS` that leaves less than this share below it; of all
     that is not zero where there is none. x: FP32 (blocks * 1024,)."""
-    thresholds = torch.tensor(THRESHOLDS, dtype=torch.float32, device=x.device)
+    thresholds = to_device(torch.tensor(THRESHOLDS, dtype=torch.float32), x.device)
     reached = torch.bucketize(x.abs(), thresholds, out_int32=True, right=True)  # so many of them
     below = torch.stack([(reached <= i).sum() for i in range(len(THRESHOLDS))])
     chosen = (below < sparsity * x.numel()).sum()  # so many of them will do

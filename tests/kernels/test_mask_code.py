@@ -70,7 +70,7 @@ def test_the_bitmap_stays_where_it_is_smaller() -> None:
     layout = BlockLayout((5000,), 1024, 2)
     for density, sends, nbytes in ((250 / 1024, True, 126), (255 / 1024, False, 128), (0.5, False, 128)):
         assert layout.sends_offsets(density, "block") == sends
-        assert layout.wire_bytes(density, "block") == 3 * nbytes
+        assert layout.told_bytes(density, "block") == 3 * nbytes
     assert not BlockLayout((5000,), 1024, 1).sends_offsets(0.01, "block")
 
 
@@ -84,3 +84,19 @@ def test_a_short_block_repeats_its_last_entry(n: int, k: int) -> None:
     if k > tail:
         assert offsets[-1].tolist() == [*range(tail), *[tail - 1] * (k - tail)]
     assert int(reference.unpack_bits(reference.offsets_to_mask(offsets, 8), n).sum()) == n // 8 * k + min(k, n % 8)
+
+
+@given(
+    st.lists(st.integers(0, 10**9), min_size=1, max_size=3),
+    st.sampled_from([8, 24, 128, 1024]),
+    st.sampled_from([2, 16, 64]),
+    st.sampled_from([0.5, 0.1, 0.05, 0.01]),
+)
+def test_stretches_on_the_wire_have_whole_sixteens(
+    sizes: list[int], block_size: int, replicas: int, density: float
+) -> None:
+    layout = BlockLayout(tuple(sizes), block_size, replicas)
+    told, wire = layout.told_bytes(density, "block"), layout.wire_bytes(density, "block")
+    assert wire % 16 == 0 and 0 <= wire - told < 16
+    k = max(1, round(density * block_size))
+    assert told == layout.run_blocks * min(offset_code(k, block_size).nbytes, block_size // 8)

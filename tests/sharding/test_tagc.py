@@ -153,8 +153,9 @@ def test_bytes_are_the_closed_form() -> None:
     for rank in played():
         assert all(one["sent"] == one["planned"] for name, one in rank.items() if "whole" not in name)
         blocks, raw = 3, 305
-        # Of two other ranks: offsets of 9 blocks, 67 bytes each; 306 of 1024 entries, and what is not compressed.
-        expected = {"index": 2 * 9 * 67.0, "gradients": 2 * 4.0 * (blocks * 306 + raw)}
+        # Of two other ranks: offsets of 9 blocks, 67 bytes each, and 5 zeros; 306 of 1024 entries, and what is not
+        # compressed, both filled up to fours.
+        expected = {"index": 2 * (9 * 67.0 + 5), "gradients": 2 * 4.0 * (blocks * 308 + raw + 3)}
         assert rank["default"]["sent"] == {kind: STEPS * sent for kind, sent in expected.items()}
         assert rank["bits"]["sent"]["index"] == STEPS * 2 * 2 * blocks * 128.0
         assert rank["each of 4"]["sent"] == {kind: 4 * sent for kind, sent in rank["each"]["sent"].items()}

@@ -73,17 +73,17 @@ def test_places_and_values_have_ledgers_of_their_own() -> None:
         return {kind: sent for (_, _, kind), sent in collectives.traffic.sent.items()}
 
     blocks = 4  # of (40, 24), (33, 5), (1, 1), (16, 16)
-    expected = {"index": blocks * 128.0, "payload": 4.0 * (blocks * 614 + 8)}
+    expected = {"index": blocks * 128.0, "payload": 4.0 * (blocks * 616 + 8)}
     assert run_replicas(2, work) == [expected, expected]
     shapes = [(3 * 1024, 8), (100,)]
     index, values = messages(PlannedMethod("tagc", 0.3), shapes, 2)
     assert (index.collective, index.nbytes) == ("reduce", 24 * 128)
-    assert (values.collective, values.nbytes) == ("reduce", 4 * (24 * 614 + 100))
+    assert (values.collective, values.nbytes) == ("reduce", 4 * (24 * 616 + 100))
     index, values = messages(PlannedMethod("tagc", 0.0125), shapes, 4)
     assert (index.collective, index.nbytes) == ("gather", 24 * 14)
     assert values.nbytes == 4 * (24 * 52 + 100)
     alone = simulated_memory_bytes(PlannedMethod("adams"), shapes, 1)
-    held = {"residual": 4.0 * 24 * 1024, "messages": 24 * (14 + 4 * 13)}
+    held = {"residual": 4.0 * 24 * 1024, "messages": 24 * (14 + 4 * 16)}
     assert simulated_memory_bytes(PlannedMethod("tagc", 0.0125), shapes, 1) == alone | held
 
 

@@ -49,7 +49,7 @@ def values(rank: int, n: int) -> torch.Tensor:
 def padded(n: int, name: str, replicas: int) -> int:
     """The least multiple from n on of what a codec is given."""
     codec = CODECS[name]
-    unit = replicas * (codec.unit if codec else 1)
+    unit = replicas * (codec.unit if codec else 4)
     return -(-n // unit) * unit
 
 
@@ -83,8 +83,8 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
         # The last one's errors are let go.
         errors = [torch.full((n,), torch.nan) if codec and i < 2 else None for i in range(3)]
         handles = [ours.all_reduce(c, codec=codec, error=e) for c, e in zip(chunks, errors, strict=True)]
-        gathered = torch.zeros(ours.replicas * 5, dtype=torch.uint8)
-        handles.append(ours.all_gather(gathered, torch.full((5,), rank, dtype=torch.uint8)))
+        gathered = torch.zeros(ours.replicas * 16, dtype=torch.uint8)
+        handles.append(ours.all_gather(gathered, torch.full((16,), rank, dtype=torch.uint8)))
         for handle in handles:
             handle.wait()
         reduced = ours.traffic
@@ -176,8 +176,8 @@ def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, .
             assert torch.equal(mine, theirs)
         assert result["gathered"] == results[0]["gathered"]
         assert torch.equal(result["scattered"], results[0]["scattered"])
-    ranks = results[0]["gathered"][::5]  # in the order of the replicas
-    assert sorted(ranks) == list(range(world)) and results[0]["gathered"] == [r for r in ranks for _ in range(5)]
+    ranks = results[0]["gathered"][::16]  # in the order of the replicas
+    assert sorted(ranks) == list(range(world)) and results[0]["gathered"] == [r for r in ranks for _ in range(16)]
     means, seeds = [*results[0]["chunks"], results[0]["scattered"]], (0, 10, 20, 0)
     for i, (mean, seed) in enumerate(zip(means, seeds, strict=True)):
         given = torch.stack([values(seed + rank, mean.numel()) for rank in ranks])
@@ -221,7 +221,7 @@ def test_each_byte_crosses_the_network_once_per_node(name: str) -> None:
     for result in (results[name] for results in exchanged("nodes")):
         # Half of all in FP32, then a message to the other node and one back, then both messages to the neighbour.
         assert result["sent"] == {"gcd_pair": 3 * (2 * n + 2 * message), "node": 0, "network": 3 * 2 * message}
-        assert result["masks"] == {"gcd_pair": 2 * 5, "node": 0, "network": 5}
+        assert result["masks"] == {"gcd_pair": 2 * 16, "node": 0, "network": 16}
         assert result["scatter_sent"] == {"gcd_pair": 2 * n, "node": 0, "network": message}
         assert result["values_sent"] == {"gcd_pair": 2 * n, "node": 0, "network": n}
     for result in (results[name] for results in exchanged("pairs")):  # one node: two levels inside it
@@ -240,7 +240,7 @@ def test_three_levels() -> None:
         check_bytes(results)
         message = bytes_of(name, n // 8)
         for result in results:
-            assert result["masks"] == {"network": 5, "node": 10, "gcd_pair": 20}
+            assert result["masks"] == {"network": 16, "node": 32, "gcd_pair": 64}
             assert result["sent"] == {
                 "gcd_pair": 3 * (2 * n + 4 * message),
                 "node": 3 * (n + 2 * message),
@@ -253,7 +253,7 @@ def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
     """To the last bit, errors included, whether they are kept or let go."""
     codec, simulated = CODECS[name], SimulatedReplicas(4)
     results = [result[name] for result in exchanged("one")]
-    rank_of = results[0]["gathered"][::5]
+    rank_of = results[0]["gathered"][::16]
 
     def work(replica: int) -> None:
         ours, theirs, n = simulated.endpoints[replica], results[replica], padded(64, name, 4)
@@ -277,7 +277,7 @@ def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
 def test_what_a_codec_cannot_divide_is_refused() -> None:
     """Padding is whoever calls' business, once: blocks are never divided between messages."""
     ours, codec = DryRunCollectives(replicas=4), CODECS["int4"]
-    assert ours.granularity(codec) == 128 and ours.granularity(Bfloat16()) == 4
+    assert ours.granularity(codec) == 128 and ours.granularity(Bfloat16()) == 32 and ours.granularity() == 4
     for exchange_ in (ours.all_reduce, ours.reduce_scatter):
         exchange_(torch.zeros(256), codec=codec)
         with pytest.raises(AssertionError):
@@ -287,7 +287,7 @@ def test_what_a_codec_cannot_divide_is_refused() -> None:
 def fail_in_a_lane() -> str:
     ours = collectives("nodes")
     with patch.object(stages, "all_gather_into", side_effect=RuntimeError("lost")):
-        handle = ours.all_reduce(torch.zeros(8))
+        handle = ours.all_reduce(torch.zeros(16))
         try:
             handle.wait()
         except RuntimeError as error:
@@ -328,19 +328,19 @@ def test_sizes_that_no_level_divides(shape: str, name: str, pool4: Pool) -> None
 def united(shape: str) -> tuple[torch.Tensor, dict[str, float], float]:
     ours = collectives(shape)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    bits = torch.randint(0, 256, (48,), dtype=torch.uint8, generator=generator)
+    bits = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=generator)
     ours.all_or(bits, kind="index").wait()
-    return bits, by_level(ours.traffic, "index"), ours.reduced_bytes(12)
+    return bits, by_level(ours.traffic, "index"), ours.reduced_bytes(16)
 
 
 @pytest.mark.parametrize("shape", ["one", "nodes"])
 def test_bits_that_any_replica_has_set(shape: str, pool4: Pool) -> None:
     """On all of them; it sends what an all-reduce of as many bytes does."""
     own = [
-        torch.randint(0, 256, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+        torch.randint(0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
         for rank in range(4)
     ]
     expected = own[0] | own[1] | own[2] | own[3]
     for bits, sent, planned in pool4(united, shape):
-        assert torch.equal(bits, expected) and sum(sent.values()) == planned == 72.0
-        assert sent["network"] == (72.0 if shape == "one" else 24.0)
+        assert torch.equal(bits, expected) and sum(sent.values()) == planned == 96.0
+        assert sent["network"] == (96.0 if shape == "one" else 32.0)

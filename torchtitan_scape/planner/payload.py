@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernels.codec.formats import BLOCK, FORMATS, message_bytes
+from kernels.common.wire import on_wire
 from kernels.scape.blocks import BlockLayout, entries_per_block, offset_bytes
 from kernels.scape.ownership import Ownership
 from kernels.tagc.formats import BLOCK as TAGC_BLOCK
@@ -185,13 +186,13 @@ def topk_value_bytes(counts: Sequence[int], values: str) -> int:
 
 
 def topk_message_bytes(cuts: Sequence[Cut], chosen: Sequence[int], values: str = "float32") -> int:
-    """One replica's message about these tensors: values, offsets, and zeros up to 16 bytes.
+    """One replica's message about these tensors: values, offsets, and zeros as `on_wire` adds them.
 
     chosen: entries that are sent of each tile, by tensor.
     """
     size = topk_value_bytes([one.count(k) for one, k in zip(cuts, chosen, strict=True)], values)
     size += sum(one.offset_bytes(k) for one, k in zip(cuts, chosen, strict=True))
-    return -(-size // 16) * 16
+    return on_wire(size)
 
 
 # ------------------------------------------------------------------------------------------------ TAGC

@@ -46,7 +46,7 @@ class Scape(Protocol):
 def scape_messages(method: Scape, shapes: Shapes, replicas: int) -> list[Message]:
     """The payload, new values where owners update, and the masks beside the next step."""
     wire, coded_values = method.coding
-    unit = CODED_BLOCK if {wire, coded_values} & FORMATS.keys() else 1
+    unit = CODED_BLOCK if {wire, coded_values} & FORMATS.keys() else 8 if wire == "bfloat16" else 1
     payload = 4.0 * payload_entries(shapes, method.density, method.block, unit)
     masks = Message("gather", mask_bytes(shapes, method.density, replicas, method.block), hidden=True)
     if not method.sharded:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kernels.common.wire import on_wire
 from topology.circles import Circle, ShardLedger
 from torchtitan_scape.sharding.base import WEIGHTS, Allocates, FlatGroup, Kept, Version
 from torchtitan_scape.sharding.messages import RowMessages
@@ -43,7 +44,7 @@ class KeptGather(Allocates):
         """For FSDP2; see `base.Gather`."""
         ranks, size = self._circle.size, self._rows.bytes_of(input_tensor.dtype)
         self._flat.check_gather(output_tensor, input_tensor, group, ranks)
-        part = -(-ranks * size // self._keepers.size)
+        part = on_wire(-(-ranks * size // self._keepers.size))
         every = torch.zeros(part * self._keepers.size, dtype=torch.uint8, device=input_tensor.device)
         if (part_kept := self._kept.get()) is None:
             own = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)

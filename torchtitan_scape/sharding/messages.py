@@ -1,7 +1,7 @@
 """A row of an FSDP2 flat as one message of bytes, and messages on their way over one or two circles of ranks.
 
 A message has the block codes of all segments that are coded, all their scales, then what goes raw, each part padded to
-16 bytes (of which 8 would do for the numbers in it, and 16 let kernels read wide). A block never crosses a parameter,
+16 bytes. A block never crosses a parameter,
 nor a row: every coded segment is filled up with zeros to whole blocks, in the message only.
 """
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.codec.codes import BlockCode
+from kernels.common.wire import on_wire
 from topology.circles import Circle, ShardLedger
 from torchtitan_scape.sharding.base import Segment, add_rows, entries
 
-_ALIGNED = 16
 Parts = tuple[Tensor, Tensor]
 """Of a row: what is coded, FP32 (q,), filled up to whole blocks, and what goes raw, (r,)."""
 
@@ -51,7 +51,7 @@ class RowMessages:
 
     def bytes_of(self, dtype: torch.dtype) -> int:
         """Of a message of a row of this dtype."""
-        return self._coded_bytes + -(-self.raw_entries * dtype.itemsize // _ALIGNED) * _ALIGNED
+        return self._coded_bytes + on_wire(self.raw_entries * dtype.itemsize)
 
     def cut(self, row: Tensor) -> Parts:
         """The parts of a row (m,); what is raw may be the row itself."""

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from kernels import finite_check, tagc_passes
+from kernels.common.wire import on_wire
 from kernels.scape.reference import unpack_bits
 from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
 from kernels.tagc.index import (
@@ -139,7 +141,8 @@ class TagcReduce(Allocates):
         else:
             index = 2 * (ranks - 1) * self.blocks * BITMAP * (4 if self._index == "nibble_sum" else 1)
         values = self._sketches[0].rows * BLOCK if self._sketches else self.blocks * self._capacity
-        return {INDEX: float(index), GRADIENTS: 4.0 * (ranks - 1) * (values + sum(s.size for s in self._raw))}
+        whole = _on_wire(sum(s.size for s in self._raw))
+        return {INDEX: float(index), GRADIENTS: 4.0 * (ranks - 1) * (values + whole)}
 
     # --------------------------------------------------------------------------------------------- the step so far
 
@@ -244,9 +247,11 @@ class TagcReduce(Allocates):
 
     def _sum(self, rows: Tensor, own: Tensor) -> None:
         """own (n,) becomes this rank's row of the sum over ranks of rows (S, n), in rank order."""
+        n = rows.shape[1]
+        rows = pad(rows, (0, _on_wire(n) - n)) if _on_wire(n) > n else rows
         received = torch.empty_like(rows)
         self._circle.exchange(rows, received, self._ledger, GRADIENTS)
-        add_rows(received, own)
+        add_rows(received[:, :n], own)
 
     def _make_sketches(self, device: torch.device) -> list[Sketch]:
         """Raises ValueError for a group that has too few blocks of one."""
@@ -257,6 +262,11 @@ class TagcReduce(Allocates):
                 "codec = 'packed', raise min_entries, or set reproduce = true"
             )
         return [Sketch.of(self.blocks, self._options.ratio, device, turn) for turn in range(TURNS)]
+
+
+def _on_wire(entries: int) -> int:
+    """FP32 entries, filled up."""
+    return on_wire(4 * entries) // 4
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -48,8 +48,8 @@ class Tagc(Method):
     1. each replica chooses the k = max(1, round(density * 1024)) largest |x| of each block, ties to the lower index;
     2. all learn the union of the choices, exactly: from coded offsets that are gathered, or from bits that owners of
        parts unite and send back, whichever is shorter;
-    3. each packs what it has at the places of the union, min(1024, N k) entries a block, zeros after them, and the mean
-       of that comes back: no offsets travel with values, and zeros elsewhere;
+    3. each packs what it has at the places of the union, min(1024, N k) entries a block (filled up to fours), zeros
+       after them, and the mean of that comes back: no offsets travel with values, and zeros elsewhere;
     4. the residual is x without what was sent, to the last bit.
 
     What is not compressed (one dimension, `dense_names`) goes with the packed values.

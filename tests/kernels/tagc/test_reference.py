@@ -105,7 +105,7 @@ def test_offsets_are_sent_where_they_are_shorter() -> None:
     assert [formats.sends_offsets(0.1, ranks) for ranks in (2, 3, 4)] == [True, True, False]
     assert [formats.sends_offsets(0.0125, ranks) for ranks in (2, 18, 19)] == [True, True, False]
     assert formats.capacity(0.1, 2) == 204 and formats.capacity(0.1, 11) == BLOCK
-    assert formats.bitmap_bytes(3, 5) == 400 and formats.index_bytes(0.1, 3) == 3 * 67
+    assert formats.bitmap_bytes(3, 5) == 400 and formats.index_bytes(0.1, 3) == 3 * 67 + 7
 
 
 # ---------------------------------------------------------------------------------------------------- the sketch

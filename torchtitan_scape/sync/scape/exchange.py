@@ -16,6 +16,7 @@ from topology.chunks import Pieces, Rows, Source, Stretch, all_gather_chunked, r
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives
 from topology.lanes import Handle
+from topology.partition import ALIGNED
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class ShardedExchange:
     def planned_bytes(self) -> float:
         replicas, entries = self.collectives.replicas, self.passes.entries
         if not entries:
-            rows = self.owner.longest_row
+            rows = -(-self.owner.longest_row // ALIGNED) * ALIGNED
             return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
         row, values = entries // replicas, self.wire.values
         own = values.bytes_of(row) if values else (2 if self.owner.rounds_values else 4) * row
