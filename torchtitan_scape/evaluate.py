@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> None:
     for name in ("limit", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}; it must be 1 or more")
+    folder, name = _place(options, names)
     from torchtitan_scape.evaluation.harness import find_tasks, load_tasks, score
     from torchtitan_scape.evaluation.report import metrics_of, table
 
@@ -97,12 +98,22 @@ def run(options: argparse.Namespace) -> None:
     }
     told = table(document)
     print(told)
-    folder = options.output or options.model / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
-    name = "+".join(names) + (f"-limit{options.limit}" if options.limit else "")
     write_whole(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
     write_whole(folder / f"{name}.md", told)
     print(f"{folder / name}.json and .md")
+
+
+def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
+    """The folder for the results, and their name there. Raises ValueError for one that cannot be written."""
+    folder = options.output or options.model / "evaluation"
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be written: {there} is no folder for this user")
+    name = "+".join(names) + (f"-limit{options.limit}" if options.limit else "")
+    if len(name) > 200:  # file systems take 255
+        name = f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return folder, name
 
 
 def _shown(name: str, results: dict[str, Any], manager: Any) -> list[str]:
@@ -145,7 +156,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def digest(folder: Path) -> str:
     """The first 16 digits of the SHA-256 of an exported model: weights, config and tokenizer, with their names."""
     whole = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+    others = (folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json"))
+    for path in sorted([*folder.glob("*.safetensors*"), *filter(Path.is_file, others)]):
         with open(path, "rb") as file:
             whole.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()[:16]

@@ -159,8 +159,9 @@ def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_pa
         (["--tasks", ","], "names none"),
         (["--tasks", "piqa", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa", "--include-path", str(tmp_path / "nowhere")], "is no folder"),
+        (["--tasks", "piqa", "--output", str(tmp_path / "half" / "config.json" / "x")], "cannot be written"),
     ):
-        if "--limit" not in more or importlib.util.find_spec("lm_eval"):
+        if not {"--limit", "--output"} & {*more} or importlib.util.find_spec("lm_eval"):
             assert word in told([*own, *more], capsys)
     assert not (exported["llama"] / "evaluation").exists()
 

@@ -29,14 +29,8 @@ from torchtitan_scape.huggingface.loading import load_model
 
 TASKS = Path(__file__).with_name("tasks")
 _RESAMPLES = 1000  # for the errors of what is no mean
-_OTHER_SOURCES = {
-    "json",
-    "csv",
-    "parquet",
-    "arrow",
-    "text",
-    "pandas",
-}  # formats of local files, in a hub's name's place
+# Formats of local files, where a repository's name would stand.
+_FORMATS = ("json", "csv", "parquet", "arrow", "text", "pandas")
 
 squad.provide()
 
@@ -93,7 +87,7 @@ def sources(manager: TaskManager, names: Sequence[str]) -> list[str]:
     """Repositories of the hub that hold the tasks' data."""
     configs = [manager.task_index[part].cfg or {} for name in names for part in parts(manager, name)]
     found = dict.fromkeys(config.get("dataset_path") for config in configs if "custom_dataset" not in config)
-    return [path for path in found if path and path not in _OTHER_SOURCES]
+    return [path for path in found if path and path not in _FORMATS and not Path(path).exists()]
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dict[str, Any]:
@@ -154,7 +148,8 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
     Under torchrun each process has a copy of the model, and the harness deals out the documents; on CPUs with gloo.
 
     Raises:
-        ValueError: a task has fewer documents than there are processes; the folder's weights do not fit its config.
+        ValueError: a task has fewer documents than there are processes; the tokenizer has neither BOS nor EOS.
+        DifferentError: the folder's weights do not fit its config.
     """
     # Without `cpu` it would take ranks without a GPU for processes that have nothing to do with each other.
     patient = InitProcessGroupKwargs(timeout=timedelta(days=7))
@@ -169,6 +164,8 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     model = load_model(folder, "auto").to(accelerator.device)
     lm = _Model(pretrained=model, tokenizer=str(folder), batch_size=batch_size)
+    if lm.prefix_token_id is None:
+        raise ValueError(f"the tokenizer in {folder} names neither BOS nor EOS; one has to stand in front of a text")
     if processes > 1:  # it takes a model that it has not loaded for a single process's
         lm.accelerator, lm._rank, lm._world_size = accelerator, accelerator.process_index, processes
     with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of resampling; it would fork
