@@ -13,7 +13,7 @@ from tests.checkpoint.runs import run
 from tests.pool import Pool
 from tests.sharding.test_levels_training import on
 from tests.test_training import LAYOUTS, METHODS, train
-from torchtitan_scape.observe.record import FILE, Row, facts_of, read
+from torchtitan_scape.observe.record import FILE, Record, Row, facts_of, read
 
 WO, EMBEDDING = "layers.1.attention.wo", "tok_embeddings"
 SETTINGS = ["--observe.enable", f"--observe.names={WO}.weight,{EMBEDDING}.weight"]
@@ -58,6 +58,23 @@ def test_a_resumed_run_goes_on_with_its_series(pool1: Pool, tmp_path: Path) -> N
     assert [(step, name) for step, name, _ in again] == [(s, n) for s in (3, 8) for n in (WO, EMBEDDING)]
     for one, other in zip(histograms, again, strict=True):
         assert all((one[2][key] == other[2][key]).all() for key in ("linear", "log2"))
+
+
+def test_a_window_whose_first_step_is_skipped_has_a_shadow_residual(pool1: Pool, tmp_path: Path) -> None:
+    arguments = [*SETTINGS, *METHODS["adamw"], "--training.steps=4", "--observe.histograms=4"]
+    pool1(train, str(tmp_path), [*arguments, "--observe.windows=[[2,3]]"], nan_at=2)
+    rows = seen(tmp_path)
+    assert math.isnan(rows[2, WO].sent) and all(rows[step, WO].residual > 0 for step in (3, 4))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04, and no more", b"text"])
+def test_a_file_that_cannot_be_read_begins_anew(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    record = Record(tmp_path, {})
+    record.begin(3)
+    record.add(Row(4, WO, 0.1))
+    record.write()
+    assert [row.step for row in read(tmp_path / FILE)[0]] == [4]
 
 
 def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[str, Any]]:

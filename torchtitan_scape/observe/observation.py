@@ -61,6 +61,7 @@ class Observation:
         self._rows: dict[str, Row] = {}  # of this step
         self._last: int | None = None  # the last step of this process
         self._window: list[int] | None = None
+        self._from_first = False  # whether this process has seen the window from its first step, skipped or not
         self._counts = False
         self._tell(optimizer)
 
@@ -95,7 +96,7 @@ class Observation:
         elif window is not before:
             with self.optimizers.timer.phase("observe"):
                 self._before = self._largest()
-            self._shadow = {}
+            self._shadow, self._from_first = {}, step == window[0]
             if resumed and step > window[0] and self._shadows:
                 logger.warning(
                     f"The shadow residual of the window from step {window[0]} was not saved: its norms are left out "
@@ -127,8 +128,7 @@ class Observation:
         length = figures.norm(gradient)
         row = Row(self._step, one.label, self.options.density, gradient=length, sent=length)
         if self._shadows:
-            assert self._window is not None
-            if self._step == self._window[0]:
+            if self._from_first and one.label not in self._shadow:
                 self._shadow[one.label] = figures.ShadowResidual(gradient)
             row.shadow, row.sent = True, math.nan
             if (shadow := self._shadow.get(one.label)) is not None:

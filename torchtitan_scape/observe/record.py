@@ -2,6 +2,8 @@
 
 import io
 import math
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,8 +95,11 @@ class Record:
 
 def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
     """Rows and histograms of a file. Raises OSError, ValueError or KeyError for one that is none of ours."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {key: file[key] for key in file.files}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:  # which are none of the three
+        raise ValueError(str(error)) from None
     columns = {key: arrays[f"series.{key}"].tolist() for key in Row.__dataclass_fields__ if "series.step" in arrays}
     rows = [Row(*values) for values in zip(*columns.values(), strict=True)]
     keys = [key for key in Distribution.__dataclass_fields__ if "histogram.step" in arrays]
