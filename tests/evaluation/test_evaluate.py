@@ -109,6 +109,24 @@ def test_scores_are_those_of_our_logits(
     assert set(found["task_hashes"]) == set(THREE.split(",")) and found["task_versions"]["local_choice"] == 2.0
 
 
+def test_likelihoods_of_a_bf16_model_are_fp32(
+    exported: dict[str, Path], local: Path, tmp_path: Path, harness: None
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "bf16"
+    folder.mkdir()
+    for path in exported["llama"].glob("*.json"):
+        (folder / path.name).write_text(path.read_text().replace('"float32"', '"bfloat16"'))
+    values = {name: value.bfloat16() for name, value in load_file(exported["llama"] / "model.safetensors").items()}
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    found = evaluate(given(folder, "local_cloze", local), tmp_path / "scores")
+    assert found["dtype"] == "bfloat16"
+    total = len(CLOZES) * math.log(found["results"]["local_cloze"]["perplexity"]["value"])
+    assert total > 4 * len(CLOZES)  # beyond 4 BF16 numbers are multiples of 1/32, and so are sums
+    assert abs(32 * total - round(32 * total)) > 1e-3
+
+
 def test_a_limited_group_says_so(exported: dict[str, Path], local: Path, tmp_path: Path, harness: None) -> None:
     found = evaluate(given(exported["gpt2"], "local,standard_library_validation", local, "--limit=2"), tmp_path)
     assert found["shown"] == ["local_choice", "local_rolling", "standard_library_validation"]
@@ -204,3 +222,19 @@ def test_weights_that_are_missing_are_not_drawn(
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "missing keys" in told(given(tmp_path, "local_cloze", local), capsys)
+    tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "mismatched keys" in told(given(tmp_path, "local_cloze", local), capsys)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    assert f"the weights in {tmp_path} cannot be read" in told(given(tmp_path, "local_cloze", local), capsys)
+
+
+def test_generating_more_than_a_sequence_is_refused(
+    exported: dict[str, Path], local: Path, tmp_path: Path, capsys: Any, harness: None
+) -> None:
+    text = (local / "local_cloze.yaml").read_text().partition("metric_list")[0]
+    text = text.replace("local_cloze\n", "long\n").replace("type: loglikelihood", "type: generate_until")
+    (tmp_path / "long.yaml").write_text(f"{text}metric_list: [{{metric: exact_match}}]\n")
+    said = told(given(exported["gpt2"], "long", tmp_path), capsys)
+    assert "long generates 256 tokens; a sequence of this model has 96" in said

@@ -71,7 +71,7 @@ def test_the_table_has_the_papers_columns() -> None:
     assert "| Radius, GPT-355M: AdamW |" in told and "SCAPE, GPT-345M: SCAPE 0.01" in told and "Llama" not in told
     assert "| lambada_openai | acc | 50.00 | 1.00 | 5153 | - | - | - | - | 43.12 |" in told
     assert "| lambada_openai | perplexity | 12.50 | - | 5153 | - | - | - | - | 16.00 |" in told
-    assert "| own | acc,strict | 1.00 | - | - | - | - | - | - | - |" in told
+    assert "| own | acc,strict | 100.00 | - | - | - | - | - | - | - |" in told
     assert "SCAPE" not in report.table({**document, "shown": ["own"]})
 
 

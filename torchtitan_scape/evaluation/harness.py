@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import hash_string
 
@@ -96,6 +97,8 @@ def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dic
     offline: nothing is asked of the hub; what it has is taken from where it was put before.
     Raises ValueError that says what cannot be read.
     """
+    if offline:  # what is read from a disk is short, and bars would stand in front of what is said
+        datasets.disable_progress_bars()
     flag = "HF_HUB_OFFLINE"
     asked = [patch.object(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
     with asked[0], asked[1]:
@@ -163,11 +166,13 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     model = load_model(folder, "auto").to(accelerator.device)
-    lm = _Model(pretrained=model, tokenizer=str(folder), batch_size=batch_size)
+    # Sums of BF16 logarithms would be BF16: of -40 to the next quarter, and choices that differ would tie.
+    lm = _Model(pretrained=model, tokenizer=str(folder), batch_size=batch_size, softmax_dtype="float32")
     if lm.prefix_token_id is None:
         raise ValueError(f"the tokenizer in {folder} names neither BOS nor EOS; one has to stand in front of a text")
     if processes > 1:  # it takes a model that it has not loaded for a single process's
         lm.accelerator, lm._rank, lm._world_size = accelerator, accelerator.process_index, processes
+    _check_generation(tasks["tasks"], lm)
     with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of resampling; it would fork
         found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
     if processes > 1:
@@ -184,6 +189,17 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
         "batch_size": batch_size,
     }
     return Scores(found["results"], found["versions"], found["n-shot"], _hashes(found["samples"]), facts)
+
+
+def _check_generation(tasks: Mapping[str, Any], lm: HFLM) -> None:
+    """Raises ValueError for a task that asks for more tokens than a sequence has; the harness would find it when its
+    turn comes."""
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE == "generate_until":
+            given = task.get_config("generation_kwargs") or {}
+            wanted = normalize_gen_kwargs(given, lm.max_gen_toks)["max_gen_toks"]
+            if wanted >= lm.max_length:
+                raise ValueError(f"{name} generates {wanted} tokens; a sequence of this model has {lm.max_length}")
 
 
 def _hashes(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:

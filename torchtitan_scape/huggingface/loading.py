@@ -15,12 +15,19 @@ class DifferentError(Exception):
 def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
     """The model of a folder, for inference. dtype: of its tensors; "auto" for what config.json says.
 
-    Raises DifferentError where the folder has other tensors than transformers wants; it would draw what is missing.
+    Raises DifferentError where the folder has other tensors than transformers wants, which would draw what is missing
+    or has another shape; ValueError for files of weights that cannot be read.
     """
     import transformers
+    from safetensors import SafetensorError
 
-    with quiet():
-        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    try:
+        with quiet():
+            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {folder} cannot be read: {error}") from None
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loaded[key]:
             raise DifferentError(
