@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.checkpoint.runs import run
 from tests.pool import Pool
 from tests.sharding.test_levels_training import on
+from tests.sharding.test_tagc_training import TAGC
 from tests.test_training import LAYOUTS, METHODS, train
 from torchtitan_scape.observe.record import FILE, Record, Row, facts_of, read
 
@@ -65,6 +66,14 @@ def test_a_window_whose_first_step_is_skipped_has_a_shadow_residual(pool1: Pool,
     pool1(train, str(tmp_path), [*arguments, "--observe.windows=[[2,3]]"], nan_at=2)
     rows = seen(tmp_path)
     assert math.isnan(rows[2, WO].sent) and all(rows[step, WO].residual > 0 for step in (3, 4))
+
+
+@pytest.mark.slow
+def test_what_shards_have_not_sent_is_no_residual_of_the_exchange(pool2: Pool, tmp_path: Path) -> None:
+    arguments = [*SETTINGS, *METHODS["adamw"], *LAYOUTS["2x1"], *TAGC, "--training.steps=3"]
+    pool2(train, str(tmp_path), [*arguments, "--observe.windows=[[2,2]]", "--observe.histograms=3"])
+    for row in seen(tmp_path).values():
+        assert math.isnan(row.residual) and not row.shadow and row.gradient > 0
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04, and no more", b"text"])

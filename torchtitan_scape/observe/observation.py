@@ -49,10 +49,11 @@ class Observation:
             "replicas": str(collectives.replicas),
         }
         self.record = Record(Path(config.job.dump_folder), facts)
-        states = optimizers.described_states("exact").values()
-        self._has_residual = any(state["carries"] == "gradient" for state in states)
-        # Of replicas that differ no gradient is exchanged.
-        self._shadows = not self._has_residual and not any(state["carries"] == "model" for state in states)
+        states, unsent = optimizers.described_states("exact"), optimizers.sharding.unsent.described("exact")
+        # What a method of the shard axis keeps lies by its groups, and is not looked at.
+        self._has_residual = any(state["carries"] == "gradient" for kind, state in states.items() if kind not in unsent)
+        # Of replicas that differ no gradient is exchanged, and what shards send in part is not the whole one.
+        self._shadows = not any(state["carries"] in ("gradient", "model") for state in states.values())
         self._moments = [
             one for one in self.tensors if all(FIRST in OPTIMIZERS[optimizer].moments(s) for s in one.shards)
         ]
