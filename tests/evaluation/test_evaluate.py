@@ -199,6 +199,8 @@ def test_unknown_tasks_and_missing_data_are_told_in_one_line(
     small = harness.TaskManager
     with patch.object(harness, "TaskManager", lambda **given: small(**given) if len(given) > 1 else registry):
         assert "near it are piqa" in told(given(exported["llama"], "piqqa", local), capsys)
+    said = told(given(exported["llama"], "local_choice,local", local), capsys)
+    assert "'local_choice' is in local_choice and in local; leave one out" in said
     said = told(given(exported["llama"], "far_away", local), capsys)
     assert "nobody/nothing has not been fetched" in said and f"fetch --tasks far_away --include-path {local}," in said
     with patch("torchtitan_scape.data.hub.unreachable", lambda: "no network"):

@@ -1,20 +1,25 @@
 """Observed runs of little models: what is seen is what was there, and a resumed run goes on with it."""
 
+import logging
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torchtitan.tools.logging import logger
 
 from tests.checkpoint.runs import run
 from tests.pool import Pool
 from tests.sharding.test_levels_training import on
 from tests.sharding.test_tagc_training import TAGC
 from tests.test_training import LAYOUTS, METHODS, train
+from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.observe.record import FILE, Record, Row, facts_of, read
+from torchtitan_scape.observe.tensors import Observed
 
 WO, EMBEDDING = "layers.1.attention.wo", "tok_embeddings"
 SETTINGS = ["--observe.enable", f"--observe.names={WO}.weight,{EMBEDDING}.weight"]
@@ -174,3 +179,13 @@ def test_every_layout_is_seen_whole(arguments: list[str], pool4: Pool, tmp_path:
         assert math.hypot(*(row.gradient for row in here)) == pytest.approx(results[0]["norms"][step - 1], rel=1e-5)
         assert all(0 <= row.overlap <= 1 for row in here)
     assert sum(figures["entries"] for *_, figures in histograms) in range(1_000, 200_721)
+
+
+def test_a_sum_that_overflows_is_told_and_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Replicas that are finite pass the guard; the number of an infinite entry's bin would mean nothing."""
+    record = Record(Path("nowhere"), {})
+    own = SimpleNamespace(tensors=[Observed("w", ())], _counts=True, _window=None, _step=3, record=record)
+    own._whole = lambda one, parts: torch.tensor([1.0, torch.inf])
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        Observation.synchronised(cast(Any, own), lambda name: torch.empty(0), torch.tensor(True))
+    assert "Step 3: the sum of the gradients of w overflows" in caplog.text and not record.histograms

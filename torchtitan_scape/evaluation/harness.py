@@ -46,7 +46,7 @@ def find_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
     in `include`.
 
     Raises:
-        ValueError: a name that nobody knows.
+        ValueError: a name that nobody knows; a task that two of the names stand for, which the harness refuses.
     """
     places = [TASKS, *include]
     manager = TaskManager(include_path=places, include_defaults=False)
@@ -56,6 +56,11 @@ def find_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
         near = difflib.get_close_matches(part, manager.all_tasks)
         within = "" if part == name else f", of which {name} is made,"
         raise ValueError(f"--tasks: {part!r}{within} is unknown" + (f"; near it are {', '.join(near)}" if near else ""))
+    asked: dict[str, str] = {}
+    for name in names:
+        for part in dict.fromkeys(parts(manager, name)):
+            if (other := asked.setdefault(part, name)) != name:
+                raise ValueError(f"--tasks: {part!r} is in {other} and in {name}; leave one out, or run them apart")
     return manager
 
 

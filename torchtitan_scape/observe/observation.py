@@ -115,6 +115,9 @@ class Observation:
             values = self._whole(one, [gradient(shard.name) for shard in one.shards])
             if values is None:
                 continue
+            if bool(values.isinf().any()):  # the guard sees what each replica has, and not their sum
+                logger.warning(f"Step {self._step}: the sum of the gradients of {one.label} overflows; it is not shown")
+                continue
             real = ~values.isnan()
             values = values if bool(real.all()) else values[real]
             if self._window is not None:
