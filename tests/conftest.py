@@ -1,27 +1,32 @@
 """Shared fixtures: pools of gloo processes.
 
 The suite runs on the CPU with gloo, on machines with GPUs too: they are hidden before torch is imported, unless
-SCAPE_GPU_TESTS=1 asks for tests/gpu.
+SCAPE_GPU_TESTS asks for tests/gpu, which needs no package besides pytest, numpy, torch and triton.
 """
 
 import os
 
-if os.environ.get("SCAPE_GPU_TESTS") != "1":
+if not os.environ.get("SCAPE_GPU_TESTS"):
     for _name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         os.environ[_name] = ""
 
 import pytest
-from hypothesis import settings
 
 from tests import server
 from tests.pool import Pool
 
+ON_GPU = bool(os.environ.get("SCAPE_GPU_TESTS"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True, database=None)
-settings.load_profile("suite")
+if not ON_GPU:
+    from hypothesis import settings
+
+    settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True, database=None)
+    settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if ON_GPU:
+        return
     if config.getoption("numprocesses", None):  # this process runs no test: its streams do, and share the server
         server.address()
         return

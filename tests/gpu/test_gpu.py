@@ -1,6 +1,7 @@
-"""What only a GPU can show: `SCAPE_GPU_TESTS=1 ./run_tests.sh tests/gpu`.
+"""What only a GPU can show: `scripts/gpu_check.sh correctness`, or SCAPE_GPU_TESTS=1 and `python -m pytest tests/gpu`.
 
-The rest of the suite hides GPUs, so that it is the same everywhere.
+The rest of the suite hides GPUs, so that it is the same everywhere. `SCAPE_GPU_TESTS=smoke TRITON_INTERPRET=1` runs one
+small case of each test on a CPU, as far as it can: that nothing here fails by a slip when a GPU is at hand.
 """
 
 import math
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-if os.environ.get("SCAPE_GPU_TESTS") != "1" or not torch.cuda.is_available():
+if os.environ.get("SCAPE_GPU_TESTS") not in (("1", "smoke") if torch.cuda.is_available() else ("smoke",)):
     pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
 
 from kernels.codec.codes import BlockCode
@@ -31,8 +32,14 @@ from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
 
-BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device="cuda", columns=(2400, 5, 1, 8), keeps=0.5)
+SMOKE, DEVICE = os.environ["SCAPE_GPU_TESTS"] == "smoke", "cuda" if torch.cuda.is_available() else "cpu"
+BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device=DEVICE, columns=(2400, 5, 1, 8), keeps=0.5)
 SHAPES = [(700, 513), (33, 1024), (1, 1), (2048, 96), (1000,), (7,)]
+STEPS, BLOCKS = (3, 16) if SMOKE else (10, 333)
+if SMOKE:
+    BASE = replace(BASE, sparse=(2048, 5, 701, 1024), whole=(33, 96), columns=(16, 5, 1, 8))
+    SHAPES = [(7, 33), (2, 512), (1, 1), (16, 24), (10,), (7,)]
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can show it")
 
 
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01])
@@ -73,8 +80,8 @@ def test_a_skipped_step_writes_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_dense_adams_and_the_finite_check(dtype: torch.dtype, offset: int) -> None:
-    check_adams([100_000, 0, 5, 8192], offset, dtype, 0, "cuda")
-    check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, "cuda")
+    check_adams([100_000, 0, 5, 8192], offset, dtype, 0, DEVICE)
+    check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, DEVICE)
 
 
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])
@@ -82,28 +89,28 @@ def test_dense_adams_and_the_finite_check(dtype: torch.dtype, offset: int) -> No
 @pytest.mark.parametrize("name", FORMATS)
 def test_block_codes_follow_the_twin(name: str, block: int, scale: torch.dtype) -> None:
     """To the last bit, the twin on the GPU and on the CPU."""
-    check_follows(name, block, scale, 3, 333, "cuda")
+    check_follows(name, block, scale, 3, BLOCKS, DEVICE)
     x = rows_of(2, 26, block, "cpu")
     twin, kernel = BlockCode(name, block, scale), BlockCode(name, block, scale, "triton")
-    assert torch.equal(twin.encode(x), kernel.encode(x.cuda()).cpu())
+    assert torch.equal(twin.encode(x), kernel.encode(x.to(DEVICE)).cpu())
 
 
 def test_stochastic_rounding_and_the_turn_follow_the_twin() -> None:
     for name, block in (("int8", 256), ("int4", 128)):
-        check_rounding_follows(name, block, 3, 333, "cuda")
+        check_rounding_follows(name, block, 3, BLOCKS, DEVICE)
 
 
 def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:
-    generator = torch.Generator(device="cuda").manual_seed(100 * step + replica)
+    generator = torch.Generator(device=DEVICE).manual_seed(100 * step + replica)
     for p in parameters:
-        gradient = torch.randn(p.shape, generator=generator, device="cuda")
+        gradient = torch.randn(p.shape, generator=generator, device=DEVICE)
         p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
 
 
 def weights(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
     """The same at every call, whichever thread makes it, and whatever others draw meanwhile."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator, device="cuda")) for shape in shapes]
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, device=DEVICE)) for shape in shapes]
 
 
 def start(collectives: ReplicaCollectives | None = None, **options: Any) -> tuple[list[nn.Parameter], Scape]:
@@ -130,7 +137,7 @@ def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> Non
 
     def work(collectives: ThreadCollectives, kernels: str) -> tuple[list[Tensor], Tensor]:
         parameters, optimizer = start(collectives, kernels=kernels, **options)
-        for step in range(10):
+        for step in range(STEPS):
             draw(step, collectives.replica, parameters)
             optimizer.step()
         return [p.detach() for p in parameters], unpacked(optimizer)
@@ -151,7 +158,7 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
 
     def work(collectives: ThreadCollectives) -> tuple[list[Tensor], Tensor]:
         parameters, optimizer = start(collectives, **options)
-        for step in range(10):
+        for step in range(STEPS):
             draw(step, collectives.replica, parameters)
             optimizer.step()
         return [p.detach() for p in parameters], optimizer.passes.storage.flat["state"]
@@ -162,7 +169,7 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
     shared, _ = start(None, **options)
     named = [(f"p{i}", p) for i, p in enumerate(shared)]
     each = simulated.run(lambda i: make_scape(named, lr=1e-2, replicas=simulated.endpoints[i], **options))
-    for step in range(10):
+    for step in range(STEPS):
         gradients = []
         for replica in range(2):
             draw(step, replica, shared)
@@ -177,6 +184,9 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
+    if DEVICE == "cpu":
+        yield
+        return
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -189,7 +199,7 @@ def no_synchronisation() -> Iterator[None]:
 def test_no_step_waits_for_the_device(options: dict[str, Any], kernels: str) -> None:
     """From the first step on, through the density's warm-up and at the target."""
     parameters, optimizer = start(**{"density": 0.1, "density_warmup_steps": 3, "kernels": kernels, **options})
-    for step in range(7):
+    for step in range(min(7, STEPS)):
         draw(step, 0, parameters)
         with no_synchronisation():
             optimizer.step()
@@ -206,7 +216,7 @@ def test_offload_changes_nothing_and_does_not_wait(update: str, bf16_weights: bo
             hold_in_bfloat16(model, scaled=update == "sharded")
         more: dict[str, Any] = {"density_warmup_steps": 4, "update": update, "offload": offload}
         optimizer = make_scape(model.named_parameters(), lr=1e-2, density=0.05, **more)
-        for step in range(10):
+        for step in range(STEPS):
             draw(step, 0, list(model))
             with no_synchronisation() if step else nullcontext():
                 optimizer.step()
@@ -225,6 +235,7 @@ def test_dense_adams_does_not_wait() -> None:
             optimizer.step()
 
 
+@needs_gpu
 @pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_memory_over_dense_adams(density: float, warmup: int) -> None:

@@ -4,8 +4,9 @@ What only moves or compares values is held to be equal bit for bit, with the one
 mt. The update is held to the exact value within a bound on the rounding of its operations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -173,11 +174,11 @@ def check_step(case: Case) -> None:
     # The payload in chunks of its own, where it has no buffer.
     if not kernel.compact and not masks[0].dense:
         total = torch.cat(payloads)
-        for factor, length in ((1, max(1, total.numel())), (2, 7)):
-            for first in range(0, total.numel(), length):
-                chunk = torch.full((min(length, total.numel() - first),), float("nan"), device=case.device)
+        for factor, cuts in ((1, sorted({0, total.numel()})), (2, uneven_cuts(twin.counts))):
+            for first, end in pairwise(cuts):
+                chunk = torch.full((end - first,), float("nan"), device=case.device)
                 kernel.pieces().fill(chunk, first)
-                assert torch.equal(chunk, total[first : first + length])
+                assert torch.equal(chunk, total[first:end])
                 kernel.pieces().land(chunk * factor, first)
         landed = [kernel.gradients[i][used(case, masks[0], i)] for i in range(len(case.sizes))]
         assert torch.equal(torch.cat(landed), total * 2)
@@ -185,6 +186,22 @@ def check_step(case: Case) -> None:
             kernel.gradients[i][used(case, masks[0], i)] = payload
 
     check_update(case, kernel, masks, payloads, lasts, before, parameters[1])
+
+
+def uneven_cuts(counts: Sequence[int], short: int = 7, long: int = 4999) -> list[int]:
+    """Where a payload of so many entries a tensor is cut, from 0 to its end: seven by seven about the borders of
+    tensors; elsewhere a chunk that is longer than a tile and one of seven take turns. All cuts but few fall inside a
+    block and a tile, and a payload of some hundreds of entries goes seven by seven."""
+    borders = [0, *accumulate(counts)]
+    cuts, length = [0], long
+    while (at := cuts[-1]) < borders[-1]:
+        near = any(abs(at - border) <= 6 * short for border in borders)
+        length = short if near or length > short else long
+        ahead = min(border - at for border in borders if border > at)
+        if length == long:
+            length = max(short, min(long, ahead - 6 * short))
+        cuts.append(min(at + length, borders[-1]))
+    return cuts
 
 
 def check_update(

@@ -1,0 +1,14 @@
+"""Which of the tests a process takes: `scripts/gpu_check.sh correctness` starts several."""
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """SCAPE_GPU_TESTS=smoke: one case of every test. SCAPE_GPU_SHARE=i/n: every n-th, from the i-th on."""
+    if os.environ.get("SCAPE_GPU_TESTS") == "smoke":
+        tests = [item for item in items if isinstance(item, pytest.Function)]
+        items[:] = {test.originalname: test for test in reversed(tests)}.values()
+    first, _, every = os.environ.get("SCAPE_GPU_SHARE", "0/1").partition("/")
+    items[:] = items[int(first) :: int(every)]
