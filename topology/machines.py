@@ -31,6 +31,7 @@ class Device:
     peak: TFLOP/s of dense BF16 matrix products, nominal.
     host_memory: GB of the host that are the rank's.
     host_link: GB/s between the two, one direction, nominal.
+    runtime: whose kernels it runs, "CUDA" or "ROCm"; "" for a CPU.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Device:
     source: str
     host_memory: float
     host_link: float
+    runtime: str = "CUDA"
 
 
 _A100 = Device(
@@ -51,7 +53,9 @@ _A100 = Device(
     host_memory=250.0,
     host_link=31.5,
 )
-ASSUMED_CORE = Device("one core", 8.0, 10.0, 0.05, "assumed: a core of a laptop, its share of the memory", 8.0, 10.0)
+ASSUMED_CORE = Device(
+    "one core", 8.0, 10.0, 0.05, "assumed: a core of a laptop, its share of the memory", 8.0, 10.0, ""
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ MACHINES = {
                 "User Guide: 512 GB a node, 36 GB/s each way between CPU and GCD",
                 host_memory=64.0,
                 host_link=36.0,
+                runtime="ROCm",
             ),
         ),
         Machine(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
 from torchtitan_scape.planner.levels_volumes import LevelsPlan
+from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.payload import coded_by
 from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_stages
 from torchtitan_scape.planner.volumes import (
@@ -152,15 +153,17 @@ def predict_step(
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What nobody measured.
+    """What nobody measured, and what takes its place where somebody did.
 
     mfu: share of the device's peak that forward and backward reach, and an optimizer's products of matrices.
     memory_efficiency: share of the nominal memory bandwidth that the optimizer's passes reach.
+    passes: their measured rates, instead of that and of the links' memory bandwidth; None for none.
     usable_memory: share of the device's memory that a job can fill (fragmentation, NCCL's buffers, the context).
     """
 
     mfu: float = 0.4
     memory_efficiency: float = 0.7
+    passes: PassRates | None = None
     usable_memory: float = 0.9
 
 
@@ -214,12 +217,13 @@ def predict(
         flops = workload.flops_per_token() * workload.sequence * batch
         compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
     shapes = local_shapes(workload.shapes(), levels.spread if levels else layout.shard)
-    bandwidth = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
+    streaming = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
+    rates = assumptions.passes.of(method) if assumptions.passes else (streaming, streaming)
     device_bytes, link_bytes = (of(method, shapes, layout.replicate) for of in (optimizer_bytes, host_link_bytes))
     # Copies to and from the host hide beside the passes, as far as these take time.
     pack, rest = (
-        max(nbytes / bandwidth, copied / (device.host_link * 1e9))
-        for nbytes, copied in zip(device_bytes, link_bytes, strict=True)
+        max(nbytes / rate, copied / (device.host_link * 1e9))
+        for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
     rest += optimizer_flops(method, shapes) / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (

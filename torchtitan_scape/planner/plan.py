@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from topology.links import Links
+from topology.machines import get_machine
 from torchtitan_scape.command import Parser
 from torchtitan_scape.planner.advice import (
     CODED,
@@ -39,6 +40,7 @@ from torchtitan_scape.planner.advice import (
     make_case,
 )
 from torchtitan_scape.planner.cost import Assumptions, Prediction
+from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.shard_axis import Form, forms, lines
 from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
 from torchtitan_scape.planner.workloads import local_shapes
@@ -75,10 +77,13 @@ def _question(case: Case) -> Iterator[str]:
     )
     yield f"Links, per rank: {spans} ({case.links.source})"
     memory = "measured" if case.links.memory_bandwidth else f"{100 * a.memory_efficiency:.0f} % of nominal"
+    if a.passes:
+        yield f"The optimizer's passes: {a.passes.describe()}"
+    passes = "" if a.passes else f"memory bandwidth in the optimizer {memory}; "
     yield (
-        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; memory bandwidth in the "
-        f"optimizer {memory}; every second layer recomputed; dense and quantized gradients hidden behind the last "
-        "micro-batch's backward pass as far as it lasts"
+        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; {passes}every second layer "
+        "recomputed; dense and quantized gradients hidden behind the last micro-batch's backward pass as far as it "
+        "lasts"
     )
 
 
@@ -277,6 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="llama_1_8b", help="a workload of torchtitan_scape/planner/workloads.py")
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
     add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
+    add("--kernels", type=Path, help="speed.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
     add("--network-bandwidth", type=float, default=0.0, help="GB/s that a rank really sends between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the paper's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)
@@ -306,16 +312,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.paper:
             text = _paper(options.output)
         else:
+            links = Links.from_json(options.links) if options.links else None
+            machine = get_machine(options.machine)
+            passes = for_device(machine.device, links or Links.from_machine(machine), options.kernels)
             case = make_case(
                 options.machine,
                 options.nodes,
                 options.model,
                 ranks_per_node=options.ranks_per_node,
-                links=Links.from_json(options.links) if options.links else None,
+                links=links,
                 network_bandwidth=options.network_bandwidth,
                 batch=options.global_batch,
                 sequence=options.seq_len,
-                assumptions=Assumptions(mfu=options.mfu),
+                assumptions=Assumptions(mfu=options.mfu, passes=passes),
             )
             if options.shard_axis:
                 found = forms(case, options.shard_axis)
