@@ -109,7 +109,7 @@ def check_run(command: Command) -> None:
 
 def check(command: Command) -> None:
     program, arguments = command.program, command.arguments
-    readers = ("run_train.sh", "run_tests.sh", "scripts/slurm/launch.sh", "tests/conftest.py")
+    readers = ("run_train.sh", "run_tests.sh", "scripts/slurm/launch.sh", "scripts/gpu_check.sh")
     sources = "\n".join((ROOT / name).read_text() for name in readers)
     for name in command.variables:
         assert name in sources, f"{command.text}: nothing reads {name}"
@@ -118,6 +118,8 @@ def check(command: Command) -> None:
     elif program == "./run_tests.sh":
         for argument in arguments:
             assert (ROOT / argument).exists() or argument in sources, argument
+    elif program == "scripts/gpu_check.sh":
+        check_module("scripts.gpu.check", arguments)
     elif program == "torchrun":
         while TORCHRUN.fullmatch(arguments[0]):
             arguments = arguments[1:]

@@ -70,13 +70,6 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
             assert row["spilled_bytes"] == 0, row
 
 
-def test_the_benchmarks_run() -> None:
-    assert "pack + update / AdamW" in run(
-        "scripts/benchmarks/bench_kernels.py", "--smoke", "--density=0.1", TRITON_INTERPRET="1"
-    )
-    assert "| e2m1 | add up | 16 |" in run("scripts/benchmarks/bench_codec.py", "--smoke", TRITON_INTERPRET="1")
-
-
 def test_a_backend_can_be_forced_or_is_refused() -> None:
     cpu = torch.device("cpu")
     assert choose("auto", cpu) == choose("torch", cpu) == "torch"

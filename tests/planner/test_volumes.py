@@ -66,7 +66,7 @@ def test_a_wire_is_priced_by_its_messages() -> None:
 @pytest.mark.parametrize("model", ["llama_500m", "llama_1_8b"])
 def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: float) -> None:
     shapes = list(get_workload(model).shapes())
-    least = kernel_bytes(Method("scape", density), shapes, 8)  # as scripts/benchmarks/bench_kernels.py has it
+    least = kernel_bytes(Method("scape", density), shapes, 8)  # as scripts/gpu/passes.py has it
     pack, rest = optimizer_bytes(Method("scape", density), shapes, 1)
     n = sum(map(math.prod, shapes))
     assert pack / n == pytest.approx(least["pack"] / n, abs=1e-4)

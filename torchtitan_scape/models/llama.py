@@ -16,6 +16,8 @@ LLAMA_ARGS = {
     "embedded": _sizes(dim=128, n_layers=6, n_heads=4, n_kv_heads=2, vocab_size=4096, multiple_of=64),
     # 200,720 parameters on bytes (256 and two special tokens, four rows spare): for studies of many short runs.
     "study": _sizes(dim=80, n_layers=2, n_heads=2, n_kv_heads=2, vocab_size=260, multiple_of=32),
+    # 51.9 M parameters, 46.7 M of them in layers, and the embedded tokenizer: what one GPU trains in a minute.
+    "50M": _sizes(dim=640, n_layers=10, n_heads=10, n_kv_heads=5, vocab_size=4096),
     # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
     "500M": _sizes(dim=1536, n_layers=16, n_heads=16, n_kv_heads=8, vocab_size=32000, rope_theta=100000),
     "1.8B": _sizes(dim=2560, n_layers=24, n_heads=32, n_kv_heads=8, vocab_size=32000, rope_theta=10000),

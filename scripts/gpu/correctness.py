@@ -1,0 +1,127 @@
+"""tests/gpu in several processes, and two of its cases under compute-sanitizer.
+
+    python -m scripts.gpu.correctness tests --result FILE
+    python -m scripts.gpu.correctness sanitizer --result FILE
+    TRITON_INTERPRET=1 python -m scripts.gpu.correctness tests --smoke --result FILE    # a case of every test, anywhere
+
+It needs torch, triton, numpy and pytest. Every process takes its share of the cases, so that a kernel that breaks the
+device's context fails those of one process.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from scripts.common import ROOT, RunError, guarded, parser, write
+
+PROCESSES = 10
+TESTS = "tests/gpu"
+OUTCOME = re.compile(rf"^({TESTS}/.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.M)
+DURATION = re.compile(rf"^([\d.]+)s (?:call|setup) +({TESTS}/.+)$", re.M)
+# A whole step on unaligned tensors with its selection, and a code that packs bits.
+SANITIZED = (
+    f"{TESTS}/test_gpu.py::test_a_step_follows_the_twin[gradients off-dtype1-target-0.1]",
+    f"{TESTS}/test_gpu.py::test_block_codes_follow_the_twin[int4-128-scale0]",
+)
+SANITIZER_SECONDS = 50.0  # a case
+POLL = 0.5
+
+
+def command(*more: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=5", *more]
+
+
+def environment(smoke: bool, **more: str) -> dict[str, str]:
+    return {**os.environ, "SCAPE_GPU_TESTS": "smoke" if smoke else "1", **more}
+
+
+def outcomes(texts: list[str]) -> dict[str, Any]:
+    """What pytest has said so far, of all processes."""
+    found = [match for text in texts for match in OUTCOME.findall(text)]
+    counts = Counter(outcome for _, outcome in found)
+    slowest = sorted(((float(s), name) for text in texts for s, name in DURATION.findall(text)), reverse=True)
+    return {
+        "passed": counts["PASSED"],
+        "skipped": counts["SKIPPED"],
+        "failed": sorted(name for name, outcome in found if outcome in ("FAILED", "ERROR")),
+        "slowest": [{"test": name, "seconds": seconds} for seconds, name in slowest[:5]],
+    }
+
+
+def tests(args: argparse.Namespace) -> None:
+    """Raises RunError where a test failed or a process did not come to its end."""
+    count = 1 if args.smoke else min(PROCESSES, os.cpu_count() or 1)
+    begin, before = time.monotonic(), -1
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = [Path(scratch, f"{i}.log") for i in range(count)]
+        running = []
+        for i, log in enumerate(logs):
+            with open(log, "wb") as file:
+                env = environment(args.smoke, SCAPE_GPU_SHARE=f"{i}/{count}")
+                running.append(subprocess.Popen(command(TESTS), cwd=ROOT, env=env, stdout=file, stderr=file))
+        while True:
+            codes = [process.poll() for process in running]
+            texts = [log.read_text(errors="replace") for log in logs]
+            found = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes} | outcomes(texts)
+            if found["passed"] + len(found["failed"]) != before or None not in codes:
+                before = found["passed"] + len(found["failed"])
+                write(args.result, found)
+                print(f"{found['passed']} passed, {len(found['failed'])} failed", flush=True)
+            if None not in codes:
+                break
+            time.sleep(POLL)
+    wrong = [text for code, text in zip(codes, texts, strict=True) if code]
+    for text in wrong:
+        print(text[-8000:], flush=True)
+    if wrong or not found["passed"]:
+        raise RunError(f"{len(found['failed'])} tests failed, {len(wrong)} of {count} processes ended badly")
+
+
+def sanitizer(args: argparse.Namespace) -> None:
+    """Raises RunError where the sanitizer found something, or did not come to its end."""
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None:
+        write(args.result, {"note": "compute-sanitizer is not installed"})
+        print("compute-sanitizer is not installed", flush=True)
+        return
+    found: dict[str, Any] = {"program": program, "cases": []}
+    # Every tensor is then an allocation of its own, beyond whose end nothing may be touched.
+    env = environment(False, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    for case in SANITIZED:
+        begin = time.monotonic()
+        check = [program, "--tool=memcheck", "--error-exitcode=9", *command(case)]
+        try:
+            done = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SANITIZER_SECONDS)
+            told, code = done.stdout + done.stderr, done.returncode
+        except subprocess.TimeoutExpired:
+            told, code = f"not done within {SANITIZER_SECONDS:g} s", -1
+        summary = re.findall(r"ERROR SUMMARY: .*", told)
+        row = {"test": case, "exit_code": code, "said": (summary or [told[-300:]])[-1]}
+        found["cases"].append(row | {"seconds": time.monotonic() - begin})
+        write(args.result, found)
+        print(f"{case}: {found['cases'][-1]['said']}", flush=True)
+        if code:
+            print(told[-4000:], flush=True)
+    if bad := [row["test"] for row in found["cases"] if row["exit_code"]]:
+        raise RunError(f"compute-sanitizer: {', '.join(bad)}")
+
+
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("what", choices=["tests", "sanitizer"])
+    own.add_argument("--result", type=Path, required=True)
+    own.add_argument("--smoke", action="store_true", help="a small case of every test, on whatever device there is")
+    args = own.parse_args()
+    return guarded(lambda: {"tests": tests, "sanitizer": sanitizer}[args.what](args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

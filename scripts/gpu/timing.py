@@ -1,0 +1,149 @@
+"""Times of work on a device, with the host's share kept apart.
+
+A GPU runs behind its host. Where events are recorded around work that the host has not issued yet, the device waits in
+between for the host, and what is called a kernel's time is the host's. So the device is kept busy first, for as long as
+the host takes to issue the work; the events then stand around work that follows without a gap.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+WARM_UP = 3
+SPIN_CYCLES = 20_000_000  # to learn how many a millisecond has
+ATTEMPTS = 3  # at keeping the device busy for long enough
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of repeats: of the device, and of the host until it has issued the work.
+
+    ahead: whether the device was still busy with something else each time when the host had issued all; else the
+        device's times have the host's in them. Always false of work that waits for the device itself, and on a CPU.
+    """
+
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    ahead: bool = False
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.device)
+
+    def figures(self) -> dict[str, Any]:
+        """Medians, and how far the repeats lie apart."""
+        return {
+            "ms": self.ms,
+            "least_ms": min(self.device),
+            "most_ms": max(self.device),
+            "host_ms": statistics.median(self.host),
+            "host_most_ms": max(self.host),
+            "repeats": len(self.device),
+            "ahead": self.ahead,
+        }
+
+
+def device_for(smoke: bool) -> torch.device:
+    """The GPU; a CPU will do for a smoke test. Raises ValueError where there is no GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not smoke:
+        raise ValueError("torch sees no GPU; --smoke checks the script without one")
+    return device
+
+
+class Clock:
+    """Measures calls on a device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        self.cuda = device.type == "cuda"
+        self._cycles = self._cycles_of_a_millisecond() if self.cuda else 0.0
+
+    def __call__(self, work: Callable[[], Any]) -> Times:
+        for _ in range(min(WARM_UP, self.repeats)):
+            work()
+        return self._on_gpu(work) if self.cuda else self._on_cpu(work)
+
+    def spin(self, milliseconds: float) -> None:
+        """Keeps the device busy from here on for so long; a CPU is."""
+        if self.cuda:
+            torch.cuda._sleep(int(milliseconds * self._cycles))
+
+    def _on_cpu(self, work: Callable[[], Any]) -> Times:
+        times = Times()
+        for _ in range(self.repeats):
+            begin = time.perf_counter()
+            work()
+            times.device.append(1e3 * (time.perf_counter() - begin))
+        return Times(times.device, list(times.device))
+
+    def _on_gpu(self, work: Callable[[], Any]) -> Times:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        spin = 0.5 + 2e3 * (time.perf_counter() - begin)
+        times, ahead = Times(), True
+        for _ in range(self.repeats):
+            for _attempt in range(ATTEMPTS):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                self.spin(spin)
+                start.record()
+                begin = time.perf_counter()
+                work()
+                host = 1e3 * (time.perf_counter() - begin)
+                in_time = not start.query()
+                end.record()
+                end.synchronize()
+                if in_time or not ahead:
+                    break
+                spin *= 2
+            ahead = ahead and in_time
+            times.device.append(start.elapsed_time(end))
+            times.host.append(host)
+        return Times(times.device, times.host, ahead)
+
+    def _cycles_of_a_millisecond(self) -> float:
+        for _ in range(2):  # the first one wakes the device up
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.cuda._sleep(SPIN_CYCLES)
+            end.record()
+            end.synchronize()
+        return SPIN_CYCLES / start.elapsed_time(end)
+
+
+def free_running(clock: Clock, work: Callable[[], Any], calls: int) -> float:
+    """Milliseconds of a call where so many follow each other, as in training: of the host or of the device, whichever
+    is the slower."""
+    work()
+    if clock.cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        work()
+    if clock.cuda:
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin) / calls
+
+
+def copy_bandwidth(clock: Clock, gigabytes: float) -> float:
+    """Bytes a second, read and written, of a copy on the device: what streaming passes are held against."""
+    source = torch.rand(int(gigabytes * 2**28), device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (clock(lambda: target.copy_(source)).ms / 1e3)
+
+
+def of(figures: dict[str, Any], least: float, entries: int, bandwidth: float) -> dict[str, Any]:
+    """A pass's figures beside the bytes that it cannot do without."""
+    rate = least / (figures["ms"] / 1e3)
+    return figures | {
+        "minimal_bytes": least,
+        "bytes_an_entry": least / entries,
+        "bytes_a_second": rate,
+        "share_of_copy": rate / bandwidth,
+    }

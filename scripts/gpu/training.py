@@ -1,0 +1,220 @@
+"""The trainer on one GPU: tokens a second and MFU of Llama-500M, and losses of a 50 M Llama with 8 simulated replicas.
+
+    python -m scripts.gpu.training throughput scape --result FILE    # or adamw, adams, offload
+    python -m scripts.gpu.training quality --result FILE
+    python -m scripts.gpu.training quality --smoke --result FILE     # the smallest flavors, anywhere
+
+It needs TorchTitan and no network: text and tokenizer are the repository's own. The tokenizer has 4,096 entries of the
+32,000 that Llama-500M embeds; what a step computes is the same. Figures are those of the trainer's log.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.common import ALONE, EMBEDDED, ROOT, RunError, guarded, parser, read, write
+from torchtitan_scape.planner.workloads import get_workload
+
+LOGGED = re.compile(
+    r"\bstep: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+).*?memory: +(?P<gib>[\d.]+)GiB.*?tps: (?P<tps>[\d,]+)"
+    r".*?mfu: (?P<mfu>[\d.]+)%"
+)
+VALIDATED = re.compile(r"\bvalidate step: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+)")
+OWN_TEXT = ["--model.hf_assets_path=./torchtitan_scape/data/tokenizer", "--training.dataset=standard_library"]
+PLAIN = [
+    *("--metrics.no-enable-tensorboard", "--validation.no-enable", "--checkpoint.no-enable", "--sample.characters=0"),
+    *("--sync.consistency_interval=0", "--sync.scape.density_warmup_steps=0"),
+]
+# What is timed: a recipe of train_configs/methods, and options.
+OFFLOADED = ("--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master")
+TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "adamw": ("adamw", ()),
+    "adams": ("adams", ()),
+    "scape": ("scape", ()),
+    "offload": ("scape", OFFLOADED),
+}
+BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 60, 15
+REPLICAS = 8
+# At the defaults of [sync.scape], and within a hundredth of the bytes of dense FP32.
+COMPARED: dict[str, tuple[str, ...]] = {
+    "dense AdamS": ("--sync.method=dense",),
+    "SCAPE, defaults": ("--sync.scape.density=0.1", "--sync.scape.wire=float32"),
+    "SCAPE, 1 % of the bytes": ("--sync.scape.bytes=0.01",),
+}
+KEPT = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
+POLL = 1.0
+
+
+class Run:
+    """The trainer, alone on its device, and what it has logged."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self.folder, self._log = folder, folder / "run.log"
+        folder.mkdir(parents=True)
+        command = [os.environ.get("PYTHON", sys.executable), "-m", "torchtitan_scape.train", *arguments]
+        env = {**os.environ, **ALONE}
+        with open(self._log, "wb") as file:
+            self.process = subprocess.Popen(
+                [*command, f"--job.dump_folder={folder}"], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.process.poll() is None:  # cut off: what it was doing
+            print(self.text()[-2000:], flush=True)
+        self.process.kill()
+        self.process.wait()
+
+    def text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def points(self) -> list[dict[str, float]]:
+        """What stands in the lines of the log."""
+        found = [match.groupdict() for match in LOGGED.finditer(self.text())]
+        return [{key: float(value.replace(",", "")) for key, value in one.items()} for one in found]
+
+    def validated(self) -> list[list[float]]:
+        return [[float(match["step"]), float(match["loss"])] for match in VALIDATED.finditer(self.text())]
+
+    def summary(self) -> dict[str, Any]:
+        return read(self.folder / "summary.json") or {}
+
+
+def follow(runs: dict[str, Run], note: Callable[[], None]) -> None:
+    """Until all have ended; `note` is called when their logs have grown. Raises RunError if one failed."""
+    before = 0
+    while True:
+        ended = all(run.process.poll() is not None for run in runs.values())
+        points = sum(len(run.points()) for run in runs.values())
+        if points != before or ended:
+            before = points
+            note()
+        if ended:
+            break
+        time.sleep(POLL)
+    for name, run in runs.items():
+        if code := run.process.returncode:
+            raise RunError(f"{name} ended with exit code {code}:\n{run.text()[-3000:]}")
+
+
+def timed(form: str, smoke: bool) -> list[str]:
+    """The trainer's arguments."""
+    recipe, options = TIMED[form]
+    if smoke:
+        arguments = [f"--job.config_file={EMBEDDED},train_configs/methods/{recipe}.toml", *PLAIN, *options]
+        arguments += ["--training.local_batch_size=1", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1"]
+        return [*arguments, "--training.steps=3", "--metrics.log_freq=1"]
+    parts = ("models/llama_500m", f"methods/{recipe}", "machines/one_gpu")
+    arguments = [f"--job.config_file={','.join(f'train_configs/{part}.toml' for part in parts)}", *OWN_TEXT, *PLAIN]
+    arguments += [f"--training.local_batch_size={BATCH}", f"--training.global_batch_size={BATCH}", *options]
+    arguments += [f"--training.seq_len={SEQUENCE}", f"--training.steps={STEPS}", f"--metrics.log_freq={EVERY}"]
+    return [*arguments, "--lr_scheduler.warmup_steps=10", "--compile.enable", "--activation_checkpoint.mode=selective"]
+
+
+def throughput(args: argparse.Namespace, scratch: Path) -> None:
+    arguments = timed(args.form, args.smoke)
+    batch, sequence, steps = (1, 32, 3) if args.smoke else (BATCH, SEQUENCE, STEPS)
+    found: dict[str, Any] = {"form": args.form, "arguments": arguments, "batch": batch, "sequence": sequence}
+    with Run(arguments, scratch / args.form) as run:
+
+        def note() -> None:
+            points = run.points()
+            write(args.result, found | measured(points) | {"points": points})
+            if points:
+                last = "step {step:.0f}: loss {loss:.3f}, {tps:,.0f} tokens/s, MFU {mfu:.1f} %"
+                print(last.format(**points[-1]), flush=True)
+
+        follow({args.form: run}, note)
+        points, summary = run.points(), run.summary()
+        if not points or points[-1]["step"] != steps:
+            raise RunError(f"the log ends before step {steps}:\n{run.text()[-3000:]}")
+        kept = {key: summary.get(key) for key in ("seconds_by_phase", "peak_memory_bytes", "predicted_memory_bytes")}
+        write(args.result, found | measured(points) | {"points": points} | kept)
+
+
+def measured(points: list[dict[str, float]]) -> dict[str, Any]:
+    """Tokens a second after what is compiled and tuned at first. mfu: TorchTitan's, which counts attention as if it
+    were not causal; mfu_causal: of what a causal one needs."""
+    warm = points[2:]  # not the first step, nor those up to the next line
+    if not warm:
+        return {}
+    rates, mfu = [point["tps"] for point in warm], statistics.median(point["mfu"] for point in warm)
+    model = get_workload("llama_500m")
+    causal = model.flops_per_token()
+    return {
+        "tokens_per_second": statistics.median(rates),
+        "least": min(rates),
+        "most": max(rates),
+        "mfu_percent": mfu,
+        "mfu_causal_percent": mfu * causal / (causal + 6.0 * model.layers * model.width * model.sequence),
+        "memory_gib": max(point["gib"] for point in points),
+    }
+
+
+def compared(smoke: bool) -> list[str]:
+    """The trainer's arguments that all runs have in common."""
+    common = [f"--job.config_file={EMBEDDED}", "--checkpoint.no-enable", "--sample.characters=0"]
+    common += ["--metrics.no-enable-tensorboard", "--sync.consistency_interval=0"]
+    if smoke:
+        common += ["--topology.simulate_replicas=2", "--training.local_batch_size=1", "--training.seq_len=32"]
+        common += ["--training.steps=3", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
+        common += ["--validation.steps=1", "--validation.seq_len=32", "--validation.freq=3"]
+        return [*common, "--sync.scape.density_warmup_steps=2"]
+    common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=4", "--training.seq_len=512"]
+    common += ["--training.steps=300", "--metrics.log_freq=10", "--lr_scheduler.warmup_steps=30"]
+    common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--optimizer.lr=1e-3"]
+    common += ["--validation.freq=100", "--validation.seq_len=512", "--validation.steps=4"]
+    return [*common, "--sync.scape.density_warmup_steps=30"]
+
+
+def quality(args: argparse.Namespace, scratch: Path) -> None:
+    """All at the same time: a step of a small model is launches, which wait for the host."""
+    common = compared(args.smoke)
+    runs: dict[str, Run] = {}
+    found: dict[str, Any] = {"arguments": common, "replicas": 2 if args.smoke else REPLICAS, "runs": {}}
+
+    def note() -> None:
+        for name, run in runs.items():
+            curve, summary = [[p["step"], p["loss"]] for p in run.points()], run.summary()
+            own = {"options": COMPARED[name], "training": curve, "validation": run.validated()}
+            found["runs"][name] = own | {key: summary.get(key) for key in KEPT}
+        write(args.result, found)
+        last = {name: run["training"][-1] for name, run in found["runs"].items() if run["training"]}
+        print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
+
+    try:
+        for number, (name, options) in enumerate(COMPARED.items()):
+            runs[name] = Run([*common, *options], scratch / str(number))
+        follow(runs, note)
+    finally:
+        for run in runs.values():
+            run.__exit__()
+
+
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("what", choices=["throughput", "quality"])
+    own.add_argument("form", nargs="?", choices=[*TIMED], default="scape")
+    own.add_argument("--result", type=Path, required=True)
+    own.add_argument("--smoke", action="store_true", help="tiny sizes, on whatever device there is")
+    args = own.parse_args()
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            {"throughput": throughput, "quality": quality}[args.what](args, Path(scratch))
+
+    return guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# What a GPU shows of this repository, in three parts of at most eight minutes each, without a network:
+#
+#   scripts/gpu_check.sh correctness      # kernels against their twin, no waiting, memory; torch, triton, numpy, pytest
+#   scripts/gpu_check.sh speed            # passes, codes, launches; the same packages
+#   scripts/gpu_check.sh training         # the trainer; TorchTitan and what it needs, docs/kernels.md has the list
+#
+# --smoke: tiny sizes, on a CPU too. --output DIR: instead of results/gpu. --only a,b: these steps. PYTHON: which one.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+exec "${PYTHON:-python3}" -m scripts.gpu.check "$@"

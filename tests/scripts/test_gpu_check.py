@@ -1,0 +1,213 @@
+"""scripts/gpu_check.sh: its report from what a GPU could have left, how its steps end, and all parts on a CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.common import RESULTS, ROOT, read, write
+from scripts.gpu import check
+from scripts.gpu.check import PART_SECONDS, PARTS, Step
+from scripts.gpu.correctness import outcomes
+from scripts.gpu.launches import STEPS, gaps
+from scripts.gpu.report import write_report
+from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
+from tests import server
+
+H100 = {
+    "device": "NVIDIA H100 80GB HBM3",
+    "driver": "580.159.04",
+    "runtime": "CUDA 13.0",
+    "cores": 16,
+    "system": "Linux 6.18",
+    "nominal_bandwidth": 3.35e12,
+    "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+}
+COMMIT = 40 * "a"
+
+
+def part(part: str, **results: Any) -> dict[str, Any]:
+    common = {"status": "passed", "seconds": 12.3, "limit_seconds": 60, "begun": "now", "commit": COMMIT}
+    steps = {name: {**common, "result": one} for name, one in results.items()}
+    return {"command": f"scripts/gpu_check.sh {part}", "smoke": False, "machine": H100, "steps": steps}
+
+
+def figures(ms: float, **more: Any) -> dict[str, Any]:
+    spread = {"least_ms": 0.9 * ms, "most_ms": 1.1 * ms, "host_ms": 0.25, "ahead": True}
+    rate = {"minimal_bytes": 28e9, "bytes_an_entry": 28.0, "bytes_a_second": 28e12 / ms, "share_of_copy": 0.875}
+    return {"ms": ms, **spread, **rate, **more}
+
+
+def test_the_report_says_what_was_found(tmp_path: Path) -> None:
+    """And of what: device, driver, versions, command, commit."""
+    tests = {
+        "processes": 10,
+        "passed": 119,
+        "skipped": 1,
+        "failed": ["tests/gpu/x.py::test_a[b c]"],
+        "seconds": 99,
+    }
+    write(tmp_path / "correctness.json", part("correctness", tests=tests, sanitizer={"note": "is not installed"}))
+    passes = {"pack": figures(8.0), "pack + select": figures(10.0), "select": {"ms": 2.0}}
+    setting = {"density": 0.05, "wire": "int4", "passes": passes, "plain": {"ms": 400.0}}
+    setting["step"] = figures(20.0, free_running_ms=20.5)
+    dense = {"fused AdamW": figures(25.0), "dense AdamS": figures(18.0, ahead=False)}
+    speed = {"model": "llama_1_8b", "copy_bandwidth": 3e12, "dense": dense, "settings": [setting]}
+    write(tmp_path / "speed.json", part("speed", **{"passes-1.8b": speed}))
+    points = [{"step": 20.0 * i, "loss": 9.0 - i, "gib": 40.0, "tps": 100_000.0 + i, "mfu": 46.0} for i in (1, 2, 3, 4)]
+    form = {"batch": 8, "sequence": 4096, "points": points, **measured(points)}
+    bytes_sent = {"planned_bytes_per_step_and_rank": 5.0, "dense_bytes_per_step_and_rank": 400.0}
+    runs = {
+        "dense AdamS": {"training": [[10, 5.0], [20, 4.0]], "validation": [[20, 4.125]]},
+        "SCAPE": {"training": [], "validation": [], **bytes_sent},
+    }
+    forms = {f"throughput-{name}": form | {"form": name} for name in ("adamw", "scape")}
+    ranks = {
+        "error": "",
+        "several": {"ranks": 4, "backend": "nccl", "cases": [{"layout": "2x2", "case": "gather", "equal": False}]},
+        "lanes": {"backend": "nccl", "stages": {"reduce": True}},
+    }
+    whole = part("training", **forms, quality={"replicas": 8, "runs": runs}, ranks=ranks)
+    whole["steps"]["lost-rank"] = {"status": "no time left", "commit": COMMIT, "result": None}
+    write(tmp_path / "training.json", whole)
+
+    text = write_report(tmp_path).read_text()
+    for said in (
+        "# NVIDIA H100 80GB HBM3\n",
+        "Driver 580.159.04, CUDA 13.0, 16 cores, Linux 6.18; torch 2.11.0, triton 3.6.0.",
+        "`scripts/gpu_check.sh speed`",
+        "| tests | passed | 12.3 | 60 | now | aaaaaaaaaaaa |",
+        "119 passed, 1 failed, 1 skipped, 99 s.\n- failed: `tests/gpu/x.py::test_a[b c]`",
+        "is not installed",
+        "A copy on the device, read and written: passes-1.8b 3000 GB/s.",
+        "| llama_1_8b | 0.05, int4 | 20.000 | 25.000 | 0.80 | 18.000 | 400.0 | 20.0 | 0.250 | 20.500 | 10.0 |",
+        "| llama_1_8b | 0.05, int4 | pack | 8.000 | 7.200 to 8.800 | 0.250 | 28.00 | 3500 | 88 |",
+        "| llama_1_8b | dense | dense AdamS | 18.000 (with the host's) |",
+        "| scape | 100,004 | 100,003 to 100,004 | 1.000 | 46.0 | 39.0 | 40.0 | 5.000 |",
+        "| dense AdamS | 20 | 4.0000 | 4.1250 | - |",
+        "| SCAPE | - | - | - | 1.25 |",
+        "| 2x2 | gather | NO |",
+        "| lost-rank | no time left | - | - | - | aaaaaaaaaaaa |",
+        "![losses](losses.png)",
+    ):
+        assert said in text, said
+    assert (tmp_path / "losses.png").stat().st_size > 1000 and "smoke" not in text
+
+
+def test_gaps_between_launches() -> None:
+    """Two streams overlap; what the device was kept busy with does not count."""
+    kernels = [("spin_kernel", 0.0, 900.0), ("a", 1000.0, 1300.0), ("b", 1200.0, 1500.0), ("a", 1800.0, 2400.0)]
+    found = gaps(kernels)
+    assert found["launches"] == 3 / STEPS and found["busy_ms"] * STEPS == pytest.approx(1.1)
+    assert found["gaps_ms"] * STEPS == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
+    assert found["ms_by_kernel"]["a"] * STEPS == pytest.approx(0.9)
+    assert gaps([])["launches"] == 0
+
+
+def test_what_pytest_and_the_trainer_say_is_understood() -> None:
+    text = """tests/gpu/test_gpu.py::test_a[gradients off-0.1] PASSED             [ 50%]
+tests/gpu/test_gpu.py::test_b FAILED                                    [ 75%]
+tests/gpu/test_gpu.py::test_c SKIPPED (only a GPU can show it)          [100%]
+53.84s call     tests/gpu/test_gpu.py::test_b
+FAILED tests/gpu/test_gpu.py::test_b - assert 0"""
+    found = outcomes([text, ""])
+    assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, ["tests/gpu/test_gpu.py::test_b"])
+    assert found["slowest"] == [{"test": "tests/gpu/test_gpu.py::test_b", "seconds": 53.84}]
+    line = "[titan] - root - INFO - step: 20  loss:  8.63301  grad_norm:  1.2  memory: 40.65GiB(51.1%)  tps: 129,061  "
+    match = LOGGED.search(line + "tflops: 400.10  mfu: 41.90%")
+    assert match is not None
+    assert match.groupdict() == dict(step="20", loss="8.63301", gib="40.65", tps="129,061", mfu="41.90")
+    validated = VALIDATED.search("validate step: 300  loss:  4.1250  memory")
+    assert validated is not None and validated["loss"] == "4.1250" and not LOGGED.search("validate step: 3  loss:  4.1")
+
+
+def test_the_trainer_takes_what_is_timed_and_compared() -> None:
+    """Of full size: nobody starts these runs on a CPU."""
+    from torchtitan_scape.config.checks import check_config
+    from torchtitan_scape.config.parsing import parse
+
+    for arguments in [timed(form, False) for form in TIMED] + [[*compared(False), *one] for one in COMPARED.values()]:
+        config = parse(arguments)
+        check_config(config, "cpu")
+        assert not config.checkpoint.enable and config.sync.consistency_interval == 0
+    assert config.model.flavor == "50M" and config.topology.simulate_replicas == 8
+
+
+def test_stored_results_are_of_a_gpu() -> None:
+    for path in (RESULTS / "gpu").glob("*/*.json"):
+        stored = read(path)
+        assert not stored["smoke"] and stored["machine"]["device"] != "CPU", path
+
+
+def test_limits_fit_a_part() -> None:
+    for steps in PARTS.values():
+        assert sum(step.seconds for step in steps) <= PART_SECONDS
+
+
+STEPS_OF_ALL_KINDS = {
+    "good": "write(result, {'note': 'fine'})",
+    "bad": "write(result, {'note': 'half'}); raise SystemExit(3)",
+    "endless": "write(result, {'note': 'begun'}); time.sleep(600)",
+    "last": "print('it goes on'); write(result, {'note': 'fine'})",
+}
+
+
+def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    head = "import sys, time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
+    head += "result = next(a for a in sys.argv if a.startswith('--result=')).partition('=')[2]\n"
+    for name, code in STEPS_OF_ALL_KINDS.items():
+        (tmp_path / f"step_{name}.py").write_text(head + code)
+    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, (f"step_{name}",)) for name in STEPS_OF_ALL_KINDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(check, "PARTS", {"correctness": steps})
+    monkeypatch.setattr(check, "POLL", 0.05)
+    monkeypatch.setattr(check, "machine", lambda: H100 | {"device": "CPU"})
+    monkeypatch.setattr("sys.argv", ["check", "correctness", "--smoke", f"--output={tmp_path / 'out'}"])
+    assert check.main() == 1
+    stored = read(tmp_path / "out" / "cpu" / "correctness.json")
+    ends = {name: (step["status"], (step["result"] or {}).get("note")) for name, step in stored["steps"].items()}
+    assert ends == {
+        "good": ("passed", "fine"),
+        "bad": ("failed", "half"),
+        "endless": ("cut off", "begun"),
+        "last": ("passed", "fine"),
+    }
+    assert "it goes on" in (tmp_path / "out" / "cpu" / "correctness.log").read_text()
+    assert "A smoke test with tiny sizes" in (tmp_path / "out" / "cpu" / "report.md").read_text()
+    assert "correctness 4/4: last, at most" in capsys.readouterr().out
+
+    monkeypatch.setattr("sys.argv", ["check", "correctness", f"--output={tmp_path / 'other'}"])
+    assert check.main() == 2 and "torch sees no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr("sys.argv", ["check", "correctness", "--smoke", "--only=good,nothing"])
+    assert check.main() == 2 and "correctness has no such step, only good" in capsys.readouterr().err
+
+
+FORKED = [step.name for step in PARTS["training"] if step.name != "lost-rank"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "only", "forked"),
+    [
+        # Triton's interpreter wants new processes.
+        ("correctness", "", ""),
+        ("speed", "passes-500m,launches,codes", ""),
+        ("training", ",".join(FORKED), "PYTHON"),
+        ("training", "lost-rank", "PYTHON_EXEC"),  # ranks alone: its launchers are looked for
+    ],
+    ids=["correctness", "speed", "training", "lost rank"],
+)
+def test_a_part_runs_on_a_cpu(part: str, only: str, forked: str, tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts" / "gpu_check.sh"), part, "--smoke", f"--output={tmp_path}", f"--only={only}"]
+    environment = {**os.environ, "PYTHON": sys.executable} | ({forked: server.python()} if forked else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    stored = read(tmp_path / "cpu" / f"{part}.json")
+    assert all(step["status"] == "passed" and step["result"] for step in stored["steps"].values())
+    assert f"## {part.capitalize()}" in (tmp_path / "cpu" / "report.md").read_text()
