@@ -33,8 +33,8 @@ from topology.stages import gather_, reduce_, reduce_coded, scatter_, scatter_co
 from torchtitan_scape import Scape, ScapeOptions
 
 RANKS = 4
-STEPS = 6
-SECONDS, LANES_SECONDS = 28.0, 14.0  # to the end of all ranks: one that hangs shall not take the other's time
+STEPS = 4  # two on the density's way down, two at the target
+SECONDS, LANES_SECONDS = 42.0, 14.0  # to the end of all ranks: one that hangs shall not take the other's time
 SHAPES = ((1000, 512), (77, 33), (512, 96), (1, 1), (640,), (7,))
 # Layout: ranks a node, and whether exchanges go level by level.
 LAYOUTS = {"flat": (1, False), "2x2": (2, True)}
@@ -108,12 +108,14 @@ def rank_main(args: argparse.Namespace) -> None:
     timeout = timedelta(seconds=patience(args.smoke) * SECONDS)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": RANKS, "cases": []}
-    for layout_name, (per_node, hierarchical) in LAYOUTS.items():
+    groups = {}
+    for name, (per_node, hierarchical) in LAYOUTS.items():
         layout = plan_layout(RANKS, ranks_per_node=per_node, machine=get_machine("local"), replicate=RANKS, shard=1)
-        groups = build_groups(layout, timeout, hierarchical=hierarchical)
-        for name, options in OPTIONS.items():
+        groups[name] = build_groups(layout, timeout, hierarchical=hierarchical)
+    for name, options in OPTIONS.items():
+        for layout_name, own_groups in groups.items():
             begin = time.monotonic()
-            optimizer, parameters = train(groups, device, options)
+            optimizer, parameters = train(own_groups, device, options)
             finite = all(bool(p.isfinite().all()) for p in parameters)
             own = [digest(parameters), digest([optimizer.masks.in_use.bits]), finite]
             every: list[Any] = [None] * RANKS
