@@ -155,10 +155,10 @@ class SimulatedReplicas:
         def play(replica: int) -> None:
             self._meeting.play(replica, lambda: results.update({replica: work(replica)}))
 
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         grad = torch.is_grad_enabled()
         threads = [
-            threading.Thread(target=_in_thread, args=(device, grad, play, replica), daemon=True)
+            threading.Thread(target=_in_thread, args=(stream, grad, play, replica), daemon=True)
             for replica in range(1, len(self.endpoints))
         ]
         self._meeting.open()
@@ -171,10 +171,11 @@ class SimulatedReplicas:
         return [results[replica] for replica in range(len(self.endpoints))]
 
 
-def _in_thread(device: int | None, grad: bool, work: Callable[[int], None], replica: int) -> None:
-    """The current device, and whether gradients are recorded, are a thread's own."""
-    if device is not None:
-        torch.cuda.set_device(device)
+def _in_thread(stream: "torch.cuda.Stream | None", grad: bool, work: Callable[[int], None], replica: int) -> None:
+    """The current device and stream, and whether gradients are recorded, are a thread's own: all replicas have the
+    caller's, as what one of them leaves is the next one's without a word to the device."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)  # sets its device, too
     with torch.set_grad_enabled(grad):
         work(replica)
 

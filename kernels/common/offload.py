@@ -229,7 +229,8 @@ def check_host_memory(needed: int) -> None:
 
 def _pin(tensor: Tensor) -> None:
     """Locks the tensor's memory where it is: PyTorch's own pinned tensors take the next power of two."""
-    error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    portable = 1  # for all devices: the current one may be another than the tensors'
+    error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable))
     if error != 0:
         raise ValueError(
             f"{tensor.nbytes / 1e9:.2f} GB of host memory for offload cannot be locked (CUDA error {error}); free "

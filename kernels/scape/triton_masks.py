@@ -21,8 +21,8 @@ from kernels.common.triton_common import (
 @triton.jit
 def code_at(block, run_blocks, room, code_bytes):
     """Where a block's code, int64, begins on the wire: runs of so many blocks have `room` bytes each."""
-    run = block // run_blocks
-    return run * room + (block - run * run_blocks) * code_bytes
+    run = block.to(tl.int32) // run_blocks  # there are fewer than 2^31 of them, and 64 bits take far longer
+    return run.to(tl.int64) * room + (block.to(tl.int32) - run * run_blocks).to(tl.int64) * code_bytes
 
 
 @triton.jit(do_not_specialize=["count", "run_blocks", "room", "k", "code_bytes", "unary", "low"])

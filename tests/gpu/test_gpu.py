@@ -265,6 +265,6 @@ def test_memory_over_dense_adams(density: float, warmup: int) -> None:
     # A single replica's own selection is a whole mask; of N replicas it is an N-th. Lists have 12 bytes a tile: one of
     # those that are selected in, three each of what goes by in a stream and of what is worked on at the mask's entries.
     lists = 12 * entries * (1 / SELECT_TILE + 3 / STREAM_TILE + 3 / COMPACT_TILE)
-    visits = (16 + 25) * axes  # kept, and while they are renewed
+    visits = (16 + 17) * axes  # kept, and while they are renewed
     tables = 1 << 20  # by tensor, sums by tile, tiles of the payload and of the masks
     assert peaks[1] - peaks[0] <= 3 * layout.mask_bytes() + 8 * payload + visits + lists + tables

@@ -17,8 +17,8 @@ from kernels.common import launching
 from kernels.common.rates import Rates
 from kernels.dense import triton_kernels as dense_kernels
 from kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
-from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.passes import pack_all, update_all
+from kernels.scape.blocks import BlockLayout, Mask, density_at
+from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import Plan, Step
 from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import Replicated
@@ -130,3 +130,47 @@ def test_large_payloads_are_covered_once() -> None:
         entries[tensor] += end - first
         position = end
     assert entries == passes.counts and position == sum(passes.counts) > 2**24
+
+
+def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first steps, and the first at the target density; a density on its way brings few forms more, by the
+    width of its codes and where a list of tiles is cut."""
+    forms: list[set[Any]] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
+        if 0 in grid:
+            return
+        special: list[Any] = []
+        for parameter, value in zip(kernel.params, arguments, strict=False):
+            if isinstance(value, Tensor):
+                special.append((value.dtype, value.data_ptr() % 16 == 0))
+            elif isinstance(value, int):
+                known = None if parameter.do_not_specialize else (value == 1, value % 16 == 0)
+                special.append((value < 2**31, known))
+        forms[-1].add((kernel.fn.__name__, warps, *map(str, constants.items()), *special))
+
+    monkeypatch.setattr(launching, "launch", note)
+    layout, steps, density = BlockLayout((40_000, 8_192), 1024, 2), 12, 0.05
+    passes = triton_passes(Replicated(layout, (100,)), Plan("block", density, 0, granularity=8), torch.device("cpu"))
+    masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8)) for _ in range(2)]
+    rates, count = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, torch.ones((), dtype=torch.float64)
+    parameters = [torch.zeros(n) for n in (40_000, 8_192, 100)]
+    for step in range(1, steps + 1):
+        forms.append(set())
+        following = density_at(step + 1, density, 8)
+        gradients = [torch.zeros_like(p) for p in parameters]
+        passes.bind(Step(parameters, gradients, rates, *masks, following, torch.tensor(True), count, torch.ones(())))
+        selected = pack_all(passes)
+        assert selected is not None and selected.numel() == layout.wire_bytes(following, "block")
+        pieces = passes.pieces()
+        if not isinstance(pieces, list) and not passes.compact:
+            pieces.fill(torch.zeros(1000), 8 * step)
+        squares_all(passes)
+        update_all(passes)
+        passes.release()
+        passes.rotate(torch.zeros(2 * selected.numel(), dtype=torch.uint8), following, masks[0].bits, masks[1].bits)
+        masks[1].density, masks[0].density = masks[0].density, following
+    anew = [found.difference(*forms[:i]) for i, found in enumerate(forms)]
+    # The third step's mask is the first that goes as offsets, the eighth has the target density.
+    assert {form[0] for found in anew[3:7] for form in found} <= {"decode_offsets_kernel", "move_kernel"}
+    assert not any(anew[8:]) and len(set().union(*forms)) <= 20

@@ -1,0 +1,71 @@
+"""What goes by the current stream or device where there are GPUs, by fakes of PyTorch's calls."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kernels.common import offload
+from kernels.dense.reference import finite
+from topology.in_process import SimulatedReplicas
+from torchtitan_scape.sync.guard import FiniteGuard
+
+
+def test_simulated_replicas_have_the_stream_of_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with the default stream; what one replica leaves there the next one would not wait for."""
+    given: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "set_stream", given.append)
+    assert SimulatedReplicas(3).run(lambda replica: replica) == [0, 1, 2]
+    assert given == ["the caller's"] * 2
+
+
+class SaysCuda(TorchFunctionMode):
+    """Tensors say that they lie on a GPU; none is locked."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        return func(*args, **kwargs)
+
+
+def test_the_verdict_is_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an event of the gradients' device, which need not be the current one."""
+    asked: list[Any] = []
+    event = SimpleNamespace(synchronize=lambda: asked.append("waits"))
+
+    def current_stream(device: torch.device) -> Any:
+        asked.append(device)
+        return SimpleNamespace(record_event=lambda: event)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    guard = FiniteGuard(["w"], finite, lambda flags: flags, lambda item: [item], 0, 10)
+    assert guard.last_applied()
+    for value, verdict in ((1.0, True), (float("nan"), False)):
+        asked.clear()
+        with SaysCuda():
+            guard.check([torch.full((4,), value)])
+        assert asked == [torch.device("cpu")]  # it is not waited for in its own step
+        assert guard.last_applied() == verdict and asked[1:] == ["waits"]
+        assert guard.settle() == verdict and guard.last_applied() == verdict
+
+
+def test_memory_is_locked_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    errors = [0, 2]
+
+    def register(*arguments: int) -> int:
+        calls.append(arguments)
+        return errors[len(calls) - 1]
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    host = torch.zeros(10)
+    offload._pin(host)
+    assert calls == [(host.data_ptr(), 40, 1)]  # cudaHostRegisterPortable
+    with pytest.raises(ValueError, match=r"cannot be locked \(CUDA error 2\)"):
+        offload._pin(host)
