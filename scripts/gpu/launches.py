@@ -40,7 +40,9 @@ def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
             work()
         if clock.cuda:
             torch.cuda.synchronize()
-    on_device = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    # `Optimizer.step` is a range of its own, which stands among the kernels and covers the gaps between them.
+    on_device = [e for e in events if not e.is_user_annotation]
     return sorted(((e.name, e.time_range.start, e.time_range.end) for e in on_device), key=lambda kernel: kernel[1])
 
 

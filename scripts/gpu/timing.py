@@ -16,6 +16,7 @@ import torch
 WARM_UP = 3
 SPIN_CYCLES = 20_000_000  # to learn how many a millisecond has
 ATTEMPTS = 3  # at keeping the device busy for long enough
+LONGEST_SPIN = 200.0  # milliseconds; what its host takes longer for waits for the device, and no spin helps
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Clock:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         work()
-        spin = 0.5 + 2e3 * (time.perf_counter() - begin)
+        spin = min(0.5 + 2e3 * (time.perf_counter() - begin), LONGEST_SPIN)
         times, ahead = Times(), True
         for _ in range(self.repeats):
             for _attempt in range(ATTEMPTS):
@@ -101,8 +102,9 @@ class Clock:
                 end.synchronize()
                 if in_time or not ahead:
                     break
-                spin *= 2
-            ahead = ahead and in_time
+                spin = min(2 * spin, LONGEST_SPIN)
+            if not in_time:
+                ahead, spin = False, 0.0
             times.device.append(start.elapsed_time(end))
             times.host.append(host)
         return Times(times.device, times.host, ahead)
