@@ -58,14 +58,16 @@ def outcomes(texts: list[str]) -> dict[str, Any]:
 
 def tests(args: argparse.Namespace) -> None:
     """Raises RunError where a test failed or a process did not come to its end."""
-    count = 1 if args.smoke else min(PROCESSES, os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    count = 1 if args.smoke else min(PROCESSES, cores)
+    threads = str(max(1, cores // count))  # else each process takes all cores for what it computes on the host
     begin, before = time.monotonic(), -1
     with tempfile.TemporaryDirectory() as scratch:
         logs = [Path(scratch, f"{i}.log") for i in range(count)]
         running = []
         for i, log in enumerate(logs):
             with open(log, "wb") as file:
-                env = environment(args.smoke, SCAPE_GPU_SHARE=f"{i}/{count}")
+                env = environment(args.smoke, SCAPE_GPU_SHARE=f"{i}/{count}", OMP_NUM_THREADS=threads)
                 running.append(subprocess.Popen(command(TESTS), cwd=ROOT, env=env, stdout=file, stderr=file))
         while True:
             codes = [process.poll() for process in running]

@@ -60,6 +60,8 @@ def nccl_alone(rank: int) -> dict[str, str]:
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_MNNVL_ENABLE": "0",  # else ranks of several hosts may look for each other over NVLink
         "NCCL_IB_DISABLE": "1",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
