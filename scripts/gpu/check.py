@@ -4,7 +4,8 @@
     python -m scripts.gpu.check training --only throughput-adamw,throughput-scape --output DIR
     python -m scripts.gpu.check correctness --smoke    # tiny sizes, on a CPU too
 
-Every step is a process with a limit of its own, and what is left of the part's; the next one begins however it ends.
+Every step is a process that gets its share of what is left of the part's time: more where those before it were quick,
+or were not asked for. The next one begins however it ends.
 Results go to OUTPUT/DEVICE/PART.json as the steps find them, what they print to PART.log, both as tables to report.md.
 Exits with 1 where a step failed or was cut off.
 """
@@ -37,7 +38,8 @@ POLL = 0.5
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: its limit. arguments: of `python -m scripts.gpu....`, which gets --result and --smoke besides."""
+    """seconds: its limit, where all steps take theirs. arguments: of `python -m scripts.gpu....`, which gets --result
+    and --smoke besides."""
 
     name: str
     seconds: float
@@ -167,14 +169,17 @@ def run(args: argparse.Namespace) -> int:
     def keep(name: str, record: dict[str, Any]) -> None:
         found["steps"][name] = record | {"commit": sources}
         write(stored, found)
-        write_report(folder)
+        try:
+            write_report(folder)
+        except Exception as error:  # it can be made from what is stored, and the steps that are left cannot
+            print(f"no report: {error!r}", flush=True)
 
     for number, step in enumerate(steps, 1):
         left = more * PART_SECONDS - (time.monotonic() - begin) - END_SECONDS
         if left < END_SECONDS:
             keep(step.name, {"status": "no time left", "result": None})
             continue
-        limit = min(more * step.seconds, left)
+        limit = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
         print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
         running = {"status": "cut off", "limit_seconds": limit}  # what stands there if this process is killed
         keep(step.name, {**running, "result": None})

@@ -217,6 +217,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "PARTS", {"correctness": steps})
     monkeypatch.setattr(check, "POLL", 0.05)
+    monkeypatch.setattr(check, "PART_SECONDS", 4.0)
     monkeypatch.setattr(check, "machine", lambda: H100 | {"device": "CPU"})
     monkeypatch.setattr("sys.argv", ["check", "correctness", "--smoke", f"--output={tmp_path / 'out'}"])
     assert check.main() == 1
