@@ -4,8 +4,8 @@
     python -m scripts.gpu.check training --only throughput-adamw,throughput-scape --output DIR
     python -m scripts.gpu.check correctness --smoke    # tiny sizes, on a CPU too
 
-Every step is a process that gets its share of what is left of the part's time: more where those before it were quick,
-or were not asked for. The next one begins however it ends.
+Every step is a process with a limit of its own, and what is left of the part's; more where others were quick or are
+not asked for, which leaves it a larger share. The next one begins however it ends.
 Results go to OUTPUT/DEVICE/PART.json as the steps find them, what they print to PART.log, both as tables to report.md.
 Exits with 1 where a step failed or was cut off.
 """
@@ -38,7 +38,7 @@ POLL = 0.5
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: its limit, where all steps take theirs. arguments: of `python -m scripts.gpu....`, which gets --result
+    """seconds: its limit, at least. arguments: of `python -m scripts.gpu....`, which gets --result
     and --smoke besides."""
 
     name: str
@@ -179,7 +179,8 @@ def run(args: argparse.Namespace) -> int:
         if left < END_SECONDS:
             keep(step.name, {"status": "no time left", "result": None})
             continue
-        limit = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
+        share = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
+        limit = min(max(more * step.seconds, share), left)
         print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
         running = {"status": "cut off", "limit_seconds": limit}  # what stands there if this process is killed
         keep(step.name, {**running, "result": None})
