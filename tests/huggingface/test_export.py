@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.pool import Pool
+from tests.sharding.test_levels_training import on
 from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
@@ -153,6 +154,18 @@ def test_what_was_validated_is_exported(name: str, export: Any, runs: Path) -> N
     else:
         apart = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
         assert 0 < float(apart) < 1e-2
+
+
+@pytest.mark.slow
+def test_levels_export_what_was_trained(pool4: Pool, tmp_path: Path) -> None:
+    """Their checkpoints have slices of masters of all ranks, whatever the ranks' weights were rounded to."""
+    run, output = tmp_path / "levels", tmp_path / "export"
+    run.mkdir()
+    pool4(train_one, run, [*METHODS["adamw"], *on(2, 2), "--training.steps=4"], False, timeout=300)
+    assert main(["--config", str(run / "resolved.toml"), "--output", str(output), "--no-check"]) == 0
+    ours, found = torch.load(run / "shown.pt"), tensors(output)
+    for theirs, name in (("model.embed_tokens", "tok_embeddings"), ("model.norm", "norm"), ("lm_head", "output")):
+        torch.testing.assert_close(found[f"{theirs}.weight"], ours[f"{name}.weight"], rtol=0, atol=0)
 
 
 def test_the_check_finds_what_is_wrong(export: Any) -> None:
