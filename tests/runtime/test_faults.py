@@ -127,9 +127,8 @@ def test_restarts_are_counted_until_one_comes_further(
     assert fails(None) and fails(None) and not fails(None), "not one step"
 
 
-@pytest.mark.parametrize(
-    "kills", [[(0, True)], pytest.param([(1, False), (0, True)], marks=pytest.mark.slow)], ids=["one", "two"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [[(0, True)], [(1, False), (0, True)]], ids=["one", "two"])
 def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
     kills: list[tuple[int, bool]], pool2: Pool, forks: dict[str, str], tmp_path: Path
 ) -> None:
@@ -165,6 +164,7 @@ def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
     assert differences(whole / f"checkpoint/step-{STEPS}", folder / f"checkpoint/step-{STEPS}", tmp_path) == []
 
 
+@pytest.mark.slow
 def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(
     forks: dict[str, str], tmp_path: Path
 ) -> None:

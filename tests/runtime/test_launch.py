@@ -90,6 +90,7 @@ def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
     assert result.returncode == 2 and "RDZV_ENDPOINT" in result.stderr
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_rank_talk_over_the_network(tmp_path: Path) -> None:
     """Two launches with one rendezvous, as two hosts would make them."""
     with socket.socket() as s:

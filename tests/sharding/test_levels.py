@@ -204,6 +204,7 @@ def _losses(options: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[tuple
     return found
 
 
+@pytest.mark.slow
 def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
     """40 steps; and holders of the same weights have the same bits, whatever is coded."""
     raw = {"update": "float32"}
