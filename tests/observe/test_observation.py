@@ -167,8 +167,20 @@ def test_what_is_seen_is_what_was_there(pool1: Pool, tmp_path: Path) -> None:
         [*METHODS["scape-gather-int4"], *LAYOUTS["nodes"]],
         [*METHODS["quantized"], *LAYOUTS["2x2"]],
         [*METHODS["diloco"], *LAYOUTS["2x2"]],
+        # Four shards that play three replicas.
+        [*METHODS["scape"], "--parallelism.data_parallel_shard_degree=4", "--topology.simulate_replicas=3"],
     ],
-    ids=["tensor", "shards of tensor", "levels", "levels and scape", "offload", "owners", "quantized", "local"],
+    ids=[
+        "tensor",
+        "shards of tensor",
+        "levels",
+        "levels and scape",
+        "offload",
+        "owners",
+        "quantized",
+        "local",
+        "simulated",
+    ],
 )
 def test_every_layout_is_seen_whole(arguments: list[str], pool4: Pool, tmp_path: Path) -> None:
     more = ["--training.steps=7", "--observe.enable", "--observe.names=*", "--observe.windows=[[2,6]]"]
