@@ -22,6 +22,9 @@ from unittest.mock import patch
 import torch
 
 from scripts.common import ALONE, EMBEDDED, RESULTS, command_of, guarded, markdown, ms, parser, versions, write
+from torchtitan_scape import train
+from torchtitan_scape.config.job_config import Observe
+from torchtitan_scape.observe import figures
 
 STEPS, WINDOW, HISTOGRAMS = 26, (6, 10), (19, 22)
 RUN = 100_000  # steps of the papers' runs
@@ -43,16 +46,13 @@ def timed(seconds: dict[int, float], step_of: Callable[[], int], work: Callable[
 
 def measure(folder: str, rest: list[str]) -> dict[str, Any]:
     """By kind of step, CPU seconds of the observation in the mean; and of a step without, the median."""
-    from torchtitan_scape.config.job_config import Observe
-    from torchtitan_scape.train import ScapeTrainer, parse
-
     options = [
         *(f"--job.config_file={EMBEDDED}", f"--job.dump_folder={folder}", f"--training.steps={STEPS}"),
         *("--sync.method=dense", "--optimizer.name=AdamW", "--topology.simulate_replicas=2"),
         *("--validation.no-enable", "--sample.characters=0", "--metrics.log_freq=1000"),
         *("--observe.enable", f"--observe.windows=[{list(WINDOW)}]", "--observe.histograms", *map(str, HISTOGRAMS)),
     ]
-    trainer = ScapeTrainer(parse([*options, *rest]))
+    trainer = train.ScapeTrainer(train.parse([*options, *rest]))
     observation = trainer.observation
     assert observation is not None
     looks: dict[int, float] = defaultdict(float)
@@ -81,8 +81,6 @@ def measure(folder: str, rest: list[str]) -> dict[str, Any]:
 
 def alone(entries: int = 1 << 22) -> dict[str, float]:
     """CPU seconds of the figures of one tensor, per million entries."""
-    from torchtitan_scape.observe import figures
-
     gradient, moment = torch.randn(2, entries, generator=torch.Generator().manual_seed(0)) * 1e-4
     shadow, before = figures.ShadowResidual(gradient), figures.largest(gradient, 0.1)
     parts: dict[str, Callable[[], Any]] = {
@@ -116,14 +114,14 @@ def report(found: dict[str, Any], command: str) -> str:
     rows.append({"": "a step that is not looked at", "ms": f"{1e3 * found['outside']:.4f}", "of a step": "0.00 %"})
     rows.append({"": f"mean over {RUN:,} steps", "ms": f"{1e3 * found['share'] * step:.4f}", "of a step": ""})
     rows[-1]["of a step"] = f"{100 * found['share']:.4f} %"
-    figures = [{"per million entries, one core": name, "ms": ms(seconds)} for name, seconds in found["alone"].items()]
+    alone = [{"per million entries, one core": name, "ms": ms(seconds)} for name, seconds in found["alone"].items()]
     return f"""# What [observe] costs
 
 Made by `{command}`: a step takes {ms(step)} ms of one core; {found["entries"]:,} of 2.2 M entries are looked at.
 
 {markdown(rows)}
 
-{markdown(figures)}
+{markdown(alone)}
 """
 
 

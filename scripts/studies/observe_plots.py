@@ -80,7 +80,7 @@ def distributions(runs: dict[str, Stored], recipe: str, path: Path) -> None:
 
 
 def signed(axis: Any, both: dict[str, Stored]) -> None:
-    """Over the range that holds 99.8 % of the wider of the two."""
+    """Over the range that holds 99.5 % of the wider of the two."""
     exponent = max(figures["exponent"] for figures in both.values())
     counts = {name: coarse(figures, exponent) for name, figures in both.items()}
     edges = 2.0**exponent * np.linspace(-1, 1, LINEAR + 1)
@@ -115,11 +115,11 @@ def coarse(figures: Stored, exponent: int) -> Any:
 
 
 def _reach(counts: Any, edges: Any) -> float:
-    """Half of the symmetric range with 99.8 % of all."""
+    """Half of the symmetric range with 99.5 % of all."""
     middles = np.abs((edges[:-1] + edges[1:]) / 2)
     order = np.argsort(middles)
     held = np.cumsum(counts[order])
-    return float(middles[order][np.searchsorted(held, 0.998 * held[-1])])
+    return float(middles[order][np.searchsorted(held, 0.995 * held[-1])])
 
 
 def logarithmic(axis: Any, both: dict[str, Stored]) -> None:
@@ -205,12 +205,18 @@ def residuals(runs: dict[str, Stored], recipe: str, path: Path) -> None:
         plain, switched = runs[name]["curves"], runs[f"{name}-topk"]["curves"]
         gap = gaps(plain, switched)
         top[0].plot(*zip(*gap, strict=True), color=colour, alpha=0.3, linewidth=0.8)
-        top[0].plot(*zip(*smooth(gap), strict=True), color=colour, label=label)
-        top[1].plot(*zip(*switched["residual"], strict=True), color=colour, label=f"{label}: residual")
-        top[2].plot(*zip(*switched["norm"], strict=True), color=colour, label=f"{label}: what arrived")
+        top[0].plot(*zip(*smooth(gap), strict=True), color=colour)
+        top[1].plot(*zip(*switched["residual"], strict=True), color=colour)
+        top[2].plot(*zip(*switched["norm"], strict=True), color=colour, linestyle="--", linewidth=1)
         start = switched["norm"][0][0]
         before = [(step, value) for step, value in plain["norm"] if step >= start]
-        top[2].plot(*zip(*before, strict=True), color=colour, linestyle=":", linewidth=1, label=f"{label}: dense")
+        top[2].plot(
+            *zip(*before, strict=True),
+            color=colour,
+            linestyle=":",
+            linewidth=1,
+            label=f"{label}: the dense run's gradient",
+        )
         for axis, tensor in zip(axes[1], tensors, strict=False):
             lines(axis, runs[f"{name}-topk"], tensor, start, label, colour)
         for axis, tensor in zip(axes[2], tensors, strict=False):
@@ -228,20 +234,20 @@ def residuals(runs: dict[str, Stored], recipe: str, path: Path) -> None:
         axis.set_visible(bool(axis.lines))
         if axis is not top[0]:
             axis.set_ylim(bottom=0)
-        if axis.lines:
-            axis.legend(fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     for row in axes[1:]:
         row[0].set_ylabel("L2 norm, before clipping")
-    save(drawn, path)
+    save(drawn, path, [top[2], axes[1][0]])
 
 
 def lines(axis: Any, run: Stored, tensor: str, start: int, label: str, colour: str) -> None:
     rows = [row for row in run["rows"] if row.tensor == tensor and row.step >= start]
     steps = [row.step for row in rows]
     axis.plot(steps, [row.residual for row in rows], color=colour, label=f"{label}: residual", linewidth=1.3)
-    axis.plot(steps, [row.sent for row in rows], color=colour, label=f"{label}: sent", linewidth=1, linestyle="--")
+    axis.plot(
+        steps, [row.sent for row in rows], color=colour, label=f"{label}: what is sent", linewidth=1, linestyle="--"
+    )
 
 
 def gaps(plain: Stored, switched: Stored) -> list[tuple[int, float]]:
@@ -265,9 +271,10 @@ def table(recipes: dict[str, dict[str, Stored]]) -> str:
     parts = ["# The paper's observations in short runs\n"]
     parts.append("`python -m scripts.studies.observe run`, then `plot`, which writes this from stored files alone.\n")
     for recipe, runs in recipes.items():
-        some = next(iter(runs.values()))
-        parts += [f"## {recipe}\n", f"Options of the first run: `{' '.join(some['options'])}`\n"]
-        parts += ["Gradients of dense training:\n", markdown(of_gradients(runs)), ""]
+        name, some = next(iter(dense(runs).items()))
+        first = f"Options of the dense run with {OPTIMIZERS[name][0]}"
+        parts += [f"## {recipe}\n", f"{first}: `{' '.join(some['options'])}`\n"]
+        parts += ["Gradients of dense training:\n", markdown(of_gradients(runs)), "", compared(runs), ""]
         parts += ["Overlap, mean (least) over a window:\n", markdown(of_overlap(runs)), ""]
         parts += ["After the switch, means over the last quarter of its steps:\n", markdown(of_residuals(runs)), ""]
         parts += ["Losses:\n", markdown(of_losses(runs)), ""]
@@ -286,8 +293,28 @@ def of_gradients(runs: dict[str, Stored]) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: (order.index(row["tensor"]), int(row["step"])))
 
 
+def compared(runs: dict[str, Stored]) -> str:
+    """In how many pairs of the same tensor and step the second optimizer's gradients are the narrower ones."""
+    each = [{(s, tensor): f for s, tensor, f in run["histograms"]} for run in dense(runs).values()]
+    if len(each) < 2:
+        return ""
+    pairs = [(each[0][key], each[1][key]) for key in each[0]]
+    names = [label for label, _ in OPTIMIZERS.values()]
+    counts = {
+        "the smaller standard deviation": sum(b["deviation"] < a["deviation"] for a, b in pairs),
+        "the larger kurtosis": sum(b["kurtosis"] > a["kurtosis"] for a, b in pairs),
+        "more within a tenth": sum(b["within_tenth"] > a["within_tenth"] for a, b in pairs),
+    }
+    told = ", ".join(f"{text} in {count}" for text, count in counts.items())
+    return f"Of {len(pairs)} pairs {names[1]} has {told}.\n"
+
+
 def of_overlap(runs: dict[str, Stored]) -> list[dict[str, str]]:
-    rows = []
+    rows: list[dict[str, str]] = [{"tensor": NOISE}]
+    for name, run in dense(runs).items():
+        for first, last in windows(run["rows"]):
+            noise = [of_noise(step, run["rows"][0].density) for step in range(max(2, first), last + 1)]
+            rows[0][f"{OPTIMIZERS[name][0]}, {first} to {last}"] = f"{statistics.fmean(noise):.3f} ({min(noise):.3f})"
     for tensor in labels(runs):
         row = {"tensor": tensor}
         for name, run in dense(runs).items():
