@@ -11,6 +11,7 @@ quarter of the run (from step 1) and from its middle on (from step 10,000).
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -104,7 +105,9 @@ def train(cell: Cell, args: argparse.Namespace) -> None:
     shutil.copyfile(folder / "observations.npz", args.output / f"{cell.name}.npz")
     begin = "the checkpoint of the dense run, then: " if cell.switched else ""
     content = {"begins": f"{begin}step {half + 1 if cell.switched else 1}", "options": given, "versions": versions()}
-    write(args.output / f"{cell.name}.json", content | {"curves": curves})
+    write(
+        args.output / f"{cell.name}.json", json.dumps(content | {"curves": curves}) + "\n"
+    )  # a point is no four lines
 
 
 def run(args: argparse.Namespace) -> None:
