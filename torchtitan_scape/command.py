@@ -11,5 +11,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
+def parser_of(module: str, doc: str | None) -> Parser:
+    """Of `python -m MODULE`, whose docstring is the help as it stands; options are spelled out."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=f"python -m {module}", description=doc, formatter_class=raw, allow_abbrev=False)
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.command import Parser, one_line
+from torchtitan_scape.command import one_line, parser_of
 from torchtitan_scape.files import write_whole
 from torchtitan_scape.huggingface.loading import DifferentError
 
@@ -28,12 +28,7 @@ _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m torchtitan_scape.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("torchtitan_scape.evaluate", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetch = commands.add_parser("fetch", help="bring the data of tasks to this machine's cache", allow_abbrev=False)
     run = commands.add_parser("run", help="evaluate a model", allow_abbrev=False)

@@ -33,7 +33,7 @@ from torchtitan_scape.checkpoint.whole import (  # noqa: E402
     open_checkpoint,
     read_model,
 )
-from torchtitan_scape.command import Parser, one_line  # noqa: E402
+from torchtitan_scape.command import one_line, parser_of  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
 from torchtitan_scape.huggingface.card import card  # noqa: E402
@@ -54,13 +54,8 @@ from torchtitan_scape.specs import whole_model  # noqa: E402
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=name,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    parser = parser_of(module, doc)
     parser.add_argument(
         "--config",
         required=True,
@@ -71,7 +66,7 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def _export_parser() -> argparse.ArgumentParser:
-    parser = _parser("python -m torchtitan_scape.export", __doc__)
+    parser = _parser("torchtitan_scape.export", __doc__)
     parser.add_argument(
         "--checkpoint",
         default="latest",
@@ -89,7 +84,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 
 def _import_parser() -> argparse.ArgumentParser:
-    parser = _parser("python -m torchtitan_scape.export import", "A checkpoint of a model of Hugging Face's.")
+    parser = _parser("torchtitan_scape.export import", "A checkpoint of a model of Hugging Face's.")
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and safetensors")
     return parser
 

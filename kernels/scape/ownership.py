@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from kernels.common.wire import ALIGNED
 from kernels.scape.blocks import BlockLayout
 
-# Buffers and their parts begin at multiples of 16 bytes.
-_ALIGNED = 4
+# FP32 entries: buffers and their parts begin aligned.
+_ALIGNED = ALIGNED // 4
 # So do rows on the wire, whose values may be BF16.
-_ROW = 8
+_ROW = ALIGNED // 2
 
 
 @dataclass(frozen=True)

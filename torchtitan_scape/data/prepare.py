@@ -25,7 +25,7 @@ device.prepare()  # before the first import of torchtitan
 import numpy as np  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 
-from torchtitan_scape.command import Parser, one_line  # noqa: E402
+from torchtitan_scape.command import one_line, parser_of  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
 from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
@@ -41,12 +41,7 @@ _LOCK_SECONDS = 10.0  # for workers of a process that was killed to end
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m torchtitan_scape.data.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("torchtitan_scape.data.prepare", __doc__)
     parser.add_argument("--dataset", help="name of a data set, as training.dataset; its text, or that of --path")
     parser.add_argument("--path", help="local text: a file or a folder, as training.dataset_path")
     parser.add_argument("--tokenizer", type=Path, help="its folder, as model.hf_assets_path")
