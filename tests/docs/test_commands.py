@@ -198,9 +198,22 @@ def short_runs() -> Iterator[tuple[dict[str, str], list[str]]]:
                 yield run
 
 
+def with_its_data(arguments: list[str], folder: Any) -> list[str]:
+    """A run's arguments, where it reads what another command of the pages prepares: that is done, in `folder`."""
+    for command in COMMANDS:
+        if "torchtitan_scape.data.prepare" in command.arguments and "--output" in command.arguments:
+            output = command.arguments[command.arguments.index("--output") + 1]
+            if f"--training.dataset_path={output}" in arguments:
+                own = [str(folder) if argument == output else argument for argument in command.arguments]
+                subprocess.run([server.python(), *own], cwd=ROOT, check=True, timeout=300)
+                return [argument.replace(output, str(folder)) for argument in arguments]
+    return arguments
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("variables", "arguments"), short_runs(), ids=str)
 def test_a_run_runs(variables: dict[str, str], arguments: list[str], tmp_path: Any) -> None:
+    arguments = with_its_data(arguments, tmp_path / "data")
     environment = os.environ | {"PYTHON": server.python(), "NGPU": "2", "OMP_NUM_THREADS": "1"} | variables
     command = [str(ROOT / "run_train.sh"), *arguments, f"--job.dump_folder={tmp_path}"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
