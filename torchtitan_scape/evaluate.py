@@ -100,7 +100,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
-    """The folder for the results, and their name there. Raises ValueError for one that cannot be written."""
+    """The folder for the results, and their name there.
+
+    Raises ValueError for one that cannot be written, and where another model's scores would be lost.
+    """
     folder = options.output or options.model / "evaluation"
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -108,7 +111,18 @@ def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
     name = "+".join(names) + (f"-limit{options.limit}" if options.limit else "")
     if len(name) > 200:  # file systems take 255
         name = f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    before = folder / f"{name}.json"
+    if before.is_file() and (other := _model_of(before)) not in (None, str(options.model)):
+        raise ValueError(f"{before} has the scores of {other}; give a folder for each model as --output")
     return folder, name
+
+
+def _model_of(document: Path) -> str | None:
+    """Whose scores a document has; None where it cannot be read."""
+    try:
+        return str(json.loads(document.read_bytes())["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _shown(name: str, results: dict[str, Any], manager: Any) -> list[str]:

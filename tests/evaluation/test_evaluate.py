@@ -172,12 +172,15 @@ def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_pa
         said = told(["run", "--model", str(tmp_path / folder), "--tasks", "piqa"], capsys)
         assert folder in said and "python -m torchtitan_scape.export" in said
     own = ["run", "--model", str(exported["llama"])]
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "piqa.json").write_text('{"model": "another"}')
     for more, word in (
         ([], "--tasks"),
         (["--tasks", ","], "names none"),
         (["--tasks", "piqa", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa", "--include-path", str(tmp_path / "nowhere")], "is no folder"),
         (["--tasks", "piqa", "--output", str(tmp_path / "half" / "config.json" / "x")], "cannot be written"),
+        (["--tasks", "piqa", "--output", str(tmp_path / "scores")], "piqa.json has the scores of another"),
     ):
         if not {"--limit", "--output"} & {*more} or importlib.util.find_spec("lm_eval"):
             assert word in told([*own, *more], capsys)
