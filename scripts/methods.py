@@ -58,6 +58,7 @@ FAMILIES = {
     "demo": Family("DeMo, k", ("k", "values"), optimizer="SignSGD"),
     "diloco": Family("diloco, H", ("inner_steps", "code"), period="inner_steps"),
     "streaming_diloco": Family("streaming diloco, H", ("inner_steps", "code"), period="inner_steps"),
+    "sparta": Family("SPARTA, interval", ("interval", "code"), period="interval"),
     "sparseloco": Family("sparseloco, H", ("inner_steps", "values"), period="inner_steps"),
 }
 KNOWN = ", ".join(

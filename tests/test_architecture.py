@@ -19,7 +19,7 @@ ARROWS = {
 LONGEST = 450
 METHODS = (
     *("scape", "topk", "tagc", "demo", "powersgd", "quantized", "radius"),
-    *("diloco", "streaming_diloco", "sparseloco"),
+    *("diloco", "streaming_diloco", "sparta", "sparseloco"),
 )
 # Scripts name what they compare.
 MAY_NAME_METHODS = ("scripts.", *(f"torchtitan_scape.sync.{name}" for name in (*METHODS, "registry")))

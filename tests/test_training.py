@@ -99,6 +99,7 @@ METHODS = {
         "--sync.streaming_diloco.fragments=3",
         "--sync.streaming_diloco.delay=2",
     ],
+    "sparta": ["--sync.method=sparta", "--sync.sparta.interval=4", "--optimizer.name=AdamW"],
     "sparseloco": [
         "--sync.method=sparseloco",
         "--sync.sparseloco.inner_steps=3",
@@ -298,6 +299,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("demo", "2x2", 4),
         ("diloco-muon", "1x2", None),
         ("streaming", "2x2", None),
+        ("sparta", "2x2", 4),
         ("sparseloco", "2x2", 4),  # inside a round
         ("scape", "1x2", 4),
         pytest.param("scape-offload", "1x2", None, marks=pytest.mark.slow),

@@ -17,6 +17,7 @@ LOCAL = {
     "diloco": [*METHODS["diloco"], "--sync.diloco.inner_steps=4"],
     "diloco-muon": [*METHODS["diloco-muon"], "--sync.diloco.inner_steps=4"],
     "streaming": [*METHODS["streaming"], "--sync.streaming_diloco.code=float32"],
+    "sparta": METHODS["sparta"],
     "sparseloco": ["--sync.method=sparseloco", "--sync.sparseloco.inner_steps=4", "--sync.sparseloco.density=0.1"],
 }
 SIGNS = ["--optimizer.name=SignSGD", "--optimizer.lr=1e-3"]  # without moments
@@ -71,6 +72,8 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         ("2x2", "3 simulated", "streaming", "streaming"),
         pytest.param("1x2", "1x2", "sparseloco", "diloco", marks=pytest.mark.slow),
         ("1x2", "2x1", "sparseloco", "adams"),
+        ("4x1", "1x2", "sparta", "diloco"),
+        ("1x2", "2x1", "sparta", "adamw"),
         pytest.param("1x2", "1x2", "diloco", "adamw", marks=pytest.mark.slow),
         pytest.param("1x2", "1x2", "diloco", "scape", marks=pytest.mark.slow),
         ("1x2", "1x2", "adamw", "diloco"),

@@ -347,7 +347,9 @@ def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list
     return found[0], found[1], same
 
 
-@pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
+@pytest.mark.parametrize(
+    "method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING), ("sparta", {"interval": 4})]
+)
 def test_a_flush_after_the_last_step_is_an_exchange_and_no_step(
     method: str, options: dict[str, Any], pool1: Pool
 ) -> None:

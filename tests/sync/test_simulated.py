@@ -34,6 +34,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("quantized", []),
         ("diloco-muon", []),
         ("demo", ["--sync.demo.values=float32"]),
+        ("sparta", ["--sync.sparta.code=float32"]),
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
     ],
 )

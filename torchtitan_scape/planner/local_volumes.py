@@ -4,10 +4,11 @@ Plain arithmetic: no torch. n is the entries of a rank's shards; an exchange of 
 the steps.
 """
 
+import math
 from dataclasses import replace
 from typing import Protocol
 
-from torchtitan_scape.planner.messages import Message, coded_message
+from torchtitan_scape.planner.messages import CODED_BLOCK, Message, coded_message
 from torchtitan_scape.planner.payload import Shapes, entries_of
 
 
@@ -38,6 +39,14 @@ def moved_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message
     part = shapes if method.fragments == 1 else [(-(-n // method.fragments),)]
     message = replace(coded_message(part, replicas, method.wire), hidden=hidden, share=share)
     return [message] * method.fragments
+
+
+def turn_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message]:
+    """Of a step, which is the turn of one block of every tensor in `inner_steps`; turns are taken as even."""
+    blocks = sum(-(-math.prod(shape) // CODED_BLOCK) for shape in shapes)
+    if method.wire == "float32":
+        return [Message("reduce", 4.0 * CODED_BLOCK * blocks / method.inner_steps)]
+    return [coded_message([(-(-blocks // method.inner_steps) * CODED_BLOCK,)], replicas, method.wire)]
 
 
 def kept_bytes(method: Local, shapes: Shapes) -> dict[str, float]:

@@ -23,6 +23,7 @@ from torchtitan_scape.planner.local_volumes import (
     local_memory,
     local_moved,
     moved_messages,
+    turn_messages,
 )
 from torchtitan_scape.planner.messages import Message, coded_message
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_passes
@@ -44,7 +45,7 @@ class Method:
 
     kind: "adamw", "adams", "muon" or "signsgd" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "tagc",
         "radius" and "scape" (at `density`), "demo" (`k` of each tile), "powersgd" (rank `rank`), "quantized" (in the
-        code `wire`), or "diloco", "streaming_diloco" and "sparseloco" (every `inner_steps` steps).
+        code `wire`), or "diloco", "streaming_diloco", "sparta" and "sparseloco" (every `inner_steps` steps).
     optimizer: of those in front of an optimizer, "adamw", "adams", "muon" or "signsgd".
     dense: tensors that are sent whole besides those of one dimension, by their places in the model.
     interval, clip_refresh: of "radius", steps between whole exchanges; "fresh" where what was kept goes apart in them.
@@ -278,8 +279,10 @@ def _local(
     option: str,
     recipe: dict[str, str],
     sparse: bool = False,
+    chunks: bool = False,
 ) -> Volumes:
-    """Of replicas that step alone and exchange what they have moved. sparse: the largest of it; the rest is kept."""
+    """Of replicas that step alone and exchange what they have moved. sparse: the largest of it; the rest is kept.
+    chunks: it never lies as a whole, but in those on their way."""
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
         own = sum(VOLUMES[method.optimizer].passes(method, shapes, replicas))
@@ -288,6 +291,8 @@ def _local(
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
         kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes)
+        if chunks:
+            del kinds["displacements"]
         if sparse:
             sent = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
             kinds |= {"residual": 4.0 * entries_of(shapes), "messages": replicas * sent}
@@ -366,6 +371,7 @@ VOLUMES: dict[str, Volumes] = {
         "inner_steps",
         {"inner_steps": "inner_steps", "fragments": "fragments", "delay": "delay", "code": "wire"},
     ),
+    "sparta": _local(turn_messages, "inner_steps", {"interval": "inner_steps", "code": "wire"}, chunks=True),
     "sparseloco": _local(
         sparseloco_messages,
         "inner_steps",

@@ -17,6 +17,7 @@ from torchtitan_scape.sync.scape.build import make_scape
 from torchtitan_scape.sync.scape.loading import incoming_from_scape
 from torchtitan_scape.sync.scape.options import ScapeOptions
 from torchtitan_scape.sync.sparseloco import Sparseloco, SparselocoOptions
+from torchtitan_scape.sync.sparta import Sparta, SpartaOptions
 from torchtitan_scape.sync.streaming_diloco import StreamingDiloco, StreamingDilocoOptions
 from torchtitan_scape.sync.tagc import Tagc, TagcOptions
 from torchtitan_scape.sync.topk import Topk, TopkOptions
@@ -63,5 +64,6 @@ METHODS = {
     "demo": Entry(DemoOptions, ("SignSGD", "AdamW", "AdamS", "Muon"), Demo),
     "diloco": Entry(DilocoOptions, ANY, Diloco),
     "streaming_diloco": Entry(StreamingDilocoOptions, ANY, StreamingDiloco),
+    "sparta": Entry(SpartaOptions, ANY, Sparta),
     "sparseloco": Entry(SparselocoOptions, ANY, Sparseloco),
 }

@@ -1,0 +1,161 @@
+"""SPARTA against its literal form: whose turn it is, what arrives, and what stays with a replica."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.sync.test_local_updates import SHAPES, Literal, far, trained
+from topology.in_process import SimulatedReplicas
+from torchtitan_scape.sync.base import Setting, Step
+from torchtitan_scape.sync.shards import collect_shards
+from torchtitan_scape.sync.sparta import BLOCK, Sparta, SpartaOptions
+
+# More than a block, short last ones, less than a block, nothing.
+SIZES = [5 * BLOCK, 3 * BLOCK + 7, 20, 0, 9 * BLOCK + 1]
+
+
+def turns(sizes: list[int], interval: int) -> list[Tensor]:
+    """Of every tensor, by entry: in which steps, modulo `interval`, it is averaged."""
+    begin, found = 0, []
+    for size in sizes:
+        found.append((begin + torch.arange(size) // BLOCK) % interval)
+        begin += -(-size // BLOCK)
+    return found
+
+
+class LiteralSparta(Literal):
+    """Algorithm 1 of the paper with parts in turn, FP32: averaging parameters is averaging what they have moved."""
+
+    def __init__(self, replicas: int, interval: int) -> None:
+        super().__init__(replicas, inner_steps=10**9, outer_lr=1.0, outer_momentum=0.0)
+        sizes = [value.numel() for value in self.theta[0].values()]
+        self.turns = {n: t.view(SHAPES[n]) for n, t in zip(SHAPES, turns(sizes, interval), strict=True)}
+        self.interval = interval
+
+    def step(self) -> None:
+        super().step()
+        for n in SHAPES:
+            mean = sum(theta[n] for theta in self.theta) / self.replicas
+            for theta in [*self.theta, {name: anchor.data for name, anchor in self.anchor.items()}]:
+                theta[n].copy_(torch.where(self.turns[n] == self.t % self.interval, mean, theta[n]))  # type: ignore[arg-type]
+
+
+def test_it_is_the_literal_form(pool1: Pool, pool2: Pool) -> None:
+    options = {"interval": 3, "code": "float32"}
+    for replicas in (3, 2):
+        literal = LiteralSparta(replicas, 3)
+        for _ in range(50):
+            literal.step()
+        if replicas == 3:
+            ((own, states),) = (run[-1] for run in pool1(trained, 50, "sparta", options, 3))
+        else:
+            ranks = [run[-1] for run in pool2(trained, 50, "sparta", options, 1)]
+            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-6
+            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
+            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+
+
+class Alone:
+    """Replicas of one process, whose parameters are set by hand."""
+
+    def __init__(self, replicas: int, chunk: int = 1 << 22, **options: Any) -> None:
+        self.replicas = SimulatedReplicas(replicas)
+        self.parameters = [[nn.Parameter(torch.zeros(size)) for size in SIZES] for _ in range(replicas)]
+        self.methods = []
+        for endpoint, own in zip(self.replicas.endpoints, self.parameters, strict=True):
+            endpoint.chunk_entries = chunk
+            optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
+            setting = Setting(collect_shards(optimizer.param_groups), endpoint, optimizer)
+            self.methods.append(Sparta(setting, SpartaOptions(**options)))
+
+    def move(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for own in self.parameters:
+            for p in own:
+                p.data += torch.randn(p.shape, generator=generator)
+
+    def step(self, number: int, applied: bool = True) -> None:
+        step = Step(number, torch.tensor(applied))
+        self.replicas.run(lambda i: self.methods[i].updated(step))
+
+    def of(self, i: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of anchor and parameters of a replica."""
+        (anchor,) = self.methods[i].states()
+        return [t.clone() for t in anchor.tensors.values()], [p.detach().clone() for p in self.parameters[i]]
+
+
+@pytest.mark.parametrize("chunk", [1 << 22, 2 * BLOCK])
+@pytest.mark.parametrize("interval", [1, 4])
+def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
+    """Averaged, and nothing else touched, whatever chunks it goes in."""
+    alone, mine = Alone(3, chunk, interval=interval, code="float32"), turns(SIZES, interval)
+    for number in range(1, interval + 1):
+        alone.move(number)
+        before = [alone.of(i) for i in range(3)]
+        alone.step(number)
+        for i in range(3):
+            anchors, thetas = alone.of(i)
+            for k, turn in enumerate(mine):
+                now = turn == number % interval
+                mean = sum(own[1][k] for own in before) / 3
+                torch.testing.assert_close(thetas[k][now], mean[now], rtol=1e-6, atol=1e-6)  # type: ignore[index]
+                assert torch.equal(anchors[k][now], thetas[k][now])
+                for after, then in ((anchors[k], before[i][0][k]), (thetas[k], before[i][1][k])):
+                    assert torch.equal(after[~now], then[~now])
+
+
+@pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
+def test_what_a_code_loses_stays_with_the_replica(code: str) -> None:
+    """An exchange in a code leaves the mean of the replicas' parameters where it was; anchors are equal, to the bit."""
+    alone, mine = Alone(3, interval=4, code=code), turns(SIZES, 4)
+    for number in range(1, 30):
+        alone.move(number)
+        before = [alone.of(i) for i in range(3)]
+        alone.step(number)
+        after = [alone.of(i) for i in range(3)]
+        for k, turn in enumerate(mine):
+            means = [sum(own[1][k] for own in each) / 3 for each in (before, after)]
+            torch.testing.assert_close(means[1], means[0], rtol=1e-5, atol=1e-5)
+            assert all(torch.equal(own[0][k], after[0][0][k]) for own in after[1:])
+            now = turn == number % 4
+            for (anchor, theta), (then, moved) in zip(after, before, strict=True):
+                assert torch.equal(anchor[k][~now], then[k][~now]) and torch.equal(theta[k][~now], moved[k][~now])
+                assert not now.any() or not torch.equal(anchor[k][now], then[k][now])
+    # What is pending does not grow: a code of one bit gets rid of as much as comes in.
+    assert all((a - t).abs().max() < 60 for a, t in zip(*alone.of(0), strict=True) if a.numel())
+
+
+def test_a_skipped_step_and_a_flush() -> None:
+    alone = Alone(2, interval=3)
+    alone.move(1)
+    before = alone.of(0)
+    alone.step(1, applied=False)
+    for one, other in zip(alone.of(0), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    mean = [sum(alone.of(i)[1][k] for i in range(2)) / 2 for k in range(len(SIZES))]
+    for method in alone.methods:
+        method.send_all()
+    alone.step(2)
+    for i in range(2):
+        for anchor, theta, wanted in zip(*alone.of(i), mean, strict=True):
+            assert torch.equal(anchor, theta)
+            torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_it_sends_one_part_in_so_many() -> None:
+    """In two bits and two BF16 scales a block: at interval 6 0.0117 of dense FP32, but for what fills up blocks."""
+    alone = Alone(4, interval=6)
+    size = sum(-(-n // BLOCK) for n in SIZES) * BLOCK
+    planned = alone.methods[0].planned_bytes()
+    assert planned >= 1.5 * size * 2.25 / 8 / 6
+    ledger = alone.replicas.endpoints[0].traffic
+    before = sum(ledger.sent_by_level().values())
+    for number in range(1, 7):
+        alone.move(number)
+        alone.step(number)
+    assert (sum(ledger.sent_by_level().values()) - before) / 6 == pytest.approx(planned)
