@@ -1,5 +1,7 @@
 """SPARTA against its literal form: whose turn it is, what arrives, and what stays with a replica."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,15 +16,16 @@ from torchtitan_scape.sync.shards import collect_shards
 from torchtitan_scape.sync.sparta import BLOCK, Sparta, SpartaOptions
 
 # More than a block, short last ones, less than a block, nothing.
-SIZES = [5 * BLOCK, 3 * BLOCK + 7, 20, 0, 9 * BLOCK + 1]
+PARTS = [(5 * BLOCK, 1), (BLOCK + 5, 3), (4, 5), (0, 4), (200,), (9, BLOCK + 1)]
 
 
-def turns(sizes: list[int], interval: int) -> list[Tensor]:
-    """Of every tensor, by entry: in which steps, modulo `interval`, it is averaged."""
+def has_turn(shapes: Sequence[tuple[int, ...]], step: int, interval: int) -> list[Tensor]:
+    """Of every tensor, by entry: whether it is averaged in a step."""
     begin, found = 0, []
-    for size in sizes:
-        found.append((begin + torch.arange(size) // BLOCK) % interval)
-        begin += -(-size // BLOCK)
+    for shape in shapes:
+        blocks = begin + torch.arange(math.prod(shape)) // BLOCK
+        found.append((blocks % interval == step % interval).view(shape))
+        begin += -(-math.prod(shape) // BLOCK)
     return found
 
 
@@ -31,20 +34,19 @@ class LiteralSparta(Literal):
 
     def __init__(self, replicas: int, interval: int) -> None:
         super().__init__(replicas, inner_steps=10**9, outer_lr=1.0, outer_momentum=0.0)
-        sizes = [value.numel() for value in self.theta[0].values()]
-        self.turns = {n: t.view(SHAPES[n]) for n, t in zip(SHAPES, turns(sizes, interval), strict=True)}
         self.interval = interval
 
     def step(self) -> None:
         super().step()
-        for n in SHAPES:
-            mean = sum(theta[n] for theta in self.theta) / self.replicas
-            for theta in [*self.theta, {name: anchor.data for name, anchor in self.anchor.items()}]:
-                theta[n].copy_(torch.where(self.turns[n] == self.t % self.interval, mean, theta[n]))  # type: ignore[arg-type]
+        now = has_turn(list(SHAPES.values()), self.t, self.interval)
+        for n, turn in zip(SHAPES, now, strict=True):
+            mean = torch.stack([theta[n] for theta in self.theta]).mean(0)
+            for theta in (*(theta[n] for theta in self.theta), self.anchor[n].data):
+                theta.copy_(torch.where(turn, mean, theta))
 
 
 def test_it_is_the_literal_form(pool1: Pool, pool2: Pool) -> None:
-    options = {"interval": 3, "code": "float32"}
+    options = {"interval": 3, "code": "float32", "start": 0}
     for replicas in (3, 2):
         literal = LiteralSparta(replicas, 3)
         for _ in range(50):
@@ -65,13 +67,13 @@ class Alone:
 
     def __init__(self, replicas: int, chunk: int = 1 << 22, **options: Any) -> None:
         self.replicas = SimulatedReplicas(replicas)
-        self.parameters = [[nn.Parameter(torch.zeros(size)) for size in SIZES] for _ in range(replicas)]
+        self.parameters = [[nn.Parameter(torch.zeros(shape)) for shape in PARTS] for _ in range(replicas)]
         self.methods = []
         for endpoint, own in zip(self.replicas.endpoints, self.parameters, strict=True):
             endpoint.chunk_entries = chunk
             optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
             setting = Setting(collect_shards(optimizer.param_groups), endpoint, optimizer)
-            self.methods.append(Sparta(setting, SpartaOptions(**options)))
+            self.methods.append(Sparta(setting, SpartaOptions(**{"start": 0} | options)))
 
     def move(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -93,15 +95,14 @@ class Alone:
 @pytest.mark.parametrize("interval", [1, 4])
 def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
     """Averaged, and nothing else touched, whatever chunks it goes in."""
-    alone, mine = Alone(3, chunk, interval=interval, code="float32"), turns(SIZES, interval)
+    alone = Alone(3, chunk, interval=interval, code="float32")
     for number in range(1, interval + 1):
         alone.move(number)
         before = [alone.of(i) for i in range(3)]
         alone.step(number)
         for i in range(3):
             anchors, thetas = alone.of(i)
-            for k, turn in enumerate(mine):
-                now = turn == number % interval
+            for k, now in enumerate(has_turn(PARTS, number, interval)):
                 mean = sum(own[1][k] for own in before) / 3
                 torch.testing.assert_close(thetas[k][now], mean[now], rtol=1e-6, atol=1e-6)  # type: ignore[index]
                 assert torch.equal(anchors[k][now], thetas[k][now])
@@ -112,17 +113,16 @@ def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
 @pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
 def test_what_a_code_loses_stays_with_the_replica(code: str) -> None:
     """An exchange in a code leaves the mean of the replicas' parameters where it was; anchors are equal, to the bit."""
-    alone, mine = Alone(3, interval=4, code=code), turns(SIZES, 4)
+    alone = Alone(3, interval=4, code=code)
     for number in range(1, 30):
         alone.move(number)
         before = [alone.of(i) for i in range(3)]
         alone.step(number)
         after = [alone.of(i) for i in range(3)]
-        for k, turn in enumerate(mine):
+        for k, now in enumerate(has_turn(PARTS, number, 4)):
             means = [sum(own[1][k] for own in each) / 3 for each in (before, after)]
             torch.testing.assert_close(means[1], means[0], rtol=1e-5, atol=1e-5)
             assert all(torch.equal(own[0][k], after[0][0][k]) for own in after[1:])
-            now = turn == number % 4
             for (anchor, theta), (then, moved) in zip(after, before, strict=True):
                 assert torch.equal(anchor[k][~now], then[k][~now]) and torch.equal(theta[k][~now], moved[k][~now])
                 assert not now.any() or not torch.equal(anchor[k][now], then[k][now])
@@ -137,7 +137,7 @@ def test_a_skipped_step_and_a_flush() -> None:
     alone.step(1, applied=False)
     for one, other in zip(alone.of(0), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    mean = [sum(alone.of(i)[1][k] for i in range(2)) / 2 for k in range(len(SIZES))]
+    mean = [sum(alone.of(i)[1][k] for i in range(2)) / 2 for k in range(len(PARTS))]
     for method in alone.methods:
         method.send_all()
     alone.step(2)
@@ -147,12 +147,22 @@ def test_a_skipped_step_and_a_flush() -> None:
             torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_at_the_start_all_have_their_turn() -> None:
+    alone, after = Alone(2, interval=4, start=2, code="float32"), []
+    for number in (1, 2, 3):
+        alone.move(number)
+        alone.step(number)
+        thetas = [alone.of(i)[1] for i in range(2)]
+        after.append([torch.equal(a, b) for a, b in zip(*thetas, strict=True) if a.numel() > BLOCK])
+    assert all(after[0]) and all(after[1]) and not any(after[2])
+
+
 def test_it_sends_one_part_in_so_many() -> None:
     """In two bits and two BF16 scales a block: at interval 6 0.0117 of dense FP32, but for what fills up blocks."""
     alone = Alone(4, interval=6)
-    size = sum(-(-n // BLOCK) for n in SIZES) * BLOCK
+    entries = sum(-(-math.prod(shape) // BLOCK) for shape in PARTS) * BLOCK
     planned = alone.methods[0].planned_bytes()
-    assert planned >= 1.5 * size * 2.25 / 8 / 6
+    assert planned >= 1.5 * entries * 2.25 / 8 / 6
     ledger = alone.replicas.endpoints[0].traffic
     before = sum(ledger.sent_by_level().values())
     for number in range(1, 7):

@@ -36,8 +36,13 @@ class SpartaOptions(MethodOptions):
     """How what replicas have moved travels, both ways: as it is, or in blocks of 128. What the code loses of it remains
     in the replica's parameters, until their next turn"""
 
+    start: int = -1
+    """Steps at the beginning in each of which all parameters are averaged, in the code: replicas that drift apart while
+    the model takes shape end worse; -1 for a twentieth of training.steps"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a twentieth of training.steps")
         self.require(self.interval >= 1, "interval", "it must be 1 or more")
 
     def stages_one_ring(self) -> bool:
@@ -69,8 +74,8 @@ class Sparta(Method):
     2. anchor -= D; theta_i = anchor + (what is lost): theta_i = anchor - E_i.
 
     Blocks of all shards are numbered one behind the other; in step t it is the turn of those that are t modulo
-    `interval`. What is pending of an entry is always anchor - theta_i, so that nothing is kept besides the anchor.
-    At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
+    `interval`, up to `start` of all. What is pending of an entry is always anchor - theta_i, so that nothing is kept
+    besides the anchor. At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
     """
 
     local = True
@@ -81,15 +86,18 @@ class Sparta(Method):
         self._codec: Codec | None = None
         if options.code != "float32" and self.collectives.replicas > 1:
             self._codec = block_code(choose(setting.kernels, setting.shards[0].device), options.code, BLOCK)
+        self._start = options.start if options.start >= 0 else setting.steps // 20
         self._turns = [self._turn(number, options.interval) for number in range(options.interval)]
+        self._whole = self._turn(0, 1)
 
     def updated(self, step: Step) -> None:
         """Through the buffers of two chunks: while one is on its way the next is filled."""
-        whole = self.takes_all()
-        turn = self._turn(0, 1) if whole else self._turns[step.number % self.options.interval]
+        flush = self.takes_all()
+        whole = flush or step.number <= self._start
+        turn = self._whole if whole else self._turns[step.number % self.options.interval]
         finish: Callable[[], None] | None = None
         for chunk in turn.chunks:
-            started = self._send(turn, chunk, None if whole else self._codec, step.applied)
+            started = self._send(turn, chunk, None if flush else self._codec, step.applied)
             if finish is not None:
                 finish()
             finish = started
