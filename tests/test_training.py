@@ -99,7 +99,12 @@ METHODS = {
         "--sync.streaming_diloco.fragments=3",
         "--sync.streaming_diloco.delay=2",
     ],
-    "sparta": ["--sync.method=sparta", "--sync.sparta.interval=4", "--sync.sparta.start=2", "--optimizer.name=AdamW"],
+    "sparta": [
+        "--sync.method=sparta",
+        "--sync.sparta.interval=4",
+        "--sync.sparta.warmup_steps=2",
+        "--optimizer.name=AdamW",
+    ],
     "sparseloco": [
         "--sync.method=sparseloco",
         "--sync.sparseloco.inner_steps=3",

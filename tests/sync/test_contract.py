@@ -79,7 +79,7 @@ CASES = [
         period=4,
         conserves=False,
     ),
-    Case("sparta", {"interval": 3, "start": 2}, {"interval": 1, "code": "float32"}, begins=2, period=3),
+    Case("sparta", {"interval": 3, "warmup_steps": 2}, {"interval": 1, "code": "float32"}, begins=2, period=3),
     Case(
         "sparseloco",
         {"inner_steps": 3, "density": 0.1, "decay": 1.0, "divisor": "replicas"},
