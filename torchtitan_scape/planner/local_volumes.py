@@ -42,13 +42,11 @@ def moved_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message
 
 
 def turn_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message]:
-    """Of a step: all that is no matrix in FP32, and one block of matrices in `inner_steps`. Turns are taken as even."""
-    blocks = [(len(shape) > 1, -(-math.prod(shape) // CODED_BLOCK)) for shape in shapes]
-    matrices, others = (sum(n for matrix, n in blocks if matrix == wanted) for wanted in (True, False))
-    always = Message("reduce", 4.0 * CODED_BLOCK * others)
+    """Of a step, in which it is the turn of one block of entries in `inner_steps`; turns are taken as even."""
+    blocks = sum(-(-math.prod(shape) // CODED_BLOCK) for shape in shapes)
     if method.wire == "float32":
-        return [always, Message("reduce", 4.0 * CODED_BLOCK * matrices / method.inner_steps)]
-    return [always, coded_message([(-(-matrices // method.inner_steps) * CODED_BLOCK,)], replicas, method.wire)]
+        return [Message("reduce", 4.0 * CODED_BLOCK * blocks / method.inner_steps)]
+    return [coded_message([(-(-blocks // method.inner_steps) * CODED_BLOCK,)], replicas, method.wire)]
 
 
 def kept_bytes(method: Local, shapes: Shapes) -> dict[str, float]:

@@ -5,7 +5,7 @@ https://openreview.net/forum?id=stFPf3gzq1. There the part is drawn at random an
 turns, so that none is left for long, and travel in two bits, whose errors stay with their replica.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Setting, State, Step, keep
 from torchtitan_scape.sync.options import MethodOptions
-from torchtitan_scape.sync.shards import Shard, split, stored
+from torchtitan_scape.sync.shards import stored
 
 BLOCK = 128  # entries that travel together; in a code they share its scales
 
@@ -30,8 +30,7 @@ class SpartaOptions(MethodOptions):
     section: ClassVar[str] = "sync.sparta"
 
     interval: int = 6
-    """Steps in which every parameter is averaged once: each step averages one block of 128 entries in so many,
-    and all of what is no matrix"""
+    """Steps in which every parameter is averaged once: each step averages one block of 128 entries in so many"""
 
     code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "2bit"
     """How what replicas have moved travels, both ways: as it is, or in blocks of 128. What the code loses of it remains
@@ -61,11 +60,10 @@ class SpartaOptions(MethodOptions):
 
 
 class _Turn(NamedTuple):
-    """What goes together, of some of the shards: of `shards[i]` the blocks `first[i]`, `first[i]` + interval and so on,
-    of which the last may be shorter. chunks: of these parts, one behind the other."""
+    """What goes together: of shard i the blocks `first[i]`, `first[i]` + interval and so on, of which the last may be
+    shorter. chunks: of these parts, one behind the other."""
 
     interval: int
-    shards: Sequence[Shard]
     first: list[int]
     chunks: list[Chunk]
 
@@ -76,10 +74,9 @@ class Sparta(Method):
     1. D_i = anchor - theta_i travels in the code, which loses E_i of it; D is the mean of what arrives;
     2. anchor -= D; theta_i = anchor - E_i.
 
-    Blocks of all matrices are numbered one behind the other; in step t it is the turn of those that are t modulo
-    `interval`, and in every step that of all tensors of one dimension, in FP32: they are few. What is pending of an
-    entry is always anchor - theta_i, so that nothing is kept besides the anchor. At a skipped step the exchange changes
-    nothing, and what had its turn waits for the next one.
+    Blocks of all shards are numbered one behind the other; in step t it is the turn of those that are t modulo
+    `interval`. What is pending of an entry is always anchor - theta_i, so that nothing is kept besides the anchor.
+    At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
     """
 
     local = True
@@ -91,8 +88,6 @@ class Sparta(Method):
         if options.code != "float32" and self.collectives.replicas > 1:
             self._codec = block_code(choose(setting.kernels, setting.shards[0].device), options.code, BLOCK)
         self._warmup = options.warmup_steps if options.warmup_steps >= 0 else setting.steps // 20
-        self._matrices, others = split(setting.shards, [])
-        self._always = self._turn(others, 0, 1)
 
     def interval(self, number: int) -> int:
         """Of a step: 1 at first, `options.interval` once the warm-up is over."""
@@ -101,17 +96,14 @@ class Sparta(Method):
 
     def updated(self, step: Step) -> None:
         """Through the buffers of two chunks: while one is on its way the next is filled."""
-        turn = self._turn(self._matrices, step.number, self.interval(step.number))
-        parts: list[tuple[_Turn, Codec | None]] = [(self._always, None), (turn, self._codec)]
-        if self.takes_all():
-            parts = [(self._turn(self.setting.shards, 0, 1), None)]
+        flush = self.takes_all()
+        turn = self._turn(step.number, 1 if flush else self.interval(step.number))
         finish: Callable[[], None] | None = None
-        for turn, codec in parts:
-            for chunk in turn.chunks:
-                started = self._send(turn, chunk, codec, step.applied)
-                if finish is not None:
-                    finish()
-                finish = started
+        for chunk in turn.chunks:
+            started = self._send(turn, chunk, None if flush else self._codec, step.applied)
+            if finish is not None:
+                finish()
+            finish = started
         if finish is not None:
             finish()
 
@@ -121,25 +113,22 @@ class Sparta(Method):
     def messages(self) -> list[Message]:
         """Of all turns."""
         interval = self.options.interval
-        turns = [self._turn(self._matrices, number, interval) for number in range(interval)]
-        found = [Message("all_reduce", self._padded(chunk, None)) for chunk in self._always.chunks]
-        for chunk in (chunk for turn in turns for chunk in turn.chunks):
-            found.append(Message("all_reduce", self._padded(chunk, self._codec), self._codec, 1.0 / interval))
-        return found
+        chunks = [chunk for number in range(interval) for chunk in self._turn(number, interval).chunks]
+        return [Message("all_reduce", self._padded(c, self._codec), self._codec, 1.0 / interval) for c in chunks]
 
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _turn(self, shards: Sequence[Shard], number: int, interval: int) -> _Turn:
+    def _turn(self, number: int, interval: int) -> _Turn:
         begin, first, sizes = 0, list[int](), list[int]()
-        for shard in shards:
+        for shard in self.setting.shards:
             blocks, at = -(-shard.size // BLOCK), (number - begin) % interval
             own = len(range(at, blocks, interval))
             ends_short = own > 0 and (blocks - 1 - at) % interval == 0
             first.append(at)
             sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
             begin += blocks
-        return _Turn(interval, shards, first, chunks_of(sizes, self.collectives.chunk_entries, BLOCK))
+        return _Turn(interval, first, chunks_of(sizes, self.collectives.chunk_entries, BLOCK))
 
     def _padded(self, chunk: Chunk, codec: Codec | None) -> int:
         step = self.collectives.granularity(codec)
@@ -167,7 +156,7 @@ class Sparta(Method):
     def _places(self, turn: _Turn, s: Slice) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Views of anchor and parameter of what a slice has, whole blocks and a shorter last one, and where in the
         chunk that is."""
-        shard = turn.shards[s.tensor]
+        shard = self.setting.shards[s.tensor]
         anchor, theta = self._anchors[shard.name].view(-1), stored(shard.parameter).view(-1)
         end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
         if rows:
