@@ -120,8 +120,9 @@ def outcome_of(content: bytes, arguments: list[str]) -> str:
 
 
 def names(message: str, key: str, value: Any) -> bool:
-    """The message has the key, or the part of it that says what it is, or the value."""
+    """The message has the key, also with hyphens, or the part of it that says what it is, or the value."""
     parts = [part for part in key.rpartition(".")[2].split("_") if len(part) > 3]
+    parts.append(key.replace("_", "-"))
     return any(part in message for part in [key, *parts, repr(value).strip("'"), str(value)])
 
 
