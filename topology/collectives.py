@@ -65,6 +65,11 @@ class ReplicaCollectives(ABC):
             return 1
         return ALIGNED if len(self.rings) < 2 and codec is None else self.replicas * _unit(codec)
 
+    def filled_up(self, entries: int, codec: Codec | None = None) -> int:
+        """So many entries, and the zeros that make them a multiple of `granularity`."""
+        step = self.granularity(codec)
+        return -(-entries // step) * step
+
     def all_reduce(
         self,
         tensor: Tensor,
@@ -98,8 +103,8 @@ class ReplicaCollectives(ABC):
 
     def chunked_entries(self, entries: int) -> int:
         """What `all_reduce_chunked` sends for so many FP32 entries: zeros fill each buffer up to `granularity`."""
-        step, (full, rest) = self.granularity(), divmod(entries, self.chunk_entries)
-        return full * (-(-self.chunk_entries // step) * step) + -(-rest // step) * step
+        full, rest = divmod(entries, self.chunk_entries)
+        return full * self.filled_up(self.chunk_entries) + self.filled_up(rest)
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None

@@ -51,7 +51,9 @@ class ByChunks(Method):
         """Starts a chunk. A collective call. gradients: as `synchronize` takes them, by number; those of the chunk."""
         chunk = self.chunks[number]
         parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
-        values = torch.empty(self._padded(chunk), dtype=torch.float32, device=parts[0].device)
+        values = torch.empty(
+            self.collectives.filled_up(chunk.entries, self.codec), dtype=torch.float32, device=parts[0].device
+        )
         views, end = [], 0
         for s in chunk.slices:
             values[end : s.at].zero_()
@@ -96,9 +98,5 @@ class ByChunks(Method):
         return take
 
     def messages(self) -> list[Message]:
-        return [Message("all_reduce", self._padded(chunk), self.codec) for chunk in self.chunks]
-
-    def _padded(self, chunk: Chunk) -> int:
-        """Its entries, filled up so that every replica has a part of as many."""
-        step = self.collectives.granularity(self.codec)
-        return -(-chunk.entries // step) * step
+        sizes = [self.collectives.filled_up(chunk.entries, self.codec) for chunk in self.chunks]
+        return [Message("all_reduce", size, self.codec) for size in sizes]

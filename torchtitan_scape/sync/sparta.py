@@ -114,7 +114,8 @@ class Sparta(Method):
         """Of all turns."""
         interval = self.options.interval
         chunks = [chunk for number in range(interval) for chunk in self._turn(number, interval).chunks]
-        return [Message("all_reduce", self._padded(c, self._codec), self._codec, 1.0 / interval) for c in chunks]
+        sizes = [self.collectives.filled_up(chunk.entries, self._codec) for chunk in chunks]
+        return [Message("all_reduce", size, self._codec, 1.0 / interval) for size in sizes]
 
     def density(self) -> float:
         return 1.0 / self.options.interval
@@ -130,14 +131,10 @@ class Sparta(Method):
             begin += blocks
         return _Turn(interval, first, chunks_of(sizes, self.collectives.chunk_entries, BLOCK))
 
-    def _padded(self, chunk: Chunk, codec: Codec | None) -> int:
-        step = self.collectives.granularity(codec)
-        return -(-chunk.entries // step) * step
-
     def _send(self, turn: _Turn, chunk: Chunk, codec: Codec | None, applied: Tensor) -> Callable[[], None]:
         """Starts the exchange of a chunk. Returns what waits for it, and moves anchor and parameters."""
         device = self.setting.shards[0].device
-        values = torch.zeros(self._padded(chunk, codec), dtype=torch.float32, device=device)
+        values = torch.zeros(self.collectives.filled_up(chunk.entries, codec), dtype=torch.float32, device=device)
         lost = torch.zeros_like(values)
         places = [place for s in chunk.slices for place in self._places(turn, s)]
         for anchor, theta, at in places:
