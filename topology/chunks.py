@@ -122,18 +122,17 @@ def all_reduce_chunked(
     """The mean (or sum) over replicas of all entries, in place. What the codec loses is let go."""
     if collectives.replicas == 1:
         return
-    padding = collectives.granularity(codec)
 
     def exchanges() -> Iterator[Exchange]:
         for first in range(0, source.entries, chunk_entries):
             length = min(chunk_entries, source.entries - first)
-            buffer = torch.empty(-(-length // padding) * padding, dtype=torch.float32, device=source.device)
+            buffer = torch.empty(collectives.filled_up(length, codec), dtype=torch.float32, device=source.device)
             chunk = buffer[:length]
             source.fill(chunk, first)
             buffer[length:].zero_()
             yield collectives.all_reduce(buffer, mean, codec=codec), partial(source.land, chunk, first)
 
-    _overlap(exchanges())
+    in_two_buffers(exchanges())
 
 
 def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = None) -> None:
@@ -149,7 +148,7 @@ def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = N
                 rows.fill(chunk, row, column)
             yield collectives.reduce_scatter(buffer.view(-1), codec=codec), partial(rows.land, buffer[own], own, column)
 
-    _overlap(exchanges())
+    in_two_buffers(exchanges())
 
 
 def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None) -> None:
@@ -175,7 +174,7 @@ def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None)
                 handle, messages = collectives.all_gather_coded(buffer[own], codec, kind="values")
             yield handle, partial(land, buffer, messages, column)
 
-    _overlap(exchanges())
+    in_two_buffers(exchanges())
 
 
 def _buffers(collectives: Any, rows: Rows, unit: int) -> Iterator[tuple[int, Tensor]]:
@@ -186,7 +185,7 @@ def _buffers(collectives: Any, rows: Rows, unit: int) -> Iterator[tuple[int, Ten
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
 
 
-def _overlap(exchanges: Iterable[Exchange]) -> None:
+def in_two_buffers(exchanges: Iterable[Exchange]) -> None:
     """Lands each exchange once the next one, which is filled meanwhile, has been started."""
     before: Exchange | None = None
     for exchange in exchanges:

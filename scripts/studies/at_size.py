@@ -1,8 +1,8 @@
 """The text of the runs at size: Python sources that lie beside the trainer, prepared for training.
 
-The embedded model (2.2 M parameters) wants 44.6 M tokens for 20 a parameter; the standard library alone has 3.3 M. With the
-sources of PyTorch, SymPy and NumPy, tests left out, they are read less than three times. The text depends on the versions of the
-packages: the manifest that lies with the results has its digest.
+The embedded model (2.2 M parameters) wants 44.6 M tokens for 20 a parameter; the standard library alone has 3.3 M. With
+the sources of PyTorch, SymPy and NumPy, tests left out, there are 26 M, which are read 1.7 times. The text depends on
+the versions of the packages: the manifest that lies with the results names them and has its digest.
 
     python -m scripts.studies.at_size
     python -m scripts.studies.comparison run --jobs 2 --grid scripts/studies/at_size_grid.toml --output results/at_size

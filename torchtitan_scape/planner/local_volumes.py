@@ -65,12 +65,12 @@ def local_host_link_bytes(method: Local, shapes: Shapes, replicas: int) -> tuple
     return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / method.inner_steps
 
 
-def local_memory(method: Local, shapes: Shapes) -> dict[str, float]:
-    """On the device. At an exchange what a fragment has moved; where that is in flight the chunks of it besides.
+def local_memory(method: Local, shapes: Shapes, whole: bool) -> dict[str, float]:
+    """On the device. whole: at an exchange what a fragment has moved; where that is in flight the chunks of it besides.
     Fragments are taken as even."""
     moved = 4.0 * entries_of(shapes) / method.fragments
     kept = {} if method.offload else kept_bytes(method, shapes)
-    return kept | {"displacements": (2.0 if method.delay else 1.0) * moved}
+    return kept | ({"displacements": (2.0 if method.delay else 1.0) * moved} if whole else {})
 
 
 def local_moved(method: Local) -> float:

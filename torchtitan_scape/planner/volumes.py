@@ -290,9 +290,7 @@ def _local(
         return 0.0, own + (local_moved(method) + kept) * entries_of(shapes)
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes)
-        if chunks:
-            del kinds["displacements"]
+        kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes, not chunks)
         if sparse:
             sent = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
             kinds |= {"residual": 4.0 * entries_of(shapes), "messages": replicas * sent}

@@ -1,11 +1,13 @@
 """Methods whose exchange falls into chunks that know nothing of each other."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from topology.chunks import in_two_buffers
 from topology.codecs import Codec
 from topology.lanes import Handle
 from topology.partition import Chunk, chunks_of
@@ -75,14 +77,8 @@ class ByChunks(Method):
     def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
         """Through the buffers of two chunks: while one is on its way the next is filled."""
         self.begin()
-        before: Arriving | None = None
-        for number in range(len(self.chunks)):
-            started = self.start_chunk(number, gradients)
-            if before is not None:
-                before.take(step)
-            before = started
-        if before is not None:
-            before.take(step)
+        started = (self.start_chunk(number, gradients) for number in range(len(self.chunks)))
+        in_two_buffers((arriving.handle, partial(arriving.take, step)) for arriving in started)
         return gradients
 
     def start(self, gradients: list[Tensor], step: Step) -> Callable[[], list[Tensor]]:

@@ -93,7 +93,7 @@ class Powersgd(Method):
         """The means over replicas, in one all-reduce."""
         flat = torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
         length = flat.numel()
-        flat = torch.nn.functional.pad(flat, (0, -length % self.collectives.granularity()))
+        flat = torch.nn.functional.pad(flat, (0, self.collectives.filled_up(length) - length))
         self.collectives.all_reduce(flat).wait()
         parts = flat[:length].split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
@@ -103,10 +103,10 @@ class Powersgd(Method):
         return [self._pending.state(), q]
 
     def messages(self) -> list[Message]:
-        shards, step = self.setting.shards, self.collectives.granularity()
+        shards, filled_up = self.setting.shards, self.collectives.filled_up
         ps = sum(len(r) * q.shape[1] for r, q in zip(self._residuals, self._q.values(), strict=True))
         sizes = ps + sum(shards[i].size for i in self._whole), sum(q.numel() for q in self._q.values())
-        return [Message("all_reduce", -(-size // step) * step) for size in sizes]
+        return [Message("all_reduce", filled_up(size)) for size in sizes]
 
     def density(self) -> float:
         return sum(m.size for m in self.messages()) / max(1, sum(shard.size for shard in self.setting.shards))

@@ -5,7 +5,7 @@ https://openreview.net/forum?id=stFPf3gzq1. There the part is drawn at random an
 turns, so that none is left for long, and travel in two bits, whose errors stay with their replica.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import block_code, choose
+from topology.chunks import Exchange, in_two_buffers
 from topology.codecs import Codec
 from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
@@ -98,14 +99,8 @@ class Sparta(Method):
         """Through the buffers of two chunks: while one is on its way the next is filled."""
         flush = self.takes_all()
         turn = self._turn(step.number, 1 if flush else self.interval(step.number))
-        finish: Callable[[], None] | None = None
-        for chunk in turn.chunks:
-            started = self._send(turn, chunk, None if flush else self._codec, step.applied)
-            if finish is not None:
-                finish()
-            finish = started
-        if finish is not None:
-            finish()
+        codec = None if flush else self._codec
+        in_two_buffers(self._send(turn, chunk, codec, step.applied) for chunk in turn.chunks)
 
     def states(self) -> list[State]:
         return [State("anchor", self._anchors, own=False, carries="model")]
@@ -131,8 +126,8 @@ class Sparta(Method):
             begin += blocks
         return _Turn(interval, first, chunks_of(sizes, self.collectives.chunk_entries, BLOCK))
 
-    def _send(self, turn: _Turn, chunk: Chunk, codec: Codec | None, applied: Tensor) -> Callable[[], None]:
-        """Starts the exchange of a chunk. Returns what waits for it, and moves anchor and parameters."""
+    def _send(self, turn: _Turn, chunk: Chunk, codec: Codec | None, applied: Tensor) -> Exchange:
+        """Starts the exchange of a chunk. What takes its result moves anchor and parameters."""
         device = self.setting.shards[0].device
         values = torch.zeros(self.collectives.filled_up(chunk.entries, codec), dtype=torch.float32, device=device)
         lost = torch.zeros_like(values)
@@ -141,14 +136,13 @@ class Sparta(Method):
             torch.sub(anchor, theta, out=_at(values, at, anchor))
         handle = self.collectives.all_reduce(values, codec=codec, error=lost if codec else None)
 
-        def finish() -> None:
-            handle.wait()
+        def land() -> None:
             for anchor, theta, at in places:
                 agreed = anchor - _at(values, at, anchor)
                 keep(anchor, agreed, applied)
                 keep(theta, agreed.sub_(_at(lost, at, anchor)), applied)
 
-        return finish
+        return handle, land
 
     def _places(self, turn: _Turn, s: Slice) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Views of anchor and parameter of what a slice has, whole blocks and a shorter last one, and where in the
