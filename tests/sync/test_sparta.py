@@ -65,14 +65,14 @@ def test_it_is_the_literal_form(pool1: Pool, pool2: Pool) -> None:
 class Alone:
     """Replicas of one process, whose parameters are set by hand."""
 
-    def __init__(self, replicas: int, chunk: int = 1 << 22, **options: Any) -> None:
+    def __init__(self, replicas: int, chunk: int = 1 << 22, steps: int = 0, **options: Any) -> None:
         self.replicas = SimulatedReplicas(replicas)
         self.parameters = [[nn.Parameter(torch.zeros(shape)) for shape in PARTS] for _ in range(replicas)]
         self.methods = []
         for endpoint, own in zip(self.replicas.endpoints, self.parameters, strict=True):
             endpoint.chunk_entries = chunk
             optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
-            setting = Setting(collect_shards(optimizer.param_groups), endpoint, optimizer)
+            setting = Setting(collect_shards(optimizer.param_groups), endpoint, optimizer, steps=steps)
             self.methods.append(Sparta(setting, SpartaOptions(**{"warmup_steps": 0} | options)))
 
     def move(self, seed: int) -> None:
@@ -147,16 +147,33 @@ def test_a_skipped_step_and_a_flush() -> None:
             torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_the_interval_grows() -> None:
+def test_at_first_more_lanes_go_round() -> None:
     alone = Alone(2, interval=6, warmup_steps=10, code="float32")
-    intervals = [alone.methods[0].interval(number) for number in range(1, 13)]
-    assert intervals == [1, 1, 2, 2, 2, 3, 4, 4, 5, 6, 6, 6]
-    for number in (1, 2, 3):
+    lanes = [alone.methods[0].lanes(number) for number in range(1, 14)]
+    assert [len(each) for each in lanes] == [6, 5, 4, 4, 3, 2, 2, 2, 1, 1, 1, 1, 1]
+    assert [lane for each in lanes for lane in each] == list(range(1, 34))
+    for number in (1, 2, 9, 10):
         alone.move(number)
         alone.step(number)
         first, second = ([t for t in alone.of(i)[1] if t.numel() > 3 * BLOCK] for i in range(2))
         equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
-        assert all(equal) if number < 3 else not any(equal)
+        assert all(equal) == (number == 1)
+
+
+@pytest.mark.parametrize(("interval", "warmup"), [(14, 49), (6, 49), (30, 250), (5, 0), (1, 7)])
+def test_none_waits_for_longer_than_a_round(interval: int, warmup: int) -> None:
+    method = Alone(2, interval=interval, warmup_steps=warmup).methods[0]
+    last = dict.fromkeys(range(interval), 0)
+    for number in range(1, warmup + 3 * interval):
+        for lane in method.lanes(number):
+            waited, last[lane % interval] = number - last[lane % interval], number
+            assert waited <= interval
+    assert min(last.values()) > warmup + interval
+
+
+def test_the_warm_up_is_a_twentieth_of_the_run() -> None:
+    alone = Alone(2, steps=400, interval=8, warmup_steps=-1)
+    assert [len(alone.methods[0].lanes(number)) for number in (1, 11, 21, 22)] == [8, 3, 1, 1]
 
 
 def test_it_sends_one_part_in_so_many() -> None:

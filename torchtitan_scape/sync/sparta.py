@@ -5,8 +5,9 @@ https://openreview.net/forum?id=stFPf3gzq1. There the part is drawn at random an
 turns, so that none is left for long, and travel in two bits, whose errors stay with their replica.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from kernels import block_code, choose
 from topology.chunks import Exchange, in_two_buffers
 from topology.codecs import Codec
-from topology.partition import Chunk, Slice, chunks_of
+from topology.partition import Slice, chunks_of
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Setting, State, Step, keep
 from torchtitan_scape.sync.options import MethodOptions
@@ -38,8 +39,8 @@ class SpartaOptions(MethodOptions):
     in the replica's parameters, until their next turn"""
 
     warmup_steps: int = -1
-    """Steps over which the interval grows from 1, as a power: replicas that drift apart while the model takes shape end
-    worse; 0 for none, -1 for a twentieth of training.steps"""
+    """Steps at the start in which more blocks are averaged: all in the first one, then fewer, as a power; 0 for none,
+    -1 for a twentieth of training.steps"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,13 +61,20 @@ class SpartaOptions(MethodOptions):
         )
 
 
-class _Turn(NamedTuple):
-    """What goes together: of shard i the blocks `first[i]`, `first[i]` + interval and so on, of which the last may be
-    shorter. chunks: of these parts, one behind the other."""
+class _Part(NamedTuple):
+    """Of a shard, by its number, the blocks `first`, `first` + `every` and so on, of which the last may be shorter."""
 
-    interval: int
-    first: list[int]
-    chunks: list[Chunk]
+    shard: int
+    first: int
+    every: int
+
+
+class _Piece(NamedTuple):
+    """What is one chunk. anchors, thetas: views, one behind the other: (blocks, BLOCK), or (n,) of a shorter block."""
+
+    entries: int
+    anchors: list[Tensor]
+    thetas: list[Tensor]
 
 
 class Sparta(Method):
@@ -75,9 +83,10 @@ class Sparta(Method):
     1. D_i = anchor - theta_i travels in the code, which loses E_i of it; D is the mean of what arrives;
     2. anchor -= D; theta_i = anchor - E_i.
 
-    Blocks of all shards are numbered one behind the other; in step t it is the turn of those that are t modulo
-    `interval`. What is pending of an entry is always anchor - theta_i, so that nothing is kept besides the anchor.
-    At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
+    Blocks of all shards are numbered one behind the other, and dealt to `interval` lanes in turn. A step averages the
+    next lane; in the warm-up the next few, and all in its first step. So lanes always go round, and none waits for
+    longer than a round. What is pending of an entry is always anchor - theta_i, so that nothing is kept besides the
+    anchor. At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
     """
 
     local = True
@@ -88,19 +97,24 @@ class Sparta(Method):
         self._codec: Codec | None = None
         if options.code != "float32" and self.collectives.replicas > 1:
             self._codec = block_code(choose(setting.kernels, setting.shards[0].device), options.code, BLOCK)
-        self._warmup = options.warmup_steps if options.warmup_steps >= 0 else setting.steps // 20
+        warmup = options.warmup_steps if options.warmup_steps >= 0 else setting.steps // 20
+        # Of steps 1, 2 and so on.
+        self._lanes = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
+        self._lanes_before = list(accumulate(self._lanes, initial=1))
+        self._turns: dict[int, list[_Piece]] = {}  # by lane
 
-    def interval(self, number: int) -> int:
-        """Of a step: 1 at first, `options.interval` once the warm-up is over."""
-        last = self.options.interval
-        return last if number >= self._warmup else round(last ** (number / self._warmup))
+    def lanes(self, number: int) -> range:
+        """Those of a step, counted on from round to round: modulo `interval` they are lanes."""
+        warmup, done = len(self._lanes), number - 1
+        first = self._lanes_before[min(done, warmup)] + max(0, done - warmup)
+        return range(first, first + (self._lanes[done] if done < warmup else 1))
 
     def updated(self, step: Step) -> None:
         """Through the buffers of two chunks: while one is on its way the next is filled."""
         flush = self.takes_all()
-        turn = self._turn(step.number, 1 if flush else self.interval(step.number))
+        turn = self._turn(range(self.options.interval) if flush else self.lanes(step.number))
         codec = None if flush else self._codec
-        in_two_buffers(self._send(turn, chunk, codec, step.applied) for chunk in turn.chunks)
+        in_two_buffers(self._send(piece, codec, step.applied) for piece in turn)
 
     def states(self) -> list[State]:
         return [State("anchor", self._anchors, own=False, carries="model")]
@@ -108,56 +122,82 @@ class Sparta(Method):
     def messages(self) -> list[Message]:
         """Of all turns."""
         interval = self.options.interval
-        chunks = [chunk for number in range(interval) for chunk in self._turn(number, interval).chunks]
-        sizes = [self.collectives.filled_up(chunk.entries, self._codec) for chunk in chunks]
+        pieces = [piece for lane in range(interval) for piece in self._turn([lane])]
+        sizes = [self.collectives.filled_up(piece.entries, self._codec) for piece in pieces]
         return [Message("all_reduce", size, self._codec, 1.0 / interval) for size in sizes]
 
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _turn(self, number: int, interval: int) -> _Turn:
-        begin, first, sizes = 0, list[int](), list[int]()
-        for shard in self.setting.shards:
-            blocks, at = -(-shard.size // BLOCK), (number - begin) % interval
-            own = len(range(at, blocks, interval))
-            ends_short = own > 0 and (blocks - 1 - at) % interval == 0
-            first.append(at)
-            sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
-            begin += blocks
-        return _Turn(interval, first, chunks_of(sizes, self.collectives.chunk_entries, BLOCK))
+    def _turn(self, lanes: Sequence[int]) -> list[_Piece]:
+        """Of one lane the views are kept: cutting a model of hundreds of tensors takes milliseconds of every step."""
+        if len(lanes) > 1:
+            return self._pieces(lanes)
+        lane = lanes[0] % self.options.interval
+        if lane not in self._turns:
+            self._turns[lane] = self._pieces([lane])
+        return self._turns[lane]
 
-    def _send(self, turn: _Turn, chunk: Chunk, codec: Codec | None, applied: Tensor) -> Exchange:
+    def _pieces(self, lanes: Sequence[int]) -> list[_Piece]:
+        interval = self.options.interval
+        if len(lanes) == interval:
+            lanes, interval = [0], 1
+        parts, sizes, begin = list[_Part](), list[int](), 0
+        for i, shard in enumerate(self.setting.shards):
+            blocks = -(-shard.size // BLOCK)
+            for lane in lanes:
+                first = (lane - begin) % interval
+                own = len(range(first, blocks, interval))
+                if own:
+                    ends_short = (blocks - 1 - first) % interval == 0
+                    parts.append(_Part(i, first, interval))
+                    sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
+            begin += blocks
+        pieces = []
+        for chunk in chunks_of(sizes, self.collectives.chunk_entries, BLOCK):
+            views = [both for s in chunk.slices for both in self._views(parts[s.tensor], s)]
+            pieces.append(_Piece(chunk.entries, [anchor for anchor, _ in views], [theta for _, theta in views]))
+        return pieces
+
+    def _views(self, part: _Part, s: Slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of anchor and parameter what a slice has: whole blocks, and a shorter last one."""
+        shard = self.setting.shards[part.shard]
+        both = self._anchors[shard.name].view(-1), stored(shard.parameter).detach().view(-1)
+        end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
+        if rows:
+            blocks = (flat[:end].view(-1, BLOCK)[part.first :: part.every] for flat in both)
+            anchor, theta = (each[begin : begin + rows] for each in blocks)
+            yield anchor, theta
+        if s.length % BLOCK:
+            yield both[0][end:], both[1][end:]
+
+    def _send(self, piece: _Piece, codec: Codec | None, applied: Tensor) -> Exchange:
         """Starts the exchange of a chunk. What takes its result moves anchor and parameters."""
-        device = self.setting.shards[0].device
-        values = torch.zeros(self.collectives.filled_up(chunk.entries, codec), dtype=torch.float32, device=device)
-        lost = torch.zeros_like(values)
-        places = [place for s in chunk.slices for place in self._places(turn, s)]
-        for anchor, theta, at in places:
-            torch.sub(anchor, theta, out=_at(values, at, anchor))
-        handle = self.collectives.all_reduce(values, codec=codec, error=lost if codec else None)
+        size = self.collectives.filled_up(piece.entries, codec)
+        values = _gathered(piece.anchors, size).sub_(_gathered(piece.thetas, size))
+        lost = torch.zeros_like(values) if codec else None
+        handle = self.collectives.all_reduce(values, codec=codec, error=lost)
 
         def land() -> None:
-            for anchor, theta, at in places:
-                agreed = anchor - _at(values, at, anchor)
-                keep(anchor, agreed, applied)
-                keep(theta, agreed.sub_(_at(lost, at, anchor)), applied)
+            anchor, theta = _gathered(piece.anchors, size), _gathered(piece.thetas, size)
+            agreed = anchor - values
+            keep(anchor, agreed, applied)
+            keep(theta, agreed if lost is None else agreed.sub_(lost), applied)
+            torch._foreach_copy_(piece.anchors, _in_blocks(anchor, piece.anchors))
+            torch._foreach_copy_(piece.thetas, _in_blocks(theta, piece.thetas))
 
         return handle, land
 
-    def _places(self, turn: _Turn, s: Slice) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Views of anchor and parameter of what a slice has, whole blocks and a shorter last one, and where in the
-        chunk that is."""
-        shard = self.setting.shards[s.tensor]
-        anchor, theta = self._anchors[shard.name].view(-1), stored(shard.parameter).view(-1)
-        end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
-        if rows:
-            blocks = (flat[:end].view(-1, BLOCK)[turn.first[s.tensor] :: turn.interval] for flat in (anchor, theta))
-            own, other = (each[begin : begin + rows] for each in blocks)
-            yield own, other, s.at
-        if s.length % BLOCK:
-            yield anchor[end:], theta[end:], s.at + rows * BLOCK
+
+def _gathered(tensors: list[Tensor], size: int) -> Tensor:
+    """FP32 (size,): the tensors, each from the beginning of a block on, and zeros between and behind them."""
+    buffer = tensors[0].new_zeros(size)
+    torch._foreach_copy_(_in_blocks(buffer, tensors), tensors)
+    return buffer
 
 
-def _at(chunk: Tensor, at: int, like: Tensor) -> Tensor:
-    """What lies from there on, in the shape of `like`."""
-    return chunk[at : at + like.numel()].view(like.shape)
+def _in_blocks(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Views of what `_gathered` put there."""
+    rows = [-(-t.numel() // BLOCK) for t in tensors]
+    blocks = buffer[: sum(rows) * BLOCK].view(-1, BLOCK).split(rows)
+    return [b if t.ndim == 2 else b[0, : t.numel()] for b, t in zip(blocks, tensors, strict=True)]
