@@ -5,8 +5,8 @@ the sources of PyTorch, SymPy and NumPy, tests left out, there are 26 M, which a
 the versions of the packages: the manifest that lies with the results names them and has its digest.
 
     python -m scripts.studies.at_size
-    python -m scripts.studies.comparison run --jobs 2 --grid scripts/studies/at_size_grid.toml --output results/at_size
-    python -m scripts.studies.comparison report --grid scripts/studies/at_size_grid.toml --output results/at_size
+    python -m scripts.studies.quality_study run --grid scripts/studies/at_size_grid.toml --output results/at_size
+    python -m scripts.studies.quality_study report --output results/at_size
 """
 
 import json

@@ -109,7 +109,10 @@ def relative(one: Budget, found: Compared, machine: str) -> float:
 def page(found: Sequence[Budget], path: Path) -> None:
     data = found[0].methods[0].options["training.dataset"]
     reading = READING.format(text=TEXTS.get(data, data))
-    parts = ["# Every method at one budget", "Made by `python -m scripts.studies.comparison report`. " + reading]
+    name, command = path.parent.name, "python -m scripts.studies.comparison report"
+    if name != "comparison":
+        command += f" --grid scripts/studies/{name}_grid.toml --output results/{name}"
+    parts = ["# Every method at one budget", f"Made by `{command}`. {reading}"]
     parts += ["![Loss against bytes](loss_against_bytes.png)", LIMITS_OF_IT]
     for one in found:
         parts += [f"## {one.title}"]

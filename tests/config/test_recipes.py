@@ -12,8 +12,8 @@ from torchtitan.config import ConfigManager
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table, parse, resolve
-from torchtitan_scape.config.recipes import Recipe, flatten, load
-from torchtitan_scape.config.resolved import COMMAND_LINE, Resolved, values_of
+from torchtitan_scape.config.recipes import COMMAND_LINE, EARLIER, Recipe, flatten, load
+from torchtitan_scape.config.resolved import Resolved, values_of
 from torchtitan_scape.train import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,11 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "sync.scape.density_warmup_steps": 5000,
     },
 }
+MODELS["gpt_355m"] = MODELS["gpt_345m"] | {"training.steps": 500_000, "sync.radius.start": 80_000}
 ALL: dict[str, Any] = {
     "lr_scheduler.decay_type": "cosine",
     "lr_scheduler.decay_ratio": None,  # from the end of the warm-up to the last step
     "training.max_norm": 1.0,
     "training.steps": 100_000,
+    "sync.radius.start": -1,  # a fifth of the steps
     "training.dtype": "float32",
     "training.mixed_precision_param": "bfloat16",
     "training.mixed_precision_reduce": "float32",
@@ -160,10 +162,9 @@ def test_every_recipe_can_begin(path: Path, ranks: Any) -> None:
     layout_of(config)
 
 
-def test_radius_355m_is_gpt_345m_for_longer() -> None:
+def test_radius_355m_is_that_model_with_radius() -> None:
     values = dict(values_of(built(load(given("radius_355m"), check))))
-    wanted = ALL | MODELS["gpt_345m"] | METHODS["radius"]
-    wanted |= {"training.steps": 500_000, "sync.radius.start": 80_000}
+    wanted = ALL | MODELS["gpt_355m"] | METHODS["radius"]
     assert {key: values[key] for key in wanted} == wanted
 
 
@@ -239,6 +240,11 @@ def test_what_is_wrong_is_named_with_its_file(contents: dict[str, str], names: s
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_spaces_between_names_and_a_mark_of_byte_order_are_nothing(files: Any) -> None:
+    files(a="\ufeff[training]\nsteps = 1", b="[training]\nsteps = 2")
+    assert load("a.toml, b.toml").files == ["a.toml", "b.toml"]
+
+
 def test_four_steps_are_not_too_many(files: Any) -> None:
     files(**FOUR | {"r4": "[training]\nsteps = 5"})
     assert load("r0.toml").table == {"training": {"steps": 5}}
@@ -280,6 +286,13 @@ def test_the_resolved_recipe_says_who_said_it_and_starts_the_same_run(tmp_path: 
     assert path.read_text() == text, "who said it first stays"
     other = resolve([f"--job.config_file={path}", "--training.steps=4"])
     other.write(str(path.parent))
+    assert other.files == (*first.files, str(path)) and other.origins == first.origins | {
+        "job.description": EARLIER,
+        "model.converters": EARLIER,
+        "training.steps": COMMAND_LINE,
+    }, "who said the rest is not forgotten"
+    once_more = resolve([f"--job.config_file={path}"])
+    assert once_more.files == other.files
     assert path.read_text() == other.text() != text and [p.name for p in path.parent.iterdir()] == ["resolved.toml"]
 
 

@@ -66,3 +66,13 @@ def test_damaged_and_mixed_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match=r"mixes the formats arrow \(.*a\.arrow\) and json \(.*b\.jsonl\)"):
         load_text_files(tmp_path)
+
+
+def test_a_part_of_the_data_is_refused_by_its_name(tmp_path: Path) -> None:
+    """As the hub names what it made of the beginning of a large data set."""
+    part = tmp_path / "plain_text" / "partial-train"
+    part.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), part / "0000.parquet")
+    with pytest.raises(ValueError, match=r"has plain_text/partial-train/0000\.parquet, by which the hub says"):
+        load_text_files(tmp_path, split="train")
+    assert load_text_files(tmp_path)["text"][:] == TEXTS

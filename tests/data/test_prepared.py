@@ -277,6 +277,11 @@ def _no_json(folder: Path) -> None:
     (folder / "manifest.json").write_text("{")
 
 
+def _without_digest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"digest"', '"digests"'))
+
+
 def _tokenizer(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"entries": 258', '"entries": 300'))
@@ -289,8 +294,9 @@ def _tokenizer(folder: Path) -> None:
         (lambda f, c: _cut(f), r"damaged: .*train-00001\.idx has 5 bytes, 62 expected"),
         (lambda f, c: _unfinished(f), r"has no manifest\.json: it holds no prepared data, or they are unfinished"),
         (lambda f, c: _no_json(f), r"manifest\.json cannot be read"),
+        (lambda f, c: _without_digest(f), r"manifest\.json cannot be read \(its tokenizer lacks digest\)"),
         (lambda f, c: _tokenizer(f), "with another tokenizer than that in .*: its entries is 300, not 258"),
-        (lambda f, c: setattr(c.data, "border", "eos"), "set .data. border = 'bos_eos'"),
+        (lambda f, c: setattr(c.data, "border", "eos"), "set .data. border = 'bos_eos', or .* --border eos"),
         (lambda f, c: setattr(c.training, "dataset_path", None), "training.dataset_path: dataset 'prepared' needs"),
         (
             lambda f, c: setattr(c.training, "dataset_path", str(f / "no")),

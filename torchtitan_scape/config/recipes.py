@@ -14,6 +14,10 @@ from unicodedata import category
 from torchtitan_scape.sync.types import short
 
 DEEPEST = 4  # files in a row that extend the next
+# How a resolved.toml begins (see `resolved`), and what precedes the files that it was made of.
+RESOLVED = "# What the run was started with."
+FILES = "# Files, of which a later one wins: "
+COMMAND_LINE, EARLIER = "command line", "an earlier command line"
 Table = dict[str, Any]
 
 
@@ -22,12 +26,14 @@ class Recipe:
     """What one or several files say together.
 
     table: as TOML has it, without `extends`. files: in the order in which they were taken; of a key that several have
-    the last one counts. origins: by `section.key`, the file that a value is from.
+    the last one counts. origins: by `section.key`, the file that a value is from; of what a resolved.toml says, the
+    file that it names. unsaid: the keys that it names none for.
     """
 
     table: Table = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
+    unsaid: set[str] = field(default_factory=set)
 
 
 def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Recipe:
@@ -51,8 +57,8 @@ def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Rec
 
 def split_names(given: str) -> list[str]:
     """The paths of "a.toml,b.toml". Raises ValueError where one is empty."""
-    paths = given.split(",")
-    if not all(path.strip() for path in paths):
+    paths = [path.strip() for path in given.split(",")]
+    if not all(paths):
         raise ValueError(f"the recipe {given!r} has an empty name in it; write a.toml, or a.toml,b.toml")
     return paths
 
@@ -72,7 +78,7 @@ def _take(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None]
         raise ValueError(f"recipes extend each other in a circle: {_one_line(chain)}")
     if len(chain) > DEEPEST + 1:
         raise ValueError(f"recipes extend each other over more than {DEEPEST} steps: {_one_line(chain)}")
-    table = _read(chain)
+    text, table = _read(chain)
     extended = _extended(name, table.pop("extends", []))
     try:
         check(table)
@@ -81,13 +87,42 @@ def _take(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None]
     for other in extended:
         _take(recipe, (*chain, os.path.join(os.path.dirname(path), other)), check)
     _merge(recipe.table, table)
-    recipe.files.append(name)
-    recipe.origins |= dict.fromkeys(flatten(table), name)
+    before, said = _said(text) if text.startswith(RESOLVED) else ([], dict.fromkeys(flatten(table), name))
+    recipe.files += [file for file in before if file not in recipe.files]
+    recipe.files += [] if name in before else [name]
+    recipe.origins |= dict.fromkeys(flatten(table), name) | said
+    recipe.unsaid = (recipe.unsaid | flatten(table).keys()) - said.keys()
 
 
-def _read(chain: tuple[str, ...]) -> Table:
+def _said(text: str) -> tuple[list[str], dict[str, str]]:
+    """Of a resolved.toml: the files that it was made of, and by key those that values are from."""
+    files, said, section = list[str](), dict[str, str](), ""
+    for line in text.splitlines():
+        if line.startswith(FILES):
+            files = [file for file in line.removeprefix(FILES).split(", ") if file != "none"]
+        elif line.startswith("["):
+            section = line.strip("[]")
+        elif origin := _comment(line):
+            said[f"{section}.{line.partition(' = ')[0]}"] = EARLIER if origin == COMMAND_LINE else origin
+    return files, said
+
+
+def _comment(line: str) -> str:
+    """What stands behind a value, which may have the like in it."""
+    parts = line.split("  # ")
+    for end in range(1, len(parts)):
+        try:
+            tomllib.loads("  # ".join(parts[:end]))
+        except tomllib.TOMLDecodeError:
+            continue
+        return "  # ".join(parts[end:])
+    return ""
+
+
+def _read(chain: tuple[str, ...]) -> tuple[str, Table]:
     try:
-        return tomllib.loads(Path(chain[-1]).read_bytes().decode())
+        text = Path(chain[-1]).read_bytes().decode("utf-8-sig")
+        return text, tomllib.loads(text)
     except OSError as error:
         raise ValueError(f"the recipe {_one_line(chain)} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOML, UTF-8, numbers of too many digits

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.config.recipes import Recipe, flatten
+from torchtitan_scape.config.recipes import COMMAND_LINE, FILES, RESOLVED, Recipe, flatten
 from torchtitan_scape.files import write_whole
 
 FILE = "resolved.toml"
-COMMAND_LINE = "command line"
-_HEAD = """\
-# What the run was started with. After each value stands the file that it is from; where there is none, it is the
+_HEAD = f"""\
+{RESOLVED} After each value stands the file that it is from; where there is none, it is the
 # default. Sections of methods that the run does not use are left out where nothing set them. This file is a recipe:
 # CONFIG_FILE=resolved.toml starts the same run, in the same folder unless --job.dump_folder names another.
 """
@@ -55,7 +54,9 @@ class Resolved:
         del defaults["job.config_file"]  # which is how the recipe was named, and not in it
         said = defaults | flatten(recipe.table)
         values = {key: copy(attrgetter(key)(config)) for key in defaults}
-        origins = {key: recipe.origins.get(key, "") for key in values}
+        # What a resolved.toml had as a default is one, as long as defaults are what they were.
+        still = {key for key in recipe.unsaid if key in values and values[key] == defaults[key]}
+        origins = {key: "" if key in still else recipe.origins.get(key, "") for key in values}
         origins |= {key: COMMAND_LINE for key, value in values.items() if value != said[key]}
         return cls(config, tuple(recipe.files), values, {key: origin for key, origin in origins.items() if origin})
 
@@ -76,7 +77,7 @@ class Resolved:
                 rows.append(f"{name} = {toml(value)}" + (f"  # {origin}" if origin else ""))
             elif value is None and origin:
                 rows.append(f"# {name} is None, which no recipe can say: --{key}=None")
-        lines = [*_HEAD.splitlines(), f"# Files, of which a later one wins: {', '.join(self.files) or 'none'}"]
+        lines = [*_HEAD.splitlines(), f"{FILES}{', '.join(self.files) or 'none'}"]
         for section, rows in sections.items():
             lines += ["", f"[{section}]", *rows] if rows else []
         return "\n".join(lines) + "\n"

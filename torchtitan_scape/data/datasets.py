@@ -149,10 +149,13 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """
     folder = Path(job_config.model.hf_assets_path)
     expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
+    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {folder}"
     if not folder.is_dir():
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}")
+        raise ValueError(
+            f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"
+        )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}")
+        raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
     try:
         tokenizer = build_hf_tokenizer(job_config)
     except Exception as error:  # the tokenizers library raises nothing narrower

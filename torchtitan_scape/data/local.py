@@ -69,6 +69,11 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     if split is not None and root.is_dir():
         files = [file for file in files if _split_of(file, root) == split]
         if not files:
+            if part := next((file for file in found if "partial-" in str(file.relative_to(root))), None):
+                raise ValueError(
+                    f"dataset_path: {str(root)!r} has {part.relative_to(root)}, by which the hub says that its files "
+                    "are a part of the data; fetch them whole, or read that part with dataset text_files"
+                )
             raise ValueError(
                 f"dataset_path: {str(root)!r} has no files of the split {split!r}; expected files or "
                 f"sub-folders whose names begin with {split!r}, or dataset text_files to read all files"

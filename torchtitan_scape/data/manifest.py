@@ -98,6 +98,8 @@ class Manifest:
             found["shards"] = tuple(Shard(**shard) for shard in found["shards"])
             del found["splits"]
             manifest = cls(**found)
+            if lacking := {"digest", "entries", "bos", "eos"} - manifest.tokenizer.keys():
+                raise ValueError(f"its tokenizer lacks {', '.join(sorted(lacking))}")
             dtype = np.dtype(manifest.dtype)
         except FileNotFoundError:
             raise ValueError(

@@ -37,6 +37,7 @@ from torchtitan_scape.files import write_whole  # noqa: E402
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005
 SHARD_TOKENS = 1 << 28
+_OPTIONS = {"model.hf_assets_path": "--tokenizer", "dataset_path": "--path"}  # what is told by the trainer's keys
 _LOCK_SECONDS = 10.0  # for workers of a process that was killed to end
 
 
@@ -222,6 +223,8 @@ def _tell(manifest: Manifest, folder: Path, seconds: float | None = None) -> Non
         documents, tokens, n_bytes = (manifest.total(split, what) for what in ("documents", "tokens", "bytes"))
         rate = f", {n_bytes / tokens:.3f} bytes of text a token" if tokens else ""
         print(f"{split}: {documents:,} documents, {tokens:,} tokens{rate}, {len(manifest.of(split))} shards")
+    if not manifest.of(VALIDATION):
+        print("no document is held out, and nothing can be validated; --validation sets the share")
     print(f"{folder} is whole" if seconds is None else f"{folder} was prepared in {seconds:,.1f} s")
 
 
@@ -271,7 +274,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verify:
             verify(options.output, workers)
     except (ValueError, OSError) as error:
-        print(f"prepare: {one_line(error)}", file=sys.stderr)
+        told = one_line(error)
+        for key, option in _OPTIONS.items():
+            told = told.replace(key, option)
+        print(f"prepare: {told}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"prepare: stopped; {GO_ON}", file=sys.stderr)

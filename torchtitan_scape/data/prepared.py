@@ -160,7 +160,10 @@ def _prefix(path: str | None) -> Path:
 def _from_pair(key: str, path: Path, facts: dict[str, Any], job: JobConfig) -> Split:
     prefix = _prefix(str(path))
     if not any(file.exists() for file in paths_of(prefix)):
-        raise ValueError(f"{key}: {str(path)!r} is neither a folder of prepared data nor a pair of .bin and .idx")
+        raise ValueError(
+            f"{key}: {str(path)!r} is neither a folder of prepared data nor a pair of .bin and .idx; "
+            "python -m torchtitan_scape.data.prepare makes them"
+        )
     both = job.validation.enable and job.validation.dataset.lower() == job.training.dataset.lower() == NAME
     if both and _prefix(job.training.dataset_path).resolve() == _prefix(job.validation.dataset_path).resolve():
         raise ValueError(
@@ -183,7 +186,8 @@ def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConf
     if manifest.border != job.data.border:
         raise ValueError(
             f"{folder} was prepared with the border {manifest.border!r} between documents, and [data] border = "
-            f"{job.data.border!r}; set [data] border = {manifest.border!r}"
+            f"{job.data.border!r}; set [data] border = {manifest.border!r}, or prepare them with --border "
+            f"{job.data.border}"
         )
     n_bytes, n_tokens = manifest.total(split, "bytes"), manifest.total(split, "tokens")
     dtype = np.dtype(manifest.dtype)
