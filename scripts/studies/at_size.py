@@ -16,12 +16,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from scripts.common import OUTPUTS, RESULTS, ROOT, guarded, parser
+from scripts.common import OUTPUTS, RESULTS, ROOT, guarded, parser, read, write
 from torchtitan_scape.data import prepare
+from torchtitan_scape.data.manifest import MANIFEST
 from torchtitan_scape.data.standard_library import read_sources
 
 PACKAGES = ("torch", "sympy", "numpy")
-PREPARED = OUTPUTS / "at_size" / "prepared"  # as scripts/studies/at_size_grid.toml names it
+PREPARED = OUTPUTS / "at_size" / "prepared"  # as at_size_recipe.toml names it
 
 
 def sources() -> dict[str, dict[str, str]]:
@@ -46,12 +47,11 @@ def run() -> int:
     arguments = [f"--path={text}", f"--tokenizer={tokenizer}", f"--output={PREPARED}", "--validation=0.01"]
     if code := prepare.main(arguments):
         return code
-    manifest = json.loads((PREPARED / "manifest.json").read_text())
+    manifest = read(PREPARED / MANIFEST)
     manifest["source"]["path"] = None  # of one machine
     manifest["sources"] = {what: {"files": len(files)} for what, files in found.items()}
-    stored = RESULTS / "at_size" / "manifest.json"
-    stored.parent.mkdir(parents=True, exist_ok=True)
-    stored.write_text(json.dumps(manifest, indent=1) + "\n")
+    stored = RESULTS / "at_size" / MANIFEST
+    write(stored, manifest)
     print(f"wrote {stored}")
     return 0
 

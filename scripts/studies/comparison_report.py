@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.common import markdown, spread, write
+from scripts.common import command_of, markdown, spread, write
 from scripts.studies.comparison_costs import MACHINES, describe, planned, run_seconds, step_seconds
 from scripts.studies.comparison_methods import Budget, Compared
 from scripts.studies.quality_cells import described
@@ -109,10 +109,7 @@ def relative(one: Budget, found: Compared, machine: str) -> float:
 def page(found: Sequence[Budget], path: Path) -> None:
     data = found[0].methods[0].options["training.dataset"]
     reading = READING.format(text=TEXTS.get(data, data))
-    name, command = path.parent.name, "python -m scripts.studies.comparison report"
-    if name != "comparison":
-        command += f" --grid scripts/studies/{name}_grid.toml --output results/{name}"
-    parts = ["# Every method at one budget", f"Made by `{command}`. {reading}"]
+    parts = ["# Every method at one budget", f"Made by `{command_of('scripts.studies.comparison')}`. {reading}"]
     parts += ["![Loss against bytes](loss_against_bytes.png)", LIMITS_OF_IT]
     for one in found:
         parts += [f"## {one.title}"]

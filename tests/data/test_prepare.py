@@ -250,8 +250,10 @@ def _broken(tmp_path: Path) -> list[str]:
     "options, message",
     [
         (lambda t: ["--dataset", "pile"], "--dataset 'pile' is unknown; known are"),
+        (lambda t: ["--path", str(t / "no")], "no' does not exist"),
         (lambda t: ["--path", str(t / "no")], "prepare: --path: "),
         (_broken, "broken.parquet' cannot be read as parquet"),
+        (lambda t: ["--tokenizer", str(t)], "has no tokenizer"),
         (lambda t: ["--tokenizer", str(t)], "prepare: --tokenizer: "),
         (lambda t: ["--shard-tokens", "0"], "--shard-tokens 0; it must be 1 or more"),
         (lambda t: ["--validation", "1"], "--validation 1.0; it must be 0 or more, and less than 1"),

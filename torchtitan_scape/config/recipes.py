@@ -87,17 +87,18 @@ def _take(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None]
     for other in extended:
         _take(recipe, (*chain, os.path.join(os.path.dirname(path), other)), check)
     _merge(recipe.table, table)
-    before, said = _said(text) if text.startswith(RESOLVED) else ([], dict.fromkeys(flatten(table), name))
+    here = dict.fromkeys(flatten(table), name)
+    before, said = _said(text) if text.startswith(RESOLVED) else ([], here)
     recipe.files += [file for file in before if file not in recipe.files]
     recipe.files += [] if name in before else [name]
-    recipe.origins |= dict.fromkeys(flatten(table), name) | said
-    recipe.unsaid = (recipe.unsaid | flatten(table).keys()) - said.keys()
+    recipe.origins |= here | said
+    recipe.unsaid = (recipe.unsaid | here.keys()) - said.keys()
 
 
 def _said(text: str) -> tuple[list[str], dict[str, str]]:
     """Of a resolved.toml: the files that it was made of, and by key those that values are from."""
     files, said, section = list[str](), dict[str, str](), ""
-    for line in text.splitlines():
+    for line in text.split("\n"):  # and not where else str.splitlines() ends one, inside a value
         if line.startswith(FILES):
             files = [file for file in line.removeprefix(FILES).split(", ") if file != "none"]
         elif line.startswith("["):

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import block_code, choose
 from topology.chunks import Exchange, in_two_buffers
 from topology.codecs import Codec
-from topology.partition import Slice, chunks_of
+from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Setting, State, Step, keep
 from torchtitan_scape.sync.options import MethodOptions
@@ -122,8 +122,8 @@ class Sparta(Method):
     def messages(self) -> list[Message]:
         """Of all turns."""
         interval = self.options.interval
-        pieces = [piece for lane in range(interval) for piece in self._turn([lane])]
-        sizes = [self.collectives.filled_up(piece.entries, self._codec) for piece in pieces]
+        chunks = [chunk for lane in range(interval) for chunk in self._cut([lane])[1]]
+        sizes = [self.collectives.filled_up(chunk.entries, self._codec) for chunk in chunks]
         return [Message("all_reduce", size, self._codec, 1.0 / interval) for size in sizes]
 
     def density(self) -> float:
@@ -139,6 +139,15 @@ class Sparta(Method):
         return self._turns[lane]
 
     def _pieces(self, lanes: Sequence[int]) -> list[_Piece]:
+        parts, chunks = self._cut(lanes)
+        pieces = []
+        for chunk in chunks:
+            views = [both for s in chunk.slices for both in self._views(parts[s.tensor], s)]
+            pieces.append(_Piece(chunk.entries, [anchor for anchor, _ in views], [theta for _, theta in views]))
+        return pieces
+
+    def _cut(self, lanes: Sequence[int]) -> tuple[list[_Part], list[Chunk]]:
+        """What lies in the lanes, and the chunks that it goes in, whose slices' `tensor` is a part's number."""
         interval = self.options.interval
         if len(lanes) == interval:
             lanes, interval = [0], 1
@@ -153,11 +162,7 @@ class Sparta(Method):
                     parts.append(_Part(i, first, interval))
                     sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
             begin += blocks
-        pieces = []
-        for chunk in chunks_of(sizes, self.collectives.chunk_entries, BLOCK):
-            views = [both for s in chunk.slices for both in self._views(parts[s.tensor], s)]
-            pieces.append(_Piece(chunk.entries, [anchor for anchor, _ in views], [theta for _, theta in views]))
-        return pieces
+        return parts, chunks_of(sizes, self.collectives.chunk_entries, BLOCK)
 
     def _views(self, part: _Part, s: Slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Of anchor and parameter what a slice has: whole blocks, and a shorter last one."""
