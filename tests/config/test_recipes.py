@@ -92,6 +92,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "sync.radius.interval": 200,
         "sync.radius.release_scale": 1.0,
     },
+    "sparta": {
+        "optimizer.name": "AdamW",
+        "sync.method": "sparta",
+        "sync.sparta.interval": 6,
+        "sync.sparta.code": "2bit",
+    },
 }
 # Machine, shard degree; ranks and ranks a node to lay out, and the replicas that there are then.
 MACHINES = {"vista": ("vista", 1, 32, 1, 32), "frontier": ("frontier", 8, 64, 8, 8), "one_gpu": ("auto", 1, 1, 1, 1)}
