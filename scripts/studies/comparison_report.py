@@ -40,6 +40,7 @@ def main_table(one: Budget) -> str:
                 "final losses": ", ".join(f"{loss:.4f}" for loss in found.losses.values()),
                 "gap to AdamW, dense, %": spread(found.gaps(one.dense("AdamW")), "+.2f"),
                 "to AdamS, dense, %": spread(found.gaps(one.dense("AdamS")), "+.2f"),
+                "to its optimizer, dense, %": spread(found.gaps(one.dense(found.optimizer)), "+.2f"),
             }
         )
     return markdown(rows)
