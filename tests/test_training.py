@@ -302,7 +302,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("diloco", "1x2", 3),  # inside a round, its exchange skipped
         ("muon", "1x2", 4),
         ("demo", "2x2", 4),
-        ("diloco-muon", "1x2", None),
+        ("diloco-muon", "2x2", None),
         ("streaming", "2x2", None),
         ("sparta", "2x2", 4),
         ("sparseloco", "2x2", 4),  # inside a round

@@ -5,7 +5,7 @@ part crosses the link to whom it is for.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,19 +45,19 @@ class Circle:
 
     ranks: all of them, in the order of the group. place: of this one. group: None where it is alone, or where somebody
         else moves the bytes and they are only counted here.
-    ring_level: of the link to its successor. levels: how many of the others are at each level.
+    ring_level: of the link to its successor. links: to each of the ranks, by level; "" to itself.
     """
 
     ranks: tuple[int, ...]
     place: int
     group: ProcessGroup | None
     ring_level: str
-    levels: tuple[tuple[str, int], ...]
+    links: tuple[str, ...]
 
     @classmethod
     def of(cls, ranks: tuple[int, ...], rank: int, group: ProcessGroup | None, layout: Layout) -> "Circle":
-        levels = Counter(layout.level(rank, other) for other in ranks if other != rank)
-        return cls(ranks, ranks.index(rank), group, layout.ring_level(rank, ranks), tuple(sorted(levels.items())))
+        links = tuple("" if other == rank else layout.level(rank, other) for other in ranks)
+        return cls(ranks, ranks.index(rank), group, layout.ring_level(rank, ranks), links)
 
     @property
     def size(self) -> int:
@@ -92,6 +92,13 @@ class Circle:
         ledger.add(self.ring_level, kind, input_bytes, (self.size - 1) / self.size * input_bytes)
 
     def count_exchange(self, input_bytes: int, ledger: ShardLedger, kind: str) -> None:
-        for level, others in self.levels:
+        for level, others in sorted(Counter(link for link in self.links if link).items()):
             part = input_bytes * others // self.size
             ledger.add(level, kind, part, float(part))
+
+    def count_parts(self, sizes: Sequence[int], ledger: ShardLedger, kind: str) -> None:
+        """Of an exchange that somebody else makes, of parts of so many bytes for each of the ranks."""
+        for level in sorted(set(self.links) - {""}):
+            sent = sum(size for size, link in zip(sizes, self.links, strict=True) if link == level)
+            if sent:
+                ledger.add(level, kind, sent, float(sent))

@@ -6,7 +6,7 @@ and does not know which of them it has. Bytes are counted here, by the same arit
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -55,6 +55,10 @@ class ReplicaCollectives(ABC):
     def is_fake(self) -> bool:
         """True in a dry run of ranks, whose collectives move nothing, so that received values mean nothing."""
         return dist.is_initialized() and dist.get_backend() == "fake"
+
+    def alike(self, work: Callable[[], Tensor]) -> Tensor:
+        """What `work` makes of what all replicas have alike, to be read only. Of simulated ones one does it for all."""
+        return work()
 
     # ------------------------------------------------------------------------------ the replicate axis
 

@@ -121,7 +121,7 @@ class ShardGroups:
 
     @property
     def crosses_nodes(self) -> bool:
-        return any(level == "network" for level, _ in self.whole.levels)
+        return "network" in self.whole.links
 
     def set_timeout(self, timeout: timedelta) -> None:
         for circle in (*self.gathers, *self.reductions):

@@ -36,6 +36,9 @@ class InProcessCollectives(ReplicaCollectives):
     def _meet(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
         return self._meeting.meet(self.replica, item, combine)
 
+    def alike(self, work: Callable[[], Tensor]) -> Tensor:
+        return self._meet(work, lambda works: works[0]())
+
     def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         if codec is None:
             self._meet(tensor, lambda tensors: _reduce(tensors, divisor))

@@ -87,7 +87,7 @@ class ScapeTrainer(Trainer):
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
-        check_layout(job_config.optimizer.name, self.layout)
+        check_layout(job_config.optimizer.name, self.layout, job_config.sharding.levels.active)
         if job_config.sharding.levels.active:
             check_levels(job_config.sharding, self.layout)
         else:

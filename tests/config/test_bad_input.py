@@ -20,7 +20,7 @@ RECIPE = "--job.config_file=train_configs/embedded.toml"
 def check(arguments: list[str]) -> None:
     config = parse([RECIPE, *arguments])
     check_config(config, "cpu")
-    check_layout(config.optimizer.name, layout_of(config))
+    check_layout(config.optimizer.name, layout_of(config), config.sharding.levels.active)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,20 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         (2, ["--optimizer.name=Muon"], r"name = 'Muon' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
         (
             4,
-            ["--optimizer.name=Muon", "--sync.method=dense", "--parallelism.data_parallel_shard_degree=2"],
-            r"name = 'Muon' with parallelism.data_parallel_shard_degree = 2: it needs whole matrices; set it to 1, "
-            r"with .*replicate_degree = 4 for",
+            ["--optimizer.name=Muon", "--sync.method=dense", "--parallelism.tensor_parallel_degree=2"],
+            r"'Muon' with parallelism.tensor_parallel_degree = 2: .* whole or cut by rows; use .*_shard_degree.* or"
+            r" \[optimizer\] name = 'AdamW'",
+        ),
+        (
+            4,
+            [
+                "--optimizer.name=Muon",
+                "--sync.method=dense",
+                "--parallelism.data_parallel_shard_degree=2",
+                "--sharding.levels.weights=1",
+                "--sharding.levels.gradients=2",
+            ],
+            r"name = 'Muon' with \[sharding.levels\]: it needs matrices",
         ),
         (2, ["--optimizer.name=Lion"], r"name = 'Lion' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
         (

@@ -1,17 +1,21 @@
 """Muon for the matrices of the blocks: against PyTorch's own, its formula, and in containers of either kind."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.pool import Pool
 from tests.sync import test_local_updates as local
 from tests.sync.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES, far, trained
 from torchtitan_scape.optimizer.muon import Muon
-from torchtitan_scape.planner.muon_volumes import muon_flops
+from torchtitan_scape.planner.muon_volumes import muon_flops, muon_parts
 from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
 
 HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
@@ -67,6 +71,59 @@ def test_a_step_is_as_long_as_adamws() -> None:
     expected = -0.01 * 0.2 * 40**0.5 * x
     assert float((moved - expected).norm() / expected.norm()) < 0.02
     assert 0.7 < float(moved.square().mean().sqrt()) / (0.2 * 0.01) < 1.2
+
+
+# More than the ranks, no multiple of them; high, wide and square; rows that do not divide, and too few for all ranks.
+CUT = {
+    **{f"layers.{i}.weight": shape for i, shape in enumerate([(8, 12), (7, 5), (3, 9), (6, 6), (10, 4), (2, 16)])},
+    "embedding.weight": (9, 4),
+    "norm.weight": (5,),
+}
+
+
+def step_cut_and_whole() -> tuple[bool, list[int]]:
+    """Whether the shards are those of a Muon whose matrices nobody cut, to the last bit, and the bytes that went from
+    this rank to each in the last step, which had all gradients."""
+    generator, mesh = torch.Generator().manual_seed(3), init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in CUT.items()}
+    cut = {name: nn.Parameter(distribute_tensor(own.detach(), mesh, [Shard(0)])) for name, own in whole.items()}
+    sent = [0] * dist.get_world_size()
+
+    def count(sizes: Sequence[int]) -> None:
+        sent[:] = [a + b for a, b in zip(sent, sizes, strict=True)]
+
+    ours, theirs = Muon(cut.items(), **RATES, count=count), Muon(whole.items(), **RATES)
+    for step in range(4):
+        sent[:] = [0] * len(sent)
+        for name, own in whole.items():
+            own.grad = None if (name, step) == ("layers.1.weight", 1) else torch.randn(CUT[name], generator=generator)
+            cut[name].grad = None if own.grad is None else distribute_tensor(own.grad, mesh, [Shard(0)])
+        ours.step()
+        theirs.step()
+    pairs = [(cut[n], whole[n]) for n in CUT]
+    pairs += [(ours.state[a]["exp_avg"], theirs.state[b]["exp_avg"]) for a, b in pairs]
+    return all(torch.equal(a.full_tensor(), b.detach()) for a, b in pairs), sent
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_matrices_that_are_cut_by_rows_are_dealt_out(ranks: int, request: pytest.FixtureRequest) -> None:
+    results = request.getfixturevalue(f"pool{ranks}")(step_cut_and_whole)
+    assert all(equal for equal, _ in results)
+    to_others = sum(size for i, (_, sent) in enumerate(results) for j, size in enumerate(sent) if i != j)
+    shapes = [CUT["embedding.weight"], *(s for n, s in CUT.items() if n.startswith("layers")), (5,), (9, 4)]
+    parts = muon_parts(shapes, ranks)
+    assert len(parts) == 6 and to_others == sum(2 * (ranks - 1) * part for _, part in parts)
+
+
+def refused() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(ValueError) as error:
+        Muon([("layers.0.weight", nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])))])
+    return str(error.value)
+
+
+def test_matrices_that_are_cut_by_columns_are_refused(pool2: Pool) -> None:
+    assert all("cut by rows alone, and 'layers.0.weight' of (4, 4) is not" in text for text in pool2(refused))
 
 
 def test_what_it_is_not_for_is_refused() -> None:
@@ -125,7 +182,9 @@ def test_the_planner_has_what_it_holds_and_multiplies() -> None:
     optimizer = Muon(weights.items())
     held = sum(t.nbytes for state in optimizer.state.values() for kind, t in state.items() if kind != "step")
     assert simulated_memory_bytes(Method("muon"), shapes, 1)["state"] == held
-    assert muon_flops(shapes) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
+    assert muon_flops(shapes, 1) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
+    assert muon_flops(shapes, 2) == muon_flops(shapes, 3) == 5 * (4 * 8 * 8 * 9 + 2 * 8**3)
+    assert muon_parts(shapes, 2) == [(0, 2 * 4 * 9), (1, 2 * 5 * 8)]
 
 
 def test_a_step_lets_go_of_the_gradients() -> None:

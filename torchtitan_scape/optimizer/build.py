@@ -1,5 +1,6 @@
 """The optimizers that `[sync] method` and `[optimizer] name` ask for."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
 from kernels import choose
+from topology.circles import Circle, ShardLedger
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica, SimulatedReplicas
@@ -19,6 +21,7 @@ from torchtitan_scape.optimizer.local import LocalOptimizers
 from torchtitan_scape.optimizer.own_step import OwnStepOptimizers
 from torchtitan_scape.optimizer.registry import OPTIMIZERS
 from torchtitan_scape.parallelize import ReplicaParallelDims
+from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import holder_of
 from torchtitan_scape.sharding.levels_build import build_levels
@@ -53,11 +56,14 @@ def build_optimizers(
     assert groups.layout is not None
     kernels = choose(sync.kernels, next(model_parts[0].parameters()).device)
     made: dict[str, Any] = dict(kernels=kernels, seed=job_config.debug.seed or 0)
-    levels = None
+    levels = count = None
     if over is None:
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
         sharding = build_sharding(model_parts[0], job_config.sharding, shard_groups, replicas.all.traffic, **made)
+        # Of simulated replicas that share an update each would send it.
+        alike = 1 if entry.method is None or entry.method.local else job_config.topology.simulate_replicas
+        count = partial(_count, shard_groups.whole, sharding.ledger, alike)
     else:
         made |= dict(sums=entry.adds_up, bf16=job_config.training.mixed_precision_param == "bfloat16")
         levels = build_levels(model_parts[0], job_config.sharding, groups.layout, over, replicas.all.traffic, **made)
@@ -76,6 +82,7 @@ def build_optimizers(
             **rates,
             implementation=optimizer_config.implementation,
             kernels=sync.kernels,
+            count=count,
         )
         kind = LocalOptimizers if entry.method.local else SyncedOptimizers
         method, steps = partial(entry.method, options=options), job_config.training.steps
@@ -88,6 +95,10 @@ def build_optimizers(
     elif groups.layout.shard * groups.layout.context > 1:
         optimizers.guard.summed_over = "the ranks that hold its replica"
     return optimizers
+
+
+def _count(circle: Circle, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
+    circle.count_parts([times * size for size in sizes], ledger, UPDATE)
 
 
 def _replicas(groups: ReplicaGroups, simulated: int, adds_up: bool) -> Replicas:

@@ -4,17 +4,20 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 step's length is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard as Cut
 from torch.optim import Optimizer
 
+from torchtitan_scape.optimizer.dealt import Dealer
 from torchtitan_scape.sync.options import check_hyperparameters
-from torchtitan_scape.sync.shards import Shard, collect_shards, layer_of, local
+from torchtitan_scape.sync.shards import Shard, collect_shards, is_slice, layer_of, local
 
 
 class Muon(Optimizer):
@@ -22,19 +25,23 @@ class Muon(Optimizer):
 
     Muon steps along momentum whose singular values are made equal, by five Newton-Schulz iterations in BF16. It is for
     the matrices of the blocks (two dimensions, a layer's number in the name): embedding, output, norms and biases
-    are AdamW's, as Muon's authors and PyTorch's documentation advise. One learning rate serves both:
-    `adjust_lr_fn="match_rms_adamw"` makes a step of Muon as long as one of AdamW usually is, 0.2 lr in the mean square.
+    are AdamW's, as Muon's authors and PyTorch's documentation advise. One learning rate serves both: a step of Muon is
+    as long as one of AdamW usually is, 0.2 lr in the mean square (PyTorch's `match_rms_adamw`).
+
+    Matrices that FSDP2 cuts are dealt out to the ranks of their replica, in BF16, for the iterations: each makes those
+    of its own, to the bits of a matrix that was never cut. A step is then a collective call of these ranks.
 
     Args:
-        params: (name, parameter), all in one group; plain tensors or DTensors that are not cut.
+        params: (name, parameter), all in one group; plain tensors or DTensors, which may be cut by rows.
         betas: the first is Muon's momentum, too, which is Nesterov's.
         eps: AdamW's. Muon's own, which keeps a gradient of zeros from 0 / 0, is PyTorch's.
         fused, foreach: AdamW's implementation.
+        count: is told the bytes that go to each rank of the replica, as of `Dealer`.
 
     State of every parameter is "step" and "exp_avg", which is Muon's momentum, FP32; AdamW has "exp_avg_sq" besides.
-    A parameter without a gradient is left as it is.
+    A parameter without a gradient, which it must then have on no rank of the replica, is left as it is.
 
-    Raises ValueError for a model without such matrices, and for matrices that are cut into shards.
+    Raises ValueError for a model without such matrices, and for matrices that are cut otherwise.
     """
 
     def __init__(
@@ -46,21 +53,22 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         fused: bool = False,
         foreach: bool = False,
+        count: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         assert len(self.param_groups) == 1
         shards = collect_shards(self.param_groups)
-        self._hidden = [shard for shard in shards if is_hidden(shard)]
+        hidden = [shard for shard in shards if is_hidden(shard)]
         rest = [shard.parameter for shard in shards if not is_hidden(shard)]
-        if not self._hidden:
+        if not hidden:
             raise ValueError(
                 f"Muon is for matrices of numbered layers, and none of {shards[0].name!r} to {shards[-1].name!r} is "
                 "one; set [optimizer] name = 'AdamW'"
             )
-        for shard in self._hidden:
-            _check_whole(shard)
-        self._muon = torch.optim.Muon([_plain(shard) for shard in self._hidden], adjust_lr_fn="match_rms_adamw")
+        # Those that are dealt out together are of like size, so that ranks work for as long as each other.
+        self._hidden = sorted(hidden, key=lambda shard: -shard.entries)
+        self._dealer = Dealer(_group_of(hidden), count)
         self._adamw = torch.optim.AdamW(rest, fused=fused, foreach=foreach) if rest else None
         for shard in shards:
             parameter = shard.parameter
@@ -84,24 +92,42 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         (group,) = self.param_groups
-        rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-        momentum: defaultdict[Tensor, Any] = defaultdict(dict)
-        for shard in (shard for shard in self._hidden if shard.parameter.grad is not None):
-            own, state = _plain(shard), self.state[shard.parameter]
-            own.grad = local(shard.parameter.grad)
-            momentum[own] = {"momentum_buffer": local(state["exp_avg"])}
-            state["step"] += 1
-        # The tensors of this step: of DTensors they are made anew.
-        self._muon.state = momentum
-        self._muon.param_groups[0].update(rates, params=list(momentum), momentum=group["betas"][0])
-        self._muon.step()
-        for own in momentum:
-            own.grad = None  # of the parameter's memory alone: it would stay through the next backward pass
+        present, together = [s for s in self._hidden if s.parameter.grad is not None], self._dealer.ranks
+        for first in range(0, len(present), together):
+            self._step_of(present[first : first + together], group)
         if self._adamw is not None:
             self._adamw.state = self.state
-            self._adamw.param_groups[0].update(rates, betas=group["betas"], eps=group["eps"])
+            rates = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            self._adamw.param_groups[0].update(rates)
             self._adamw.step()
         return loss
+
+    def _step_of(self, shards: Sequence[Shard], group: dict[str, Any]) -> None:
+        """Of as many matrices as there are ranks."""
+        lr, momentum = group["lr"], group["betas"][0]
+        directions = []
+        for shard in shards:
+            gradient, state = local(shard.parameter.grad), self.state[shard.parameter]  # type: ignore[arg-type]
+            average = local(state["exp_avg"]).lerp_(gradient, 1 - momentum)
+            directions.append(gradient.lerp(average, momentum).bfloat16())
+            state["step"] += 1
+        self._dealer.work(directions, [shard.parameter.shape for shard in shards], orthogonalise)
+        for shard, direction in zip(shards, directions, strict=True):
+            own = local(shard.parameter).detach().mul_(1 - lr * group["weight_decay"])
+            own.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
+
+
+def orthogonalise(matrix: Tensor) -> None:
+    """BF16 (a, b), in place, becomes what five Newton-Schulz iterations make of it: singular values near 1.
+
+    PyTorch has them inside its optimizer alone: from zero, without momentum, a step of length 1 is that, negated. Only
+    of a matrix that is not higher than wide is its length 1; transposed, the iterations are the same.
+    """
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    moved = torch.zeros_like(wide)
+    moved.grad = wide
+    torch.optim.Muon([moved], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    wide.copy_(moved).neg_()
 
 
 def is_hidden(shard: Shard) -> bool:
@@ -109,18 +135,24 @@ def is_hidden(shard: Shard) -> bool:
     return shard.parameter.ndim == 2 and layer_of(shard.name) is not None
 
 
-def _plain(shard: Shard) -> Tensor:
-    """The numbers of a parameter that is not cut, without gradient."""
-    return local(shard.parameter).detach()
-
-
-def _check_whole(shard: Shard) -> None:
-    parameter = shard.parameter
-    if isinstance(parameter, DTensor) and any(
-        placement.is_shard() and parameter.device_mesh.size(axis) > 1
-        for axis, placement in enumerate(parameter.placements)
-    ):
+def _group_of(shards: Sequence[Shard]) -> ProcessGroup | None:
+    """The group over which all of them are cut by rows; None where they are whole. Raises ValueError for other cuts."""
+    groups: dict[ProcessGroup | None, str] = {}
+    for shard in shards:
+        parameter, cuts = shard.parameter, []
+        if isinstance(parameter, DTensor):
+            sizes = parameter.device_mesh.shape
+            cuts = [(axis, p) for axis, p in enumerate(parameter.placements) if p.is_shard() and sizes[axis] > 1]
+        if is_slice(parameter) or len(cuts) > 1 or any(placement != Cut(0) for _, placement in cuts):
+            raise ValueError(
+                f"Muon needs matrices that are whole or cut by rows alone, and {shard.name!r} of "
+                f"{tuple(parameter.shape)} is not; train without tensor parallelism and [sharding.levels], or with "
+                "[optimizer] name = 'AdamW'"
+            )
+        groups[parameter.device_mesh.get_group(cuts[0][0]) if cuts else None] = shard.name
+    if len(groups) > 1:
         raise ValueError(
-            f"Muon needs whole matrices, and {shard.name!r} of {tuple(parameter.shape)} is cut into shards; train "
-            "without shards and tensor parallelism, or with AdamW"
+            f"Muon needs matrices that are cut alike, and {' and '.join(map(repr, groups.values()))} differ"
         )
+    (group,) = groups
+    return group

@@ -21,27 +21,27 @@ class Entry:
     """An optimizer by its name, which is its class's.
 
     make: of named parameters, and by keyword lr, betas, eps, weight_decay, `implementation` (PyTorch's AdamW: "fused",
-        "foreach" or "for-loop") and `kernels`.
+        "foreach" or "for-loop"), `kernels`, and `count`, told the bytes that go to each rank of the replica.
     moments: kinds of its state of a parameter, FP32 of the parameter's shape. Each state has "step" besides, how many
         were applied.
-    whole: whether it needs whole matrices, and so no shards.
+    on_matrices: whether it works on matrices, which must be whole or cut by rows.
     """
 
     make: Callable[..., Optimizer]
     moments: Callable[[Shard], tuple[str, ...]]
-    whole: bool = False
+    on_matrices: bool = False
 
 
-def _adamw(named: Any, *, implementation: str, kernels: str, **rates: Any) -> Optimizer:
+def _adamw(named: Any, *, implementation: str, kernels: str, count: Any, **rates: Any) -> Optimizer:
     return torch.optim.AdamW(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
-def _adams(named: Any, *, implementation: str, kernels: str, **rates: Any) -> Optimizer:
+def _adams(named: Any, *, implementation: str, kernels: str, count: Any, **rates: Any) -> Optimizer:
     return AdamS(named, **rates, kernels=kernels)
 
 
-def _muon(named: Any, *, implementation: str, kernels: str, **rates: Any) -> Optimizer:
-    return Muon(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")
+def _muon(named: Any, *, implementation: str, kernels: str, **others: Any) -> Optimizer:
+    return Muon(named, **others, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
 def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Optimizer:
@@ -51,22 +51,22 @@ def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Op
 OPTIMIZERS = {
     "AdamW": Entry(_adamw, lambda shard: (FIRST, SECOND)),
     "AdamS": Entry(_adams, lambda shard: (FIRST,)),
-    "Muon": Entry(_muon, lambda shard: (FIRST,) if is_hidden(shard) else (FIRST, SECOND), whole=True),
+    "Muon": Entry(_muon, lambda shard: (FIRST,) if is_hidden(shard) else (FIRST, SECOND), on_matrices=True),
     "SignSGD": Entry(_signsgd, lambda shard: ()),
 }
 
 
-def check_layout(name: str, layout: Layout) -> None:
-    """Refuses an optimizer whose matrices the layout cuts. Raises ValueError with the fix."""
-    degrees = {
-        "data_parallel_shard": layout.shard,
-        "context_parallel": layout.context,
-        "tensor_parallel": layout.tensor,
-    }
-    cut = [f"parallelism.{axis}_degree = {degree}" for axis, degree in degrees.items() if degree > 1]
-    if OPTIMIZERS[name].whole and cut:
+def check_layout(name: str, layout: Layout, levels: bool) -> None:
+    """Refuses an optimizer whose matrices the layout cuts otherwise than by rows. Raises ValueError with the fix.
+
+    levels: whether weights, gradients and the rest lie on three levels, in pieces.
+    """
+    if not OPTIMIZERS[name].on_matrices:
+        return
+    cut = [f"parallelism.tensor_parallel_degree = {layout.tensor}"] if layout.tensor > 1 else []
+    cut += ["[sharding.levels]"] if levels else []
+    if cut:
         raise ValueError(
-            f"[optimizer] name = {name!r} with {' and '.join(cut)}: it needs whole matrices; set "
-            f"{'it' if len(cut) == 1 else 'them'} to 1, with parallelism.data_parallel_replicate_degree = "
-            f"{layout.world_size} for the ranks, or [optimizer] name = 'AdamW'"
+            f"[optimizer] name = {name!r} with {' and '.join(cut)}: it needs matrices that are whole or cut by rows; "
+            "use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = 'AdamW'"
         )

@@ -14,9 +14,10 @@ from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scal
 from torchtitan_scape.planner.levels_volumes import LevelsPlan
 from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.payload import coded_by
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_stages
+from torchtitan_scape.planner.sharding import ShardPlan, dealt_stages, flat_rows, mean_gathers, shard_stages
 from torchtitan_scape.planner.volumes import (
     Method,
+    dealt_parts,
     host_link_bytes,
     memory_bytes,
     messages,
@@ -203,7 +204,8 @@ def predict(
     sharding: what stands in for FSDP's own collectives; None for these. levels: three of them instead; what they send
         once a step is exposed.
 
-    Of FSDP's traffic what exceeds compute is exposed. Raises ValueError for a batch that the ranks do not divide.
+    Of FSDP's traffic what exceeds compute is exposed, of what an optimizer deals out all. Raises ValueError for a batch
+    that the ranks do not divide.
     """
     assumptions = assumptions or Assumptions()
     ranks = layout.replicate * layout.shard
@@ -225,7 +227,8 @@ def predict(
         max(nbytes / rate, copied / (device.host_link * 1e9))
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
-    rest += optimizer_flops(method, shapes) / (device.peak * 1e12 * assumptions.mfu)
+    rest += optimizer_flops(method, workload.shapes(), layout.shard) / (device.peak * 1e12 * assumptions.mfu)
+    dealt = dealt_stages(dealt_parts(method, workload.shapes(), layout.shard), layout)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))
@@ -250,7 +253,7 @@ def predict(
         compute_seconds=compute_seconds,
         pack_seconds=pack,
         rest_seconds=rest,
-        shard_seconds=max(0.0, traffic - compute_seconds),
+        shard_seconds=max(0.0, traffic - compute_seconds) + sum(stage_seconds(dealt, links)),
         fixed_seconds=fixed_seconds,
         backward_seconds=last_backward(compute_seconds, micro_batches),
     )

@@ -1,6 +1,7 @@
 """What Muon holds, moves and multiplies, by `optimizer.muon`. Plain arithmetic: no torch."""
 
 import math
+from collections import defaultdict
 from typing import Any
 
 from torchtitan_scape.planner.payload import Shapes, entries_of
@@ -28,7 +29,24 @@ def muon_passes(method: Any, shapes: Shapes, replicas: int) -> tuple[float, floa
     return 0.0, 44.0 * (entries_of(shapes) - hidden) + (16.0 + 24.0 + 14.0 + 8.0 * ITERATIONS + 18.0) * hidden
 
 
-def muon_flops(shapes: Shapes) -> float:
-    """Of the iterations: a matrix (a, b), a <= b, is multiplied twice with (a, a), which is squared once."""
-    sides = [sorted(shape) for shape in hidden_shapes(shapes) if math.prod(shape)]
-    return ITERATIONS * sum(4.0 * a * a * b + 2.0 * a**3 for a, b in sides)
+def muon_flops(shapes: Shapes, ranks: int) -> float:
+    """Of the iterations, of the rank that has most of them. shapes: of whole matrices, dealt to so many ranks.
+
+    A matrix (a, b), a <= b, is multiplied twice with (a, a), which is squared once.
+    """
+    sums: defaultdict[int, float] = defaultdict(float)
+    for owner, shape in _dealt(shapes, ranks):
+        a, b = sorted(shape)
+        sums[owner] += ITERATIONS * (4.0 * a * a * b + 2.0 * a**3)
+    return max(sums.values())
+
+
+def muon_parts(shapes: Shapes, ranks: int) -> list[tuple[int, float]]:
+    """As `optimizer.dealt` exchanges them, there and back, of every matrix: who has it, and the bytes of the part that
+    lies with each rank. shapes: of whole matrices."""
+    return [(owner, 2.0 * -(-rows // ranks) * columns) for owner, (rows, columns) in _dealt(shapes, ranks)]
+
+
+def _dealt(shapes: Shapes, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(owner, shape) of every matrix, the largest first."""
+    return [(i % ranks, shape) for i, shape in enumerate(sorted(hidden_shapes(shapes), key=lambda s: -math.prod(s)))]

@@ -194,6 +194,21 @@ def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     return [Stage(one.stage.level, one.times * one.stage.rounds, one.times * one.stage.sent) for one in found]
 
 
+def dealt_stages(parts: Sequence[tuple[int, float]], layout: Layout) -> list[Stage]:
+    """Of what is dealt to the ranks of a replica, one part to a rank at a time, and comes back: of one in the mean.
+
+    parts: (who has it, bytes that each of them has of it).
+    """
+    group = layout.shard_group(0)
+    sent: dict[str, float] = defaultdict(float)
+    for owner, nbytes in parts:
+        for rank in group:
+            if rank != group[owner]:
+                sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
+    rounds = 2.0 * -(-len(parts) // len(group))
+    return [Stage(level, rounds * share, sent[level]) for level, share in _shares([*sent])]
+
+
 def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
     """Bytes that stand-ins keep ("secondary weights", "shard residual"), and need at once for the largest group
     ("shard messages")."""

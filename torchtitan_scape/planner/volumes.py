@@ -26,7 +26,7 @@ from torchtitan_scape.planner.local_volumes import (
     turn_messages,
 )
 from torchtitan_scape.planner.messages import Message, coded_message
-from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_passes
+from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_parts, muon_passes
 from torchtitan_scape.planner.payload import Shapes, coded_by, entries_of, tagc_packed, width
 from torchtitan_scape.planner.scape_volumes import (
     scape_host_bytes,
@@ -148,7 +148,8 @@ class Volumes:
     option: the field of `Method` that says how much is sent.
     recipe: keys of its section of a recipe, each with the field of `Method` that has its value; empty for dense.
     overlaps: it goes out in chunks that may overlap with the backward pass.
-    flops: of the optimizer's products of matrices, of these shapes; None for none to speak of.
+    flops: of the optimizer's products of matrices. parts: of what is dealt to the ranks of a replica for them and comes
+        back, (who has it, bytes that each rank has of it). Both of (whole shapes, those ranks); None for none.
     host: what lies in host memory by kind. host_link: bytes that (the pass that fills the payload, the others) move
         between device and host, both directions together. None where nothing does.
     """
@@ -160,7 +161,8 @@ class Volumes:
     option: str = ""
     recipe: dict[str, str] = field(default_factory=dict)
     overlaps: bool = False
-    flops: Callable[[Shapes], float] | None = None
+    flops: Callable[[Shapes, int], float] | None = None
+    parts: Callable[[Shapes, int], list[tuple[int, float]]] | None = None
     host: Callable[[Method, Shapes, int], dict[str, float]] | None = None
     host_link: Callable[[Method, Shapes, int], tuple[float, float]] | None = None
 
@@ -174,10 +176,16 @@ def optimizer_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[floa
     return VOLUMES[method.kind].passes(method, _seen(method, shapes), replicas)
 
 
-def optimizer_flops(method: Method, shapes: Shapes) -> float:
+def optimizer_flops(method: Method, shapes: Shapes, ranks: int) -> float:
     """`Volumes.flops` of a method, or of the optimizer that it is in front of."""
     of = VOLUMES[method.kind].flops or VOLUMES[method.optimizer].flops
-    return of(shapes) if of else 0.0
+    return of(shapes, ranks) if of else 0.0
+
+
+def dealt_parts(method: Method, shapes: Shapes, ranks: int) -> list[tuple[int, float]]:
+    """`Volumes.parts` of a method, or of the optimizer that it is in front of; of one rank nothing."""
+    of = VOLUMES[method.kind].parts or VOLUMES[method.optimizer].parts
+    return of(shapes, ranks) if of and ranks > 1 else []
 
 
 def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
@@ -318,7 +326,7 @@ TOPK_MOVED = 28.0
 VOLUMES: dict[str, Volumes] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
-    "muon": replace(_whole(4.0, 0.0, 0.0), passes=muon_passes, memory=muon_memory, flops=muon_flops),
+    "muon": replace(_whole(4.0, 0.0, 0.0), passes=muon_passes, memory=muon_memory, flops=muon_flops, parts=muon_parts),
     "signsgd": _whole(sent=4.0, moved=28.0, state=0.0),
     "bf16": _whole(sent=2.0, moved=48.0, state=4.0, copies=2.0),
     "topk": _with_residual(

@@ -12,12 +12,14 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.planner.sharding import mean_gathers, shard_bytes
-from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of
+from torchtitan_scape.planner.sharding import dealt_stages, mean_gathers, shard_bytes
+from torchtitan_scape.planner.volumes import dealt_parts
+from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.metrics import ReplicaMetrics
 from torchtitan_scape.report.text import sent_text, shards_text, size_text
+from torchtitan_scape.sharding.base import UPDATE
 
 
 class Run(Protocol):
@@ -147,7 +149,11 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
     if levels := levels_of(trainer.job_config, trainer.layout):
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
-    return shard_bytes(plan, rows, trainer.layout, micro_batches)
+    sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
+    ranks, shapes = trainer.layout.shard * trainer.layout.context, workload_of(trainer.job_config).shapes()
+    for stage in dealt_stages(dealt_parts(method_of(trainer.job_config), shapes, ranks), trainer.layout):
+        sent[stage.level, UPDATE] = stage.sent
+    return sent
 
 
 def _to_export(config: JobConfig, folder: Path) -> list[str]:

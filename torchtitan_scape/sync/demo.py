@@ -5,6 +5,7 @@ Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024), arXiv:2
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -96,8 +97,9 @@ class Demo(Method):
         message = self._messages.encode(picked, places, [None] * len(places))
         arrived = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
         self.collectives.all_gather(arrived, message, kind="payload").wait()
-        means = self._messages.means(arrived.view(self.collectives.replicas, -1), over_senders=True)
-        for x, cut, basis, mean in zip(sent, self._cuts, self._bases, means, strict=True):
+        arrived = arrived.view(self.collectives.replicas, -1)
+        for i, (x, cut, basis) in enumerate(zip(sent, self._cuts, self._bases, strict=True)):
+            mean = self.collectives.alike(partial(self._messages.mean, arrived, i, over_senders=True))
             x.copy_(joined(basis.back(mean), cut))
         return gradients
 

@@ -5,6 +5,7 @@ SGD with Memory" (2018), its convergence with top-k. The baseline of both the SC
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -126,8 +127,9 @@ class Topk(Method):
             keep(self._residuals[i], joined(tiles, self._cuts[i]), step.applied)
         handle.wait()
         arrived = arrived.view(self.collectives.replicas, -1)
-        means = messages.means(arrived, over_senders=self.options.divisor == "senders")
-        for x, cut, mean in zip(sparse, self._cuts, means, strict=True):
+        over_senders = self.options.divisor == "senders"
+        for i, (x, cut) in enumerate(zip(sparse, self._cuts, strict=True)):
+            mean = self.collectives.alike(partial(messages.mean, arrived, i, over_senders))
             x.copy_(joined(mean, cut))
         return gradients
 

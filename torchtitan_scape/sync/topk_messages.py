@@ -1,6 +1,6 @@
 """What a top-k message says: where the largest entries of every tile are, and their values, coded or not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -128,18 +128,18 @@ class TopkMessages:
             return decode_offsets(packed, cut.tiles, self.chosen[tensor], cut.size)
         return packed.clone().view(torch.int32).long().view(cut.tiles, -1)
 
-    def means(self, arrived: Tensor, over_senders: bool) -> Iterator[Tensor]:
-        """FP32 (tiles, entries of a tile) of every tensor: what messages, uint8 (replicas, nbytes), say, added up in
-        their order and divided by their number, or by that of those that have the entry. One at a time is decoded."""
-        for i, cut in enumerate(self.cuts):
-            total = torch.zeros(cut.tiles, cut.size, dtype=torch.float32, device=arrived.device)
-            senders = torch.zeros_like(total) if over_senders else None
-            for message in arrived:
-                offsets, told = self.decode_offsets(message, i), self.decode_values(message, i)
-                total.scatter_add_(1, offsets, told)
-                if senders is not None:
-                    senders.scatter_add_(1, offsets, torch.ones_like(told))
-            yield total.div_(float(len(arrived)) if senders is None else senders.clamp_(min=1.0))
+    def mean(self, arrived: Tensor, tensor: int, over_senders: bool) -> Tensor:
+        """FP32 (tiles, entries of a tile) of one tensor: what messages, uint8 (replicas, nbytes), say, added up in
+        their order and divided by their number, or by that of those that have the entry."""
+        cut = self.cuts[tensor]
+        total = torch.zeros(cut.tiles, cut.size, dtype=torch.float32, device=arrived.device)
+        senders = torch.zeros_like(total) if over_senders else None
+        for message in arrived:
+            offsets, told = self.decode_offsets(message, tensor), self.decode_values(message, tensor)
+            total.scatter_add_(1, offsets, told)
+            if senders is not None:
+                senders.scatter_add_(1, offsets, torch.ones_like(told))
+        return total.div_(float(len(arrived)) if senders is None else senders.clamp_(min=1.0))
 
     def _encode_values(self, values: list[Tensor], real: list[Tensor | None]) -> list[Tensor]:
         if self.values == "2bit":
