@@ -20,7 +20,15 @@ SPARSE = tuple(
     Method("scape", density, wire)
     for density, wire in ((0.1, "float32"), (0.1, "int4"), (0.05, "int4"), (0.025, "2bit"))
 )
-COMPARED = (Method("bf16", overlap=True),)  # not one of this trainer's methods
+# Shown, and never advised: the first is not one of this trainer's methods, the others change the optimizer or the loss.
+COMPARED = (
+    Method("bf16", overlap=True),
+    Method("muon", overlap=True),
+    *(
+        Method("sparta", wire="2bit", inner_steps=6, outer_momentum=0.0, optimizer=optimizer)
+        for optimizer in ("adamw", "muon")
+    ),
+)
 # The same with less memory.
 LEAN: tuple[dict[str, Any], ...] = (
     {"offload": ("state",)},

@@ -157,7 +157,10 @@ def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
 
 
 def _table(case: Case) -> Iterator[str]:
-    yield "Every method on its fastest layout that fits (ms; bf16 is a comparison, this trainer has no such method):"
+    yield (
+        "Every method on its fastest layout that fits (ms; bf16, which this trainer does not have, Muon, and replicas "
+        "that step alone, sparta, are compared in time only):"
+    )
     yield f"{'method':<24}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
     for method in (*DENSE, *COMPARED, *CODED, *SPARSE):
         c = best(case, [method])

@@ -110,6 +110,7 @@ class Method:
         elif self.values != "float32":
             name += f" {_short(self.values)}"
         name += " bf16 weights" if self.bf16_weights else ""
+        name += "" if self.optimizer == "adams" else f" with {self.optimizer}"
         name += " overlap" if self.overlap else ""
         return name + (f" offload {'+'.join(self.offload)}" if self.offload else "")
 
