@@ -39,6 +39,7 @@ _STUDY_KEYS = {
     "methods",
     "sets",
 }
+_METHODS_OF = "methods_of"  # another grid, beside this one, whose methods this one has, too
 _SET_KEYS = {"name", "tokens_per_parameter", "steps", "batch", "replicas", "methods", "learning_rates", "seeds"}
 _ALSO = "also."  # of a method: values of options that it is tuned in besides the learning rate
 Options = dict[str, Any]
@@ -149,7 +150,7 @@ class Grid:
             declared = tomllib.loads(path.read_text())
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"the grid {path} cannot be read: {error}") from None
-        _check_keys(str(path), declared, _STUDY_KEYS, _STUDY_KEYS)
+        _check_keys(str(path), declared, _STUDY_KEYS | {_METHODS_OF}, _STUDY_KEYS - {"methods"})
         self.recipe = str(declared["recipe"])
         found = [ROOT / name for name in split_names(self.recipe)]  # an absolute path stays one
         if not all(file.is_file() for file in found):
@@ -159,7 +160,9 @@ class Grid:
         self.parameters = int(declared["parameters"])
         self.lr_warmup, self.density_warmup = float(declared["lr_warmup"]), float(declared["density_warmup"])
         self.validations, self.validation_tokens = int(declared["validations"]), int(declared["validation_tokens"])
-        self.methods: dict[str, Options] = {name: flatten(table) for name, table in declared["methods"].items()}
+        own = {name: flatten(table) for name, table in declared.get("methods", {}).items()}
+        others = Grid(path.parent / declared[_METHODS_OF]).methods if _METHODS_OF in declared else {}
+        self.methods: dict[str, Options] = others | own
         self.sets = [self._set(table) for table in declared["sets"]]
         names = [one.name for one in self.sets]
         if len(set(names)) != len(names):

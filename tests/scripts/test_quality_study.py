@@ -75,6 +75,15 @@ def test_a_wrong_grid_is_refused(change: dict[str, Any], message: str, tmp_path:
         Grid(declare(tmp_path / "grid.toml", SMALL | change))
 
 
+def test_a_grid_has_the_methods_of_another_beside_its_own(tmp_path: Path) -> None:
+    declare(tmp_path / "first.toml", SMALL)
+    own = declare(tmp_path / "own.toml", SMALL)
+    own.write_text('methods_of = "first.toml"\n' + own.read_text().replace("dense-adams", "other"))
+    grid, first = Grid(own), Grid(tmp_path / "first.toml")
+    assert grid.methods.keys() == first.methods.keys() | {"other"}
+    assert grid.methods["dense-adams"] == first.methods["dense-adams"]
+
+
 def test_the_grid_of_the_study_can_be_read_and_unknown_sets_are_named() -> None:
     grid = Grid(GRID)
     assert grid.parameters == 200_720 and all(grid.cell(one, one.methods[0], 1e-3, 0) for one in grid.sets)
