@@ -228,7 +228,8 @@ class ScapeTrainer(Trainer):
         Raises, on every rank, DataloaderExhaustedError or NoTextError where the data of one have ended: it is not
         counted then.
         """
-        if self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end:
+        flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
+        if flushes:
             self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
             self.optimizers.send_all()
         self.interfaces.before_step(self.steps_taken)
@@ -248,6 +249,8 @@ class ScapeTrainer(Trainer):
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
+        if flushes and not self.optimizers.guard.last_applied():
+            self.optimizers.flush()  # the step that was to send all was skipped
         if self.observation is not None:
             self.observation.after_step()
         interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps

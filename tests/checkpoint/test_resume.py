@@ -218,12 +218,16 @@ def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, poo
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather-int4"])
+@pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather-int4", "sparta"])
 def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
-    """It leaves no residual, and replicas stay equal; without it the norm is reported."""
+    """It leaves no residual, also where it is skipped, and replicas are equal; without it the norm is reported."""
     arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]
-    for folder, more in (("flushed", ["--sync.flush_at_end"]), ("left", [])):
-        results = pool2(train, str(tmp_path / folder), [*arguments, *more])
+    flush = ["--sync.flush_at_end"]
+    for folder, more, nan_at in (("flushed", flush, None), ("skipped", flush, 7), ("left", [], None)):
+        results = pool2(train, str(tmp_path / folder), [*arguments, *more], nan_at=nan_at)
+        assert all(result["skipped"] == (nan_at is not None) for result in results)
+        if method == "sparta" and not more:
+            continue  # replicas differ
         assert torch.equal(results[0]["parameters"], results[1]["parameters"])
         norm = json.loads((tmp_path / folder / "summary.json").read_text())["residual_norm"]
         assert (norm == 0.0) == bool(more)
