@@ -20,7 +20,7 @@ from topology.traffic import SHARD, Traffic
 
 
 class ShardLedger:
-    """Files what FSDP2's stand-ins send under the shard axis; nothing inside `uncounted`."""
+    """Files what FSDP2's stand-ins, and an optimizer, send under the shard axis; nothing inside `uncounted`."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic, self._open = traffic, True

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.pool import Pool
 from tests.sync import test_local_updates as local
 from tests.sync.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES, far, trained
+from topology.layout import plan_layout
+from topology.links import Links
+from topology.machines import get_machine
 from torchtitan_scape.optimizer.muon import Muon
+from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_parts
-from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
+from torchtitan_scape.planner.volumes import Method, optimizer_bytes, simulated_memory_bytes
+from torchtitan_scape.planner.workloads import Workload, get_workload, local_shapes
 
 HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
 RATES: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
@@ -115,15 +123,24 @@ def test_matrices_that_are_cut_by_rows_are_dealt_out(ranks: int, request: pytest
     assert len(parts) == 6 and to_others == sum(2 * (ranks - 1) * part for _, part in parts)
 
 
-def refused() -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def refused(style: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    if style:
+        parallelize_module(model, mesh["tensor"], {"0": {"columns": ColwiseParallel, "rows": RowwiseParallel}[style]()})
+        fully_shard(model, mesh=mesh["shard"])
+        (parameter,) = model.parameters()
+    else:
+        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["shard"], [Shard(1)]))
     with pytest.raises(ValueError) as error:
-        Muon([("layers.0.weight", nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])))])
+        Muon([("layers.0.weight", parameter)])
     return str(error.value)
 
 
-def test_matrices_that_are_cut_by_columns_are_refused(pool2: Pool) -> None:
-    assert all("cut by rows alone, and 'layers.0.weight' of (4, 4) is not" in text for text in pool2(refused))
+@pytest.mark.parametrize("style", ["", "columns", "rows"])
+def test_matrices_that_are_cut_otherwise_are_refused(style: str, pool4: Pool) -> None:
+    """By columns; by tensor parallelism below FSDP2's shards."""
+    assert all("cut by rows alone, and 'layers.0.weight' of (4, 4) is not" in text for text in pool4(refused, style))
 
 
 def test_what_it_is_not_for_is_refused() -> None:
@@ -185,6 +202,29 @@ def test_the_planner_has_what_it_holds_and_multiplies() -> None:
     assert muon_flops(shapes, 1) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
     assert muon_flops(shapes, 2) == muon_flops(shapes, 3) == 5 * (4 * 8 * 8 * 9 + 2 * 8**3)
     assert muon_parts(shapes, 2) == [(0, 2 * 4 * 9), (1, 2 * 5 * 8)]
+
+
+def test_the_planner_shares_the_work_and_counts_what_is_dealt() -> None:
+    """Over eight ranks of a node of Frontier: 56 matrices of three shapes in seven rounds, there and back."""
+    workload, machine = replace(get_workload("llama_1_8b"), layers=8), get_machine("frontier")
+
+    def predicted(shard: int, kind: str) -> Prediction:
+        layout = plan_layout(16, ranks_per_node=8, machine=machine, replicate=-1, shard=shard)
+        return predict(Method(kind), workload, layout, Links.from_machine(machine), batch=1024, micro_batch=1)
+
+    products = {n: predicted(n, "muon").optimizer - optimizer_bytes_seconds(workload, n) for n in (1, 8)}
+    assert products[8] == pytest.approx(products[1] / 8)
+    more = predicted(8, "muon").shard - predicted(8, "adamw").shard
+    part = sum(nbytes for _, nbytes in muon_parts(workload.shapes(), 8))
+    # Of an exchange one part in seven crosses the faster link to the other half of a GPU, and each waits once.
+    expected = 2 * part / 8 * (1 / 200e9 + 6 / 50e9) + 14 * (2e-6 + 6 * 3e-6)
+    assert more == pytest.approx(expected)
+
+
+def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
+    """Of Muon's passes, as `predict` takes them without measured rates."""
+    nbytes = sum(optimizer_bytes(Method("muon"), local_shapes(workload.shapes(), shard), 16 // shard))
+    return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)
 
 
 def test_a_step_lets_go_of_the_gradients() -> None:

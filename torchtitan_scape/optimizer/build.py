@@ -61,8 +61,9 @@ def build_optimizers(
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
         sharding = build_sharding(model_parts[0], job_config.sharding, shard_groups, replicas.all.traffic, **made)
-        # Of simulated replicas that share an update each would send it.
-        alike = 1 if entry.method is None or entry.method.local else job_config.topology.simulate_replicas
+        # Of simulated replicas that share an update each would send it; in a dry run all share one.
+        local = entry.method is not None and entry.method.local
+        alike = job_config.topology.simulate_replicas // (len(replicas.endpoints) if local else 1)
         count = partial(_count, shard_groups.whole, sharding.ledger, alike)
     else:
         made |= dict(sums=entry.adds_up, bf16=job_config.training.mixed_precision_param == "bfloat16")

@@ -22,15 +22,17 @@ class Dealer:
         self.ranks = 1 if group is None else group.size()
         self._place = 0 if group is None else group.rank()
 
-    def work(self, pieces: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[Tensor], None]) -> None:
+    def work(
+        self, pieces: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[Tensor], Tensor]
+    ) -> None:
         """pieces: this rank's rows of `ranks` matrices at most, contiguous, of one dtype; they become those of what
-        `on_whole` makes of the whole matrix, in place, on the one rank that has it. A collective call.
+        `on_whole` makes of the whole matrix, on the one rank that has it. A collective call.
 
         shapes: of the whole matrices, the same on all ranks.
         """
         assert len(pieces) <= self.ranks
         if self._group is None:
-            on_whole(pieces[0])
+            pieces[0].copy_(on_whole(pieces[0]))
             return
         given = [-(-rows // self.ranks) * columns for rows, columns in shapes] + [0] * (self.ranks - len(pieces))
         taken = [given[self._place]] * self.ranks
@@ -44,7 +46,8 @@ class Dealer:
         self._exchange(whole, taken, parts, given)
         if self._place < len(pieces):
             rows, columns = shapes[self._place]
-            on_whole(whole.view(-1, columns)[:rows])
+            matrix = whole.view(-1, columns)[:rows]
+            matrix.copy_(on_whole(matrix))
         self._exchange(parts, given, whole, taken)
         torch._foreach_copy_(list(pieces), views)
 

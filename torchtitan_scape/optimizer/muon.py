@@ -19,6 +19,8 @@ from torchtitan_scape.optimizer.dealt import Dealer
 from torchtitan_scape.sync.options import check_hyperparameters
 from torchtitan_scape.sync.shards import Shard, collect_shards, is_slice, layer_of, local
 
+A, B, C = 3.4445, -4.7750, 2.0315  # of Jordan et al.
+
 
 class Muon(Optimizer):
     """PyTorch's Muon and AdamW, on gradients that are already synchronised; decoupled weight decay.
@@ -111,23 +113,24 @@ class Muon(Optimizer):
             average = local(state["exp_avg"]).lerp_(gradient, 1 - momentum)
             directions.append(gradient.lerp(average, momentum).bfloat16())
             state["step"] += 1
-        self._dealer.work(directions, [shard.parameter.shape for shard in shards], orthogonalise)
+        self._dealer.work(directions, [shard.parameter.shape for shard in shards], orthogonalised)
         for shard, direction in zip(shards, directions, strict=True):
             own = local(shard.parameter).detach().mul_(1 - lr * group["weight_decay"])
             own.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
 
 
-def orthogonalise(matrix: Tensor) -> None:
-    """BF16 (a, b), in place, becomes what five Newton-Schulz iterations make of it: singular values near 1.
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """BF16 (a, b): five Newton-Schulz iterations of the matrix, from a norm of 1, which bring singular values near 1.
 
-    PyTorch has them inside its optimizer alone: from zero, without momentum, a step of length 1 is that, negated. Only
-    of a matrix that is not higher than wide is its length 1; transposed, the iterations are the same.
+    x = A x + (B g + C g^2) x, g = x x^T, of the matrix or, where it is higher than wide, its transpose; the bits of
+    PyTorch's Muon, which has them inside its step alone.
     """
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    moved = torch.zeros_like(wide)
-    moved.grad = wide
-    torch.optim.Muon([moved], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-    wide.copy_(moved).neg_()
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
 def is_hidden(shard: Shard) -> bool:
@@ -142,7 +145,10 @@ def _group_of(shards: Sequence[Shard]) -> ProcessGroup | None:
         parameter, cuts = shard.parameter, []
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
-            cuts = [(axis, p) for axis, p in enumerate(parameter.placements) if p.is_shard() and sizes[axis] > 1]
+            # Behind column-wise tensor parallelism FSDP2's placement is no `Shard` to `is_shard`.
+            cuts = [
+                (axis, p) for axis, p in enumerate(parameter.placements) if not p.is_replicate() and sizes[axis] > 1
+            ]
         if is_slice(parameter) or len(cuts) > 1 or any(placement != Cut(0) for _, placement in cuts):
             raise ValueError(
                 f"Muon needs matrices that are whole or cut by rows alone, and {shard.name!r} of "

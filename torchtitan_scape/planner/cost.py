@@ -227,8 +227,9 @@ def predict(
         max(nbytes / rate, copied / (device.host_link * 1e9))
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
-    rest += optimizer_flops(method, workload.shapes(), layout.shard) / (device.peak * 1e12 * assumptions.mfu)
-    dealt = dealt_stages(dealt_parts(method, workload.shapes(), layout.shard), layout)
+    holders = layout.shard * layout.context
+    rest += optimizer_flops(method, workload.shapes(), holders) / (device.peak * 1e12 * assumptions.mfu)
+    dealt = dealt_stages(dealt_parts(method, workload.shapes(), holders), layout)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))

@@ -23,10 +23,10 @@ def muon_memory(method: Any, shapes: Shapes, replicas: int) -> dict[str, float]:
 
 
 def muon_passes(method: Any, shapes: Shapes, replicas: int) -> tuple[float, float]:
-    """AdamW's 44 bytes a parameter, with finite check, norm and clip; or those three's 16 and, in PyTorch's form, 24
-    for the momentum, 14 to begin in BF16, 8 an iteration, and 18 for decay and step."""
+    """AdamW's 44 bytes a parameter, with finite check, norm and clip; or those three's 16, 24 for the momentum, 18 to
+    begin and end in BF16, 8 an iteration, and 18 for decay and step."""
     hidden = entries_of(hidden_shapes(shapes))
-    return 0.0, 44.0 * (entries_of(shapes) - hidden) + (16.0 + 24.0 + 14.0 + 8.0 * ITERATIONS + 18.0) * hidden
+    return 0.0, 44.0 * (entries_of(shapes) - hidden) + (16.0 + 24.0 + 18.0 + 8.0 * ITERATIONS + 18.0) * hidden
 
 
 def muon_flops(shapes: Shapes, ranks: int) -> float:

@@ -202,11 +202,10 @@ def dealt_stages(parts: Sequence[tuple[int, float]], layout: Layout) -> list[Sta
     group = layout.shard_group(0)
     sent: dict[str, float] = defaultdict(float)
     for owner, nbytes in parts:
-        for rank in group:
-            if rank != group[owner]:
-                sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
-    rounds = 2.0 * -(-len(parts) // len(group))
-    return [Stage(level, rounds * share, sent[level]) for level, share in _shares([*sent])]
+        for rank in (rank for rank in group if rank != group[owner]):
+            sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
+    exchanges = 2 * -(-len(parts) // len(group))
+    return [Stage(one.level, exchanges * one.rounds, sent[one.level]) for one in _parts([group], 0.0, layout)]
 
 
 def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:

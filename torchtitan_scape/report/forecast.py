@@ -159,7 +159,7 @@ class Forecast:
 
 def _parts(p: Prediction) -> str:
     parts = {"compute": p.compute, "exchange": p.exchange, "optimizer": p.optimizer}
-    parts |= {"FSDP": p.shard} if p.shard else {}
+    parts |= {"shard axis": p.shard} if p.shard else {}
     told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
     return f"{seconds_text(p.step)} a step: {told}"
 

@@ -33,8 +33,9 @@ PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "upda
 class Sent(NamedTuple):
     """Bytes that a rank sends in a step, averaged over ranks.
 
-    replicas: on the replicate axis, by level. shards: of FSDP's collectives, or of what stands in for them, by level
-    and kind; those of a validation are not among them. dense: of an exchange of all gradients on the replicate axis.
+    replicas: on the replicate axis, by level. shards: on the shard axis, of FSDP's collectives or what stands in for
+    them and of the optimizer, by level and kind; those of a validation are not among them. dense: of an
+    exchange of all gradients on the replicate axis.
     """
 
     replicas: dict[str, float]
@@ -147,7 +148,7 @@ def build_metrics_processor(
 def _sync_line(step: int, figures: dict[str, float], sent: Sent, seconds: dict[str, float]) -> str:
     parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent.replicas, sent.dense)}"]
     if sent.shards:
-        parts.append(f"FSDP: {shards_text(sent.shards)}")
+        parts.append(f"shard axis: {shards_text(sent.shards)}")
     if "residual_norm" in figures:  # of a method that does not send everything
         parts += [f"{label}: {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
     parts.append(f"clip: {figures['clip_factor']:.3f}")

@@ -136,7 +136,7 @@ def report_dry_run(trainer: Run) -> None:
         f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
     )
     if shards := _planned_on_shard_axis(trainer):
-        logger.info(f"FSDP's collectives of a step, or what stands in for them, per rank: {shards_text(shards)}")
+        logger.info(f"Weights, gradients and updates of a step, per rank on the shard axis: {shards_text(shards)}")
     for line in trainer.forecast.lines() if trainer.forecast else ():
         logger.info(line)
 
