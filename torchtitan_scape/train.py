@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -409,7 +409,13 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
-    trainer = ScapeTrainer(config)
+    try:
+        trainer = ScapeTrainer(config)
+    except BaseException:
+        for folder in (Path(config.job.dump_folder, config.comm.save_traces_folder), Path(config.job.dump_folder)):
+            with suppress(OSError):  # TorchTitan makes the first one before it looks at anything; what is empty goes
+                folder.rmdir()
+        raise
     shutdown.watch_over(trainer)
     if is_dry_run(config):
         report_dry_run(trainer)

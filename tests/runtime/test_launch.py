@@ -54,12 +54,14 @@ def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
 
 def test_missing_data_ends_in_one_line_though_its_rank_is_not_shown(tmp_path: Path) -> None:
     """The launcher passes on the first failed rank's message, whichever ranks LOG_RANK shows."""
-    arguments = [f"--job.dump_folder={tmp_path}", "--training.dataset=text_files", "--training.dataset_path=/nowhere"]
+    wrong = ["--training.dataset=text_files", "--training.dataset_path=/nowhere"]
+    arguments = [f"--job.dump_folder={tmp_path}/out", *wrong]
     result, seconds = launch({"LOG_RANK": "7"}, *arguments)
     output = result.stdout + result.stderr
     assert result.returncode != 0 and seconds < 60
     assert "error: rank" in output and "/nowhere" in output
     assert "Traceback" not in output
+    assert not (tmp_path / "out").exists(), "nor is an empty folder left"
 
 
 def test_a_dry_run_takes_steps_if_asked(tmp_path: Path) -> None:
