@@ -199,6 +199,8 @@ def dealt_stages(parts: Sequence[tuple[int, float]], layout: Layout) -> list[Sta
 
     parts: (who has it, bytes that each of them has of it).
     """
+    if not parts:
+        return []
     group = layout.shard_group(0)
     sent: dict[str, float] = defaultdict(float)
     for owner, nbytes in parts:
