@@ -151,8 +151,9 @@ def train(
 
     def step_with_nan(*args: Any, **kwargs: Any) -> None:
         hit = nan_at is not None and (trainer.step >= nan_at if for_good else trainer.step == nan_at)
-        if hit and dist.get_rank() == dist.get_world_size() - 1:
-            local(next(trainer.model_parts[0].parameters()).grad).view(-1)[0] = float("nan")
+        own = next(trainer.model_parts[0].parameters()).grad
+        if hit and own is not None and dist.get_rank() == dist.get_world_size() - 1:  # None in a flush
+            local(own).view(-1)[0] = float("nan")
         step_optimizers(*args, **kwargs)
 
     with (

@@ -149,7 +149,8 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
         "residual": n,
         "messages": message.nbytes,
     }
-    assert planned.name == "demo 32 1bit" and "state" not in simulated_memory_bytes(Method("signsgd"), shapes, 1)
+    assert planned.name == "demo 32 1bit with signsgd"
+    assert "state" not in simulated_memory_bytes(Method("signsgd"), shapes, 1)
 
 
 @pytest.mark.parametrize(
