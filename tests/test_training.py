@@ -304,6 +304,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("muon", "1x2", 4),
         ("demo", "2x2", 4),
         ("diloco-muon", "2x2", None),
+        pytest.param("diloco-muon", "1x2", None, marks=pytest.mark.slow),
         ("streaming", "2x2", None),
         ("sparta", "2x2", 4),
         ("sparseloco", "2x2", 4),  # inside a round

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Shard as Cut
 from torch.optim import Optimizer
 
 from torchtitan_scape.optimizer.dealt import Dealer
+from torchtitan_scape.planner.muon_volumes import ITERATIONS
 from torchtitan_scape.sync.options import check_hyperparameters
 from torchtitan_scape.sync.shards import Shard, collect_shards, is_slice, layer_of, local
 
@@ -120,17 +121,18 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """BF16 (a, b): five Newton-Schulz iterations of the matrix, from a norm of 1, which bring singular values near 1.
+    """BF16 (a, b): the matrix after Newton-Schulz iterations from a norm of 1, which bring singular values near 1.
 
     x = A x + (B g + C g^2) x, g = x x^T, of the matrix or, where it is higher than wide, its transpose; the bits of
     PyTorch's Muon, which has them inside its step alone.
     """
-    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    high = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if high else matrix
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
+    for _ in range(ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+    return x.T if high else x
 
 
 def is_hidden(shard: Shard) -> bool:

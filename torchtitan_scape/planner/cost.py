@@ -17,7 +17,6 @@ from torchtitan_scape.planner.payload import coded_by
 from torchtitan_scape.planner.sharding import ShardPlan, dealt_stages, flat_rows, mean_gathers, shard_stages
 from torchtitan_scape.planner.volumes import (
     Method,
-    dealt_parts,
     host_link_bytes,
     memory_bytes,
     messages,
@@ -227,9 +226,8 @@ def predict(
         max(nbytes / rate, copied / (device.host_link * 1e9))
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
-    holders = layout.shard * layout.context
-    rest += optimizer_flops(method, workload.shapes(), holders) / (device.peak * 1e12 * assumptions.mfu)
-    dealt = dealt_stages(dealt_parts(method, workload.shapes(), holders), layout)
+    flops = optimizer_flops(method, workload.shapes(), layout.shard * layout.context)
+    rest += flops / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
         for group in (layout.model_group(0), layout.replicate_group(0))
@@ -254,7 +252,8 @@ def predict(
         compute_seconds=compute_seconds,
         pack_seconds=pack,
         rest_seconds=rest,
-        shard_seconds=max(0.0, traffic - compute_seconds) + sum(stage_seconds(dealt, links)),
+        shard_seconds=max(0.0, traffic - compute_seconds)
+        + sum(stage_seconds(dealt_stages(method, workload.shapes(), layout), links)),
         fixed_seconds=fixed_seconds,
         backward_seconds=last_backward(compute_seconds, micro_batches),
     )

@@ -1,4 +1,4 @@
-"""What the shard axis sends and keeps, in closed form: FSDP2's own collectives and ZeRO++. Plain arithmetic: no torch.
+"""What the shard axis sends and keeps, in closed form: FSDP2's own collectives, ZeRO++, what Muon deals out. No torch.
 
 Messages are those of `sharding.messages`, padding included; a circle is filed as `topology.circles` counts it, in the
 mean over the ranks of the group.
@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from kernels.codec.formats import FORMATS
 from topology.layout import Layout
 from topology.links import Stage
+from torchtitan_scape.planner.payload import Shapes
 from torchtitan_scape.planner.sparse_sharding import SparsePlan
+from torchtitan_scape.planner.volumes import Method, dealt_parts
 from torchtitan_scape.planner.workloads import Shape, Workload
 
 _ALIGNED = 16
@@ -194,14 +196,13 @@ def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     return [Stage(one.stage.level, one.times * one.stage.rounds, one.times * one.stage.sent) for one in found]
 
 
-def dealt_stages(parts: Sequence[tuple[int, float]], layout: Layout) -> list[Stage]:
-    """Of what is dealt to the ranks of a replica, one part to a rank at a time, and comes back: of one in the mean.
-
-    parts: (who has it, bytes that each of them has of it).
-    """
+def dealt_stages(method: Method, shapes: Shapes, layout: Layout) -> list[Stage]:
+    """Of what the optimizer deals to the ranks of a replica, a part to each at a time, and gets back: of one rank in
+    the mean; none of an optimizer that deals nothing. shapes: of whole parameters."""
+    group = layout.shard_group(0)
+    parts = dealt_parts(method, shapes, len(group))
     if not parts:
         return []
-    group = layout.shard_group(0)
     sent: dict[str, float] = defaultdict(float)
     for owner, nbytes in parts:
         for rank in (rank for rank in group if rank != group[owner]):

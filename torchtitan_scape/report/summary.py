@@ -13,7 +13,6 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 from torchtitan_scape.planner.sharding import dealt_stages, mean_gathers, shard_bytes
-from torchtitan_scape.planner.volumes import dealt_parts
 from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
@@ -150,8 +149,8 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
-    ranks, shapes = trainer.layout.shard * trainer.layout.context, workload_of(trainer.job_config).shapes()
-    for stage in dealt_stages(dealt_parts(method_of(trainer.job_config), shapes, ranks), trainer.layout):
+    method, shapes = method_of(trainer.job_config), workload_of(trainer.job_config).shapes()
+    for stage in dealt_stages(method, shapes, trainer.layout):
         sent[stage.level, UPDATE] = stage.sent
     return sent
 
