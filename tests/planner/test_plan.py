@@ -93,6 +93,16 @@ def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_lef
         best(replace(case, assumptions=Assumptions(usable_memory=0.01)), DENSE)
 
 
+def test_a_method_that_does_not_fit_is_left_and_said_to_be() -> None:
+    case = make_case("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.45))
+    coded = min(candidates(case, CODED), key=lambda c: c.memory)
+    assert not case.fits(coded) and case.fits(advise(case).sparse)
+    (line,) = [one for one in report(case) if one.startswith(coded.method.name)]
+    assert line.endswith(f"does not fit: {coded.memory / 1e9:.1f} GB a rank at least")
+    with pytest.raises(ValueError, match="a rank at least"):
+        advise(replace(case, assumptions=Assumptions(usable_memory=0.01)))
+
+
 def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
     case = make_case("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02)
     sparse = advise(case).sparse

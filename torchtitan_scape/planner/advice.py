@@ -62,6 +62,9 @@ class Case:
         """Bytes of a rank's memory that a job can fill."""
         return self.machine.device.memory * 1e9 * self.assumptions.usable_memory
 
+    def fits(self, candidate: "Candidate") -> bool:
+        return candidate.memory <= self.capacity
+
     def on(self, nodes: int) -> "Case":
         """The same on other nodes, the batch rounded to their ranks."""
         return replace(self, nodes=nodes, batch=_whole_batch(self.batch, nodes * self.ranks_per_node))
@@ -149,7 +152,7 @@ def of_largest_micro_batch(case: Case, layout: Layout, predicted: Callable[[int]
     own = case.batch // case.ranks
     for micro_batch in (m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0):
         candidate = Candidate(layout, micro_batch, predicted(micro_batch))
-        if candidate.memory <= case.capacity:
+        if case.fits(candidate):
             break
     return candidate
 
@@ -163,16 +166,21 @@ def _predict(case: Case, layout: Layout, method: Method, micro_batch: int) -> Pr
 
 def best(case: Case, methods: Sequence[Method]) -> Candidate:
     """The fastest that fits. Raises ValueError where none does."""
-    every = candidates(case, methods)
-    fitting = [c for c in every if c.memory <= case.capacity]
-    if not fitting:
-        least = min(every, key=lambda c: c.memory)
+    found = fastest(case, methods)
+    if not case.fits(found):
         raise ValueError(
-            f"{case.workload.name} needs {least.memory / 1e9:.0f} GB a rank at least (estimated), and "
+            f"{case.workload.name} needs {found.memory / 1e9:.0f} GB a rank at least (estimated), and "
             f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
             "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try"
         )
-    return min(fitting, key=lambda c: c.prediction.step)
+    return found
+
+
+def fastest(case: Case, methods: Sequence[Method]) -> Candidate:
+    """The fastest that fits; where none does, what needs the least memory."""
+    every = candidates(case, methods)
+    fitting = [c for c in every if case.fits(c)]
+    return min(fitting, key=lambda c: c.prediction.step) if fitting else min(every, key=lambda c: c.memory)
 
 
 @dataclass(frozen=True)
@@ -206,9 +214,9 @@ def leaner(case: Case, chosen: Candidate) -> list[Candidate]:
 def advise(case: Case) -> Advice:
     """All gradients in four bits, or the densest SCAPE, FP32 before a code: the first within 5 % of the fastest,
     against dense AdamS or AdamW; dense below a gain of 3 %."""
-    options = [best(case, [method]) for method in (*CODED, *SPARSE)]
-    fastest = min(c.prediction.step for c in options)
-    sparse = next(c for c in options if c.prediction.step <= CLOSE * fastest)
+    limit = CLOSE * best(case, (*CODED, *SPARSE)).prediction.step
+    options = (fastest(case, [method]) for method in (*CODED, *SPARSE))
+    sparse = next(c for c in options if case.fits(c) and c.prediction.step <= limit)
     return Advice(best(case, DENSE), sparse)
 
 

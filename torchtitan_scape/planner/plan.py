@@ -32,10 +32,10 @@ from torchtitan_scape.planner.advice import (
     Candidate,
     Case,
     advise,
-    best,
     break_even_bandwidth,
     by_nodes,
     candidates,
+    fastest,
     leaner,
     make_case,
 )
@@ -163,7 +163,10 @@ def _table(case: Case) -> Iterator[str]:
     )
     yield f"{'method':<24}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
     for method in (*DENSE, *COMPARED, *CODED, *SPARSE):
-        c = best(case, [method])
+        c = fastest(case, [method])
+        if not case.fits(c):
+            yield f"{method.name:<24}  does not fit: {c.memory / 1e9:.1f} GB a rank at least"
+            continue
         p = c.prediction
         times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.optimizer)]
         yield (
@@ -187,8 +190,9 @@ def _leaner(case: Case, advice: Advice) -> Iterator[str]:
 
 def _losses(case: Case, advice: Advice) -> Iterator[str]:
     yield "Where compression would lose:"
-    coded, sparse = best(case, CODED).prediction, advice.sparse.prediction
-    if coded.method != sparse.method:
+    candidate, sparse = fastest(case, CODED), advice.sparse.prediction
+    coded = candidate.prediction
+    if case.fits(candidate) and coded.method != sparse.method:
         yield (
             f"- in loss and in choice of the optimizer, against {_sent(coded).lower()}, {_wire(coded)}: "
             f"{_ms(coded.step)}, {coded.step / sparse.step:.2f} x of SCAPE's"
@@ -246,7 +250,7 @@ def as_json(case: Case) -> dict[str, Any]:
         "choice": _as_dict(case, advice.choice),
         "dense": _as_dict(case, advice.dense),
         "sparse": _as_dict(case, advice.sparse),
-        "coded": _as_dict(case, best(case, CODED)),
+        "coded": _as_dict(case, fastest(case, CODED)),
         # JSON knows no infinity: null where no link is fast enough
         "break_even_bandwidth": None if math.isinf(bandwidth) else bandwidth,
         "by_nodes": [{"nodes": n, "global_batch": b, "gain": a.gain} for n, b, a in by_nodes(case)],
@@ -269,7 +273,7 @@ def _as_dict(case: Case, candidate: Candidate) -> dict[str, Any]:
         "shard": layout.shard,
         "micro_batch": candidate.micro_batch,
         "step": p.step,
-        "fits": candidate.memory <= case.capacity,
+        "fits": case.fits(candidate),
         **{key: value for key, value in asdict(p).items() if key != "method"},
     }
 
