@@ -15,11 +15,10 @@ READING = """\
 A Llama of 0.2 M parameters on the bytes of {text}, simulated replicas, 20 tokens a parameter. Every
 method is tuned by the same budget of runs with one seed, which the study's grid declares: two or three learning rates
 a factor of two apart, and a few further runs at most, beyond an edge or in the outer rate of local updates. Other seeds
-run at the best. What the first runs leave far behind has fewer runs, and one seed, where the grid says so. Losses are
-final validation losses, nats a token. Gaps are paired by seed, mean ± sample standard deviation; (edge) marks a best
-rate that is the lowest or highest that ran. Bytes: what a replica sends over dense FP32 gradients, masks and scales
-included; "a step" is planned, over the period of methods that have one, "whole run" is counted, dense starts and
-warm-ups included."""
+run at the best, but for what stays far behind, where the grid says so. Losses are final validation losses, nats a
+token. Gaps are paired by seed, mean ± sample standard deviation; (edge) marks a best rate that is the lowest or highest
+that ran. Bytes: what a replica sends over dense FP32 gradients, masks and scales included; "a step" is planned, over
+the period of methods that have one, "whole run" is counted, dense starts and warm-ups included."""
 TEXTS = {"standard_library_short": "Python's standard library", "speeches_short": "the messages of US presidents"}
 LIMITS_OF_IT = """\
 What none of this shows: a larger model (local updates are published as closing their gap with size, from 2.0 % at 35 M
