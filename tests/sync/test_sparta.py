@@ -130,6 +130,19 @@ def test_what_a_code_loses_stays_with_the_replica(code: str) -> None:
     assert all((a - t).abs().max() < 60 for a, t in zip(*alone.of(0), strict=True) if a.numel())
 
 
+@pytest.mark.parametrize("code", ["1bit", "2bit"])
+def test_what_fills_up_a_block_has_no_part_in_its_means(code: str) -> None:
+    """A code that tells a block's mean magnitude loses nothing where all are equal, of tensors below a block either."""
+    alone = Alone(2, interval=1, code=code)
+    for own in alone.parameters:
+        for p in own:
+            p.data = torch.where(torch.arange(p.numel()).view(p.shape) % 3 == 0, 0.5, -0.5)
+    before = alone.of(0)[1]
+    alone.step(1)
+    for anchor, theta, then in zip(*alone.of(0), before, strict=True):
+        assert torch.equal(theta, then) and torch.equal(anchor, then)
+
+
 def test_a_skipped_step_and_a_flush() -> None:
     alone = Alone(2, interval=3)
     alone.move(1)

@@ -195,9 +195,11 @@ class Sparta(Method):
 
 
 def _gathered(tensors: list[Tensor], size: int) -> Tensor:
-    """FP32 (size,): the tensors, each from the beginning of a block on, and zeros between and behind them."""
+    """FP32 (size,): the tensors, each from the beginning of a block on, and zeros behind the last block. What is shorter
+    than its block is there again and again: zeros would have their share in the means by which one and two bits tell it."""
     buffer = tensors[0].new_zeros(size)
-    torch._foreach_copy_(_in_blocks(buffer, tensors), tensors)
+    whole = [t if t.ndim == 2 else t.repeat(-(-BLOCK // t.numel()))[:BLOCK] for t in tensors]
+    torch._foreach_copy_(_in_blocks(buffer, whole), whole)
     return buffer
 
 
