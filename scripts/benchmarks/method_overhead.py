@@ -34,7 +34,7 @@ from torchtitan_scape.sync.shards import local
 
 METHODS = [
     *("adamw", "adams", "radius-0.4", "radius-0.1", "quantized-int8", "quantized-int4", "quantized-e2m1"),
-    *("diloco-30", "diloco-30-e2m1", "streaming_diloco-100", "sparseloco-30", "sparta-6-2bit"),
+    *("diloco-30", "diloco-30-e2m1", "streaming_diloco-100", "sparseloco-30", "sparta-3-1bit"),
     *("topk-0.01", "powersgd-4", "scape-0.1", "scape-0.047-int4"),
 ]
 WARM_UP, REAL, LEAST = 3, 6, 24  # steps; LEAST of those that are measured
