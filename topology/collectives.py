@@ -81,18 +81,21 @@ class ReplicaCollectives(ABC):
         kind: str = "payload",
         codec: Codec | None = None,
         error: Tensor | None = None,
+        carried: Tensor | None = None,
     ) -> Handle:
         """Starts the mean (or sum) over replicas of FP32 (n,), in place, level by level.
 
         n: a multiple of `granularity`. codec: its messages cross the outermost level, both ways; None for FP32.
         error: FP32 (n,), receives what this replica has to carry over for the coding: of the sum over replicas of
         (tensor - error) nothing is lost. None to let it go.
+        carried: FP32 (n / replicas,), of the part of the mean that this replica owns, the `replica`-th: is added to it
+        before it is coded, and becomes what that loses. None: this is in `error`, times the divisor.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % self.granularity(codec) == 0
         self._count(kind, reduce_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
-        return self._reduce(tensor, float(self.replicas) if mean else 1.0, codec, error)
+        return self._reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried)
 
     def all_reduce_chunked(
         self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
@@ -183,7 +186,9 @@ class ReplicaCollectives(ABC):
                 tensor.copy_(values)
 
     @abstractmethod
-    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+    def _reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    ) -> Handle:
         """tensor = (sum over replicas) / divisor."""
 
     @abstractmethod

@@ -28,13 +28,15 @@ class DryRunCollectives(ReplicaCollectives):
     def __init__(self, groups: ReplicaGroups | None = None, replicas: int = 0) -> None:
         super().__init__(groups or ReplicaGroups(None, None), Ring("network", replicas, 0) if replicas else None)
 
-    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        if error is not None:
-            error.zero_()
+    def _reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    ) -> Handle:
+        for lost in (each for each in (error, carried) if each is not None):
+            lost.zero_()
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        return self._reduce(tensor, divisor, codec, error)
+        return self._reduce(tensor, divisor, codec, error, None)
 
     def _gather(self, output: Tensor, own: Tensor) -> Handle:
         output.view(self.replicas, -1).copy_(own.expand(self.replicas, -1))

@@ -39,11 +39,13 @@ class InProcessCollectives(ReplicaCollectives):
     def alike(self, work: Callable[[], Tensor]) -> Tensor:
         return self._meet(work, lambda works: works[0]())
 
-    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+    def _reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    ) -> Handle:
         if codec is None:
             self._meet(tensor, lambda tensors: _reduce(tensors, divisor))
         else:
-            self._meet((tensor, error), lambda pairs: _reduce_coded(pairs, divisor, codec))
+            self._meet(((tensor, error), carried), lambda each: _reduce_coded(each, divisor, codec))
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
@@ -276,15 +278,19 @@ def _coded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
     return sums
 
 
-def _reduce_coded(pairs: Sequence[_Pair], divisor: float, codec: Codec) -> None:
-    """As `topology.stages` does it in one ring whose members are the pairs."""
-    sums = _coded_sums(pairs, codec).div_(divisor)
+def _reduce_coded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, codec: Codec) -> None:
+    """As `topology.stages` does it in one ring whose members these are: the pair, and what its owner carries."""
+    sums = _coded_sums([pair for pair, _ in each], codec).div_(divisor)
+    for part, (_, carried) in zip(sums, each, strict=True):
+        if carried is not None:
+            part += carried
     rounding = torch.empty_like(sums)
     codec.decode(codec.encode(sums, rounding), sums)
-    rounding *= divisor
-    for replica, (own, error) in enumerate(pairs):
-        if error is not None:
-            error.view(len(pairs), -1)[replica] += rounding[replica]
+    for lost, replica, ((own, error), carried) in zip(rounding, range(len(each)), each, strict=True):
+        if carried is not None:
+            carried.copy_(lost)
+        elif error is not None:
+            error.view(len(each), -1)[replica] += lost * divisor
         own.copy_(sums.view(-1))
 
 

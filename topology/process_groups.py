@@ -35,9 +35,13 @@ class ProcessGroupCollectives(ReplicaCollectives):
         self._lanes = [Lane() for _ in replicas.lanes]
         self._next_lane = 0
 
-    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+    def _reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    ) -> Handle:
         if codec is not None:
-            return self._start(lambda groups: reduce_coded(tensor, groups, divisor, codec, error), tensor.device)
+            return self._start(
+                lambda groups: reduce_coded(tensor, groups, divisor, codec, error, carried), tensor.device
+            )
         if len(self.rings) == 1:
             work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
             # gloo has no mean of its own

@@ -37,7 +37,14 @@ def reduce_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
     all_gather_into(x, own, group=group)
 
 
-def reduce_coded(x: Tensor, groups: Sequence[Group], divisor: float, codec: Codec, error: Tensor | None) -> None:
+def reduce_coded(
+    x: Tensor,
+    groups: Sequence[Group],
+    divisor: float,
+    codec: Codec,
+    error: Tensor | None,
+    carried: Tensor | None = None,
+) -> None:
     """As `reduce_`; the outermost ring carries the codec's messages both ways. Inside, sums travel in FP32.
 
     Owners add what they receive in FP32 in rank order, so that nothing is rounded but what is sent; all decode the
@@ -47,15 +54,21 @@ def reduce_coded(x: Tensor, groups: Sequence[Group], divisor: float, codec: Code
         x: n is a multiple of the number of replicas times the codec's unit.
         error: FP32 (n,), receives what this replica has to carry over: the sum over replicas of (x before - error) is
             x after * divisor. None to let it go.
+        carried: FP32 (n / replicas,), of this rank's part of what x becomes: is added to it before it is coded, and
+            becomes what that loses. None: this is in `error`, times the divisor.
     """
     *inner, (ring, group) = groups
     own, lost = _scatter_inside(x, inner, error)
     part = torch.empty(own.numel() // ring.size, dtype=torch.float32, device=x.device)
     _sum_coded(own, part, ring, group, codec, lost)
     part.div_(divisor)
-    rounding = None if lost is None else torch.empty_like(part)
+    rounding = carried
+    if carried is not None:
+        part += carried
+    elif lost is not None:
+        rounding = torch.empty_like(part)
     messages = codec.encode(part.view(1, -1), None if rounding is None else rounding.view(1, -1)).view(-1)
-    if lost is not None and rounding is not None:
+    if lost is not None and carried is None and rounding is not None:
         lost.view(ring.size, -1)[ring.place] += rounding * divisor
     # They go inside as they came, with nothing lost.
     for within, over in reversed(groups):

@@ -95,8 +95,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sparta": {
         "optimizer.name": "AdamW",
         "sync.method": "sparta",
-        "sync.sparta.interval": 6,
-        "sync.sparta.code": "2bit",
+        "sync.sparta.interval": 3,
+        "sync.sparta.code": "1bit",
     },
 }
 # Machine, shard degree; ranks and ranks a node to lay out, and the replicas that there are then.

@@ -205,8 +205,8 @@ def test_the_methods_of_the_readme() -> None:
     ):
         assert f"every {method.inner_steps} steps" in rows[name] and f": {share(method, 4):.2g} %" in rows[name]
         assert f"| {held(method, 4):.1f} |" in rows[name]
-    parts = PlannedMethod("sparta", wire="2bit", inner_steps=6, outer_momentum=0.0)
-    assert f"in two bits: {share(parts, 4):.1f} %" in rows["sparta"]
+    parts = PlannedMethod("sparta", wire="1bit", inner_steps=3, outer_momentum=0.0)
+    assert f"in one bit: {share(parts, 4):.1f} %" in rows["sparta"]
     assert f"| {held(parts, 4):.1f} |" in rows["sparta"]
     sparse = PlannedMethod("sparseloco", 1 / 64, values="2bit", selection="tile", inner_steps=30, outer_momentum=0.0)
     assert f"in two bits: {share(sparse, 4):.2f} / {share(sparse, 16):.2f} %" in rows["sparseloco"]

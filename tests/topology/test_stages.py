@@ -15,6 +15,7 @@ from kernels.codec.codes import BlockCode
 from tests.pool import Pool
 from topology import stages
 from topology.codecs import Bfloat16, Codec
+from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from topology.groups import build_groups
 from topology.in_process import SimulatedReplicas
@@ -112,9 +113,20 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
                 ours.gathered_bytes(4 * own.numel()),
             ],
         }
+        if codec is not None:
+            results[name]["carried"] = carried_by(ours, rank, n, codec)
     for spy in spies:
         spy.stop()
     return results
+
+
+def carried_by(ours: ReplicaCollectives, rank: int, n: int, codec: Codec) -> tuple[torch.Tensor, ...]:
+    """What an owner brought of an earlier mean, and has left of this one; the mean, and what this replica lost."""
+    mean, error = values(rank, n), torch.full((n,), torch.nan)
+    brought = values(100 + rank, n // ours.replicas)
+    left = brought.clone()
+    ours.all_reduce(mean, codec=codec, error=error, carried=left).wait()
+    return brought, left, mean, error
 
 
 def by_level(traffic: Traffic, kind: str) -> dict[str, float]:
@@ -190,6 +202,24 @@ def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, .
             total -= sum(error.double() for error in found)
             assert name != "bfloat16" or not back or torch.equal(mean, mean.bfloat16().float())
         torch.testing.assert_close(mean.double(), total / world, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_owner_carries_what_its_coding_loses_of_the_mean(shape: str, name: str) -> None:
+    """It has it in the next mean, and none of it in its error."""
+    codec, results = CODECS[name], [result[name] for result in exchanged(shape)]
+    assert codec is not None
+    given = torch.stack([values(rank, len(results[0]["scattered"])) for rank in results[0]["gathered"][::16]])
+    received, lost = plain(given, RINGS[shape], codec, back=False)
+    for part, result, own in zip(received.view(len(results), -1), results, lost, strict=True):
+        brought, left, mean, error = result["carried"]
+        assert torch.equal(mean, results[0]["carried"][2]) and torch.equal(error, own)
+        wanted = (part + brought).view(1, -1)
+        decoded = torch.empty_like(wanted)
+        codec.decode(codec.encode(wanted), decoded)
+        assert torch.equal(mean.view(len(results), -1)[result["replica"]], decoded.view(-1))
+        torch.testing.assert_close(decoded.view(-1) + left, wanted.view(-1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -270,6 +300,8 @@ def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
             assert ours.traffic.sent["replicate", "network", "payload"] == (i + 1) * sum(
                 theirs[kind]["network"] / (3 if kind == "sent" else 1) for kind in ("sent", "scatter_sent")
             )
+        found = carried_by(ours, rank_of[replica], n, codec)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, theirs["carried"], strict=True))
 
     simulated.run(work)
 

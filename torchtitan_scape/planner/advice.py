@@ -25,7 +25,7 @@ COMPARED = (
     Method("bf16", overlap=True),
     Method("muon", overlap=True),
     *(
-        Method("sparta", wire="2bit", inner_steps=6, outer_momentum=0.0, optimizer=optimizer)
+        Method("sparta", wire="1bit", inner_steps=3, outer_momentum=0.0, optimizer=optimizer)
         for optimizer in ("adamw", "muon")
     ),
 )

@@ -49,6 +49,17 @@ def turn_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message]
     return [coded_message([(-(-blocks // method.inner_steps) * CODED_BLOCK,)], replicas, method.wire)]
 
 
+def turn_memory(method: Local, shapes: Shapes) -> dict[str, float]:
+    """The anchor, and with a code what its owner owes of every entry."""
+    n = 4.0 * entries_of(shapes)
+    return {"anchor": n} | ({} if method.wire == "float32" else {"owed": n})
+
+
+def turn_moved(method: Local) -> float:
+    """Bytes a parameter besides `local_moved`: what is owed gathered, added and put back."""
+    return 0.0 if method.wire == "float32" else 28.0 / method.inner_steps
+
+
 def kept_bytes(method: Local, shapes: Shapes) -> dict[str, float]:
     """Anchor and outer momentum, wherever they lie."""
     n = 4.0 * entries_of(shapes)
@@ -65,12 +76,12 @@ def local_host_link_bytes(method: Local, shapes: Shapes, replicas: int) -> tuple
     return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / method.inner_steps
 
 
-def local_memory(method: Local, shapes: Shapes, whole: bool) -> dict[str, float]:
-    """On the device. whole: at an exchange what a fragment has moved; where that is in flight the chunks of it besides.
+def local_memory(method: Local, shapes: Shapes) -> dict[str, float]:
+    """On the device: at an exchange what a fragment has moved; where that is in flight the chunks of it besides.
     Fragments are taken as even."""
     moved = 4.0 * entries_of(shapes) / method.fragments
     kept = {} if method.offload else kept_bytes(method, shapes)
-    return kept | ({"displacements": (2.0 if method.delay else 1.0) * moved} if whole else {})
+    return kept | {"displacements": (2.0 if method.delay else 1.0) * moved}
 
 
 def local_moved(method: Local) -> float:

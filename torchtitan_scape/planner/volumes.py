@@ -23,7 +23,9 @@ from torchtitan_scape.planner.local_volumes import (
     local_memory,
     local_moved,
     moved_messages,
+    turn_memory,
     turn_messages,
+    turn_moved,
 )
 from torchtitan_scape.planner.messages import Message, coded_message
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_parts, muon_passes
@@ -288,18 +290,19 @@ def _local(
     option: str,
     recipe: dict[str, str],
     sparse: bool = False,
-    chunks: bool = False,
+    turns: bool = False,
 ) -> Volumes:
     """Of replicas that step alone and exchange what they have moved. sparse: the largest of it; the rest is kept.
-    chunks: it never lies as a whole, but in those on their way."""
+    turns: a part in every step."""
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
         own = sum(VOLUMES[method.optimizer].passes(method, shapes, replicas))
-        kept = TOPK_MOVED / method.inner_steps if sparse else 0.0
+        kept = TOPK_MOVED / method.inner_steps if sparse else turn_moved(method) if turns else 0.0
         return 0.0, own + (local_moved(method) + kept) * entries_of(shapes)
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | local_memory(method, shapes, not chunks)
+        kept = (turn_memory if turns else local_memory)(method, shapes)
+        kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | kept
         if sparse:
             sent = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")
             kinds |= {"residual": 4.0 * entries_of(shapes), "messages": replicas * sent}
@@ -378,7 +381,7 @@ VOLUMES: dict[str, Volumes] = {
         "inner_steps",
         {"inner_steps": "inner_steps", "fragments": "fragments", "delay": "delay", "code": "wire"},
     ),
-    "sparta": _local(turn_messages, "inner_steps", {"interval": "inner_steps", "code": "wire"}, chunks=True),
+    "sparta": _local(turn_messages, "inner_steps", {"interval": "inner_steps", "code": "wire"}, turns=True),
     "sparseloco": _local(
         sparseloco_messages,
         "inner_steps",

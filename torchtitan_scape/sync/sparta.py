@@ -2,7 +2,7 @@
 
 Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging" (2025),
 https://openreview.net/forum?id=stFPf3gzq1. There the part is drawn at random and travels in FP32; here parts take
-turns, so that none is left for long, and travel in two bits, whose errors stay with their replica.
+turns, so that none is left for long, and travel in one bit, whose errors stay with their replica.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,10 @@ class SpartaOptions(MethodOptions):
 
     section: ClassVar[str] = "sync.sparta"
 
-    interval: int = 6
+    interval: int = 3
     """Steps in which every parameter is averaged once: each step averages one block of 128 entries in so many"""
 
-    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "2bit"
+    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
     """How what replicas have moved travels, both ways: as it is, or in blocks of 128. What the code loses of it remains
     in the replica's parameters, until their next turn"""
 
@@ -70,23 +70,27 @@ class _Part(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What is one chunk. anchors, thetas: views, one behind the other: (blocks, BLOCK), or (n,) of a shorter block."""
+    """What is one chunk. anchors, thetas, owed: views, one behind the other: (blocks, BLOCK), or (n,) of a shorter
+    block. owed: none without a code."""
 
     entries: int
     anchors: list[Tensor]
     thetas: list[Tensor]
+    owed: list[Tensor]
 
 
 class Sparta(Method):
     """After the update of a step, for the entries whose turn it is (theta: this replica's parameters):
 
-    1. D_i = anchor - theta_i travels in the code, which loses E_i of it; D is the mean of what arrives;
+    1. D_i = anchor - theta_i travels in the code, which loses E_i of it. The owner adds F, what is left of the last
+       mean, to the mean of what arrives, and codes it: D is what that tells, F what it loses.
     2. anchor -= D; theta_i = anchor - E_i.
 
     Blocks of all shards are numbered one behind the other, and dealt to `interval` lanes in turn. A step averages the
     next lane; in the warm-up the next few, and all in its first step. So lanes always go round, and none waits for
-    longer than a round. What is pending of an entry is always anchor - theta_i, so that nothing is kept besides the
-    anchor. At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
+    longer than a round. What is pending of an entry is anchor - theta_i, and N F at its owner, which owes it. As a part
+    of the owner's parameters it would take them N times as far from the anchor as their own rounding does. At a skipped
+    step the exchange changes nothing, and what had its turn waits for the next one.
     """
 
     local = True
@@ -95,8 +99,10 @@ class Sparta(Method):
         super().__init__(setting, options)
         self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in setting.shards}
         self._codec: Codec | None = None
+        self._owed: dict[str, Tensor] = {}
         if options.code != "float32" and self.collectives.replicas > 1:
             self._codec = block_code(choose(setting.kernels, setting.shards[0].device), options.code, BLOCK)
+            self._owed = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         warmup = options.warmup_steps if options.warmup_steps >= 0 else setting.steps // 20
         # Of steps 1, 2 and so on.
         self._lanes = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
@@ -117,7 +123,8 @@ class Sparta(Method):
         in_two_buffers(self._send(piece, codec, step.applied) for piece in turn)
 
     def states(self) -> list[State]:
-        return [State("anchor", self._anchors, own=False, carries="model")]
+        owed = [State("owed", self._owed, own=True, carries="displacement")] if self._owed else []
+        return [State("anchor", self._anchors, own=False, carries="model"), *owed]
 
     def messages(self) -> list[Message]:
         """Of all turns."""
@@ -142,8 +149,9 @@ class Sparta(Method):
         parts, chunks = self._cut(lanes)
         pieces = []
         for chunk in chunks:
-            views = [both for s in chunk.slices for both in self._views(parts[s.tensor], s)]
-            pieces.append(_Piece(chunk.entries, [anchor for anchor, _ in views], [theta for _, theta in views]))
+            views = [each for s in chunk.slices for each in self._views(parts[s.tensor], s)]
+            anchors, thetas, *owed = (list(each) for each in zip(*views, strict=True))
+            pieces.append(_Piece(chunk.entries, anchors, thetas, *owed or [[]]))
         return pieces
 
     def _cut(self, lanes: Sequence[int]) -> tuple[list[_Part], list[Chunk]]:
@@ -164,24 +172,32 @@ class Sparta(Method):
             begin += blocks
         return parts, chunks_of(sizes, self.collectives.chunk_entries, BLOCK)
 
-    def _views(self, part: _Part, s: Slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of anchor and parameter what a slice has: whole blocks, and a shorter last one."""
+    def _views(self, part: _Part, s: Slice) -> Iterator[list[Tensor]]:
+        """Of anchor, parameter and what is owed what a slice has: whole blocks, and a shorter last one."""
         shard = self.setting.shards[part.shard]
-        both = self._anchors[shard.name].view(-1), stored(shard.parameter).detach().view(-1)
+        kept = [self._anchors[shard.name], stored(shard.parameter).detach()]
+        flats = [each.view(-1) for each in (*kept, *([self._owed[shard.name]] if self._owed else ()))]
         end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
         if rows:
-            blocks = (flat[:end].view(-1, BLOCK)[part.first :: part.every] for flat in both)
-            anchor, theta = (each[begin : begin + rows] for each in blocks)
-            yield anchor, theta
+            blocks = (flat[:end].view(-1, BLOCK)[part.first :: part.every] for flat in flats)
+            yield [each[begin : begin + rows] for each in blocks]
         if s.length % BLOCK:
-            yield both[0][end:], both[1][end:]
+            yield [flat[end:] for flat in flats]
 
     def _send(self, piece: _Piece, codec: Codec | None, applied: Tensor) -> Exchange:
         """Starts the exchange of a chunk. What takes its result moves anchor and parameters."""
-        size = self.collectives.filled_up(piece.entries, codec)
+        size, replicas = self.collectives.filled_up(piece.entries, codec), self.collectives.replicas
         values = _gathered(piece.anchors, size).sub_(_gathered(piece.thetas, size))
-        lost = torch.zeros_like(values) if codec else None
-        handle = self.collectives.all_reduce(values, codec=codec, error=lost)
+        lost = carried = None
+        if piece.owed:
+            owed = _gathered(piece.owed, size)
+            own = owed.view(replicas, -1)[self.collectives.replica]
+            if codec is not None:
+                before = own.clone()
+                lost, carried = torch.zeros_like(values), before / replicas
+                own.zero_()
+            values += owed  # of what this replica owned where chunks were others, in the warm-up
+        handle = self.collectives.all_reduce(values, codec=codec, error=lost, carried=carried)
 
         def land() -> None:
             anchor, theta = _gathered(piece.anchors, size), _gathered(piece.thetas, size)
@@ -190,13 +206,22 @@ class Sparta(Method):
             keep(theta, agreed if lost is None else agreed.sub_(lost), applied)
             torch._foreach_copy_(piece.anchors, _in_blocks(anchor, piece.anchors))
             torch._foreach_copy_(piece.thetas, _in_blocks(theta, piece.thetas))
+            if piece.owed:
+                keep(owed, 0.0, applied)
+                if carried is not None:
+                    keep(before, carried.mul_(replicas), applied)
+                    own.copy_(before)
+                torch._foreach_copy_(piece.owed, _in_blocks(owed, piece.owed))
 
         return handle, land
 
 
 def _gathered(tensors: list[Tensor], size: int) -> Tensor:
-    """FP32 (size,): the tensors, each from the beginning of a block on, and zeros behind the last block. What is shorter
-    than its block is there again and again: zeros would have their share in the means by which one and two bits tell it."""
+    """FP32 (size,): the tensors, each from the beginning of a block on, and zeros behind the last block.
+
+    What is shorter than its block is there again and again: zeros would have their share in the means by which codes of
+    one and two bits tell it.
+    """
     buffer = tensors[0].new_zeros(size)
     whole = [t if t.ndim == 2 else t.repeat(-(-BLOCK // t.numel()))[:BLOCK] for t in tensors]
     torch._foreach_copy_(_in_blocks(buffer, whole), whole)
