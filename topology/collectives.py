@@ -88,9 +88,10 @@ class ReplicaCollectives(ABC):
         n: a multiple of `granularity`. codec: its messages cross the outermost level, both ways; None for FP32.
         error: FP32 (n,), receives what this replica has to carry over for the coding: of the sum over replicas of
         (tensor - error) nothing is lost. None to let it go.
-        carried: FP32 (n / replicas,), of the part of the mean that this replica owns, the `replica`-th: is added to it
-        before it is coded, and becomes what that loses. None: this is in `error`, times the divisor.
+        carried: with a codec, FP32 (n / replicas,), of the part of the result that this replica owns, the `replica`-th:
+        is added to it before it is coded, and becomes what that loses. None: this is in `error`, times the divisor.
         """
+        assert carried is None or codec is not None
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % self.granularity(codec) == 0

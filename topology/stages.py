@@ -53,9 +53,9 @@ def reduce_coded(
     Args:
         x: n is a multiple of the number of replicas times the codec's unit.
         error: FP32 (n,), receives what this replica has to carry over: the sum over replicas of (x before - error) is
-            x after * divisor. None to let it go.
+            (x after + carried after - carried before) * divisor. None to let it go.
         carried: FP32 (n / replicas,), of this rank's part of what x becomes: is added to it before it is coded, and
-            becomes what that loses. None: this is in `error`, times the divisor.
+            becomes what that loses. None: there is none, and what is lost is in `error`, times the divisor.
     """
     *inner, (ring, group) = groups
     own, lost = _scatter_inside(x, inner, error)

@@ -46,13 +46,15 @@ ADAMW, ADAMS = 28.0, 20.0  # bytes a parameter of their steps: FP32 parameter an
 class FirstOfMany(DryRunCollectives):
     """The first of `REPLICAS` replicas, whose exchange takes the device's time and no network's."""
 
-    def _reduce(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+    def _reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    ) -> Handle:
         """As `topology.stages.reduce_coded` in one ring, in which all send what this one does; without a code the mean
         of equal payloads is the payload."""
         if codec is None:
             tensor.mul_(1.0)
             return Handle()
-        assert error is not None
+        assert error is not None and carried is None
         rows = tensor.view(self.replicas, -1)
         error.zero_()
         arrived = codec.encode(rows, error.view(self.replicas, -1))

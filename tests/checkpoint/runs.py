@@ -25,6 +25,7 @@ MORE = {
     "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
     # One group of two shards that plays three replicas.
     "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
+    "6 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=6"],
 }
 WHERE = LAYOUTS | MORE
 

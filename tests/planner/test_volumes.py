@@ -210,14 +210,17 @@ def test_local_updates_send_all_once_in_a_round(kind: str) -> None:
 
 
 def test_parts_in_turn_are_a_part_in_every_step() -> None:
-    """One bit and a BF16 scale a block, there and back: 1.125 bits of 32 an entry; beside AdamW the anchor and what
-    is owed."""
+    """One bit and a BF16 scale a block, there and back: 1.125 bits of 32 an entry; beside AdamW the anchor, and of
+    more than four replicas what is owed."""
     n = 4608 * 1024 + 1000
     method = Method("sparta", optimizer="adamw", wire="1bit", inner_steps=3, outer_momentum=0.0)
     sent = [stage.sent for message in messages(method, SHAPES, 4) for stage in message.stages([("network", 4)])]
     assert sum(sent) == pytest.approx(6 * n * 1.125 / 32 / 3, rel=1e-2)
     adamw = simulated_memory_bytes(Method("adamw"), SHAPES, 1)
-    assert simulated_memory_bytes(method, SHAPES, 1) == adamw | {"anchor": 4.0 * n, "owed": 4.0 * n}
+    assert simulated_memory_bytes(method, SHAPES, 1) == adamw | {"anchor": 4.0 * n}
+    for replicas, owed in ((4, {}), (5, {"owed": 20.0 * n})):
+        own = {kind: replicas * nbytes for kind, nbytes in (adamw | {"anchor": 4.0 * n}).items()}
+        assert simulated_memory_bytes(method, SHAPES, replicas) == own | owed
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])

@@ -92,8 +92,11 @@ class Alone:
 
     def said(self, i: int) -> list[Tensor]:
         """The parameters of a replica, with what it owes as their owner."""
-        owed = self.methods[i].states()[1].tensors.values()
-        return [p.detach() - kept for p, kept in zip(self.parameters[i], owed, strict=True)]
+        parameters = [p.detach().clone() for p in self.parameters[i]]
+        for state in self.methods[i].states()[1:]:
+            for p, owed in zip(parameters, state.tensors.values(), strict=True):
+                p -= owed
+        return parameters
 
 
 @pytest.mark.parametrize("chunk", [1 << 22, 2 * BLOCK])
@@ -115,20 +118,21 @@ def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
                     assert torch.equal(after[~now], then[~now])
 
 
+@pytest.mark.parametrize("replicas, chunk", [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)])
 @pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
-def test_what_a_code_loses_stays_with_the_replica(code: str) -> None:
+def test_what_a_code_loses_stays_with_the_replica(code: str, replicas: int, chunk: int) -> None:
     """An exchange in a code leaves the mean of the replicas' parameters, with what owners owe, where it was; anchors
     are equal, to the bit. In the warm-up parts have other owners."""
-    alone = Alone(3, interval=4, code=code, warmup_steps=10)
+    alone, count = Alone(replicas, chunk, interval=4, code=code, warmup_steps=10), range(replicas)
     for number in range(1, 30):
         alone.move(number)
-        before, said_before = [alone.of(i) for i in range(3)], [alone.said(i) for i in range(3)]
+        before, said_before = [alone.of(i) for i in count], [alone.said(i) for i in count]
         alone.step(number)
-        after, said = [alone.of(i) for i in range(3)], [alone.said(i) for i in range(3)]
+        after, said = [alone.of(i) for i in count], [alone.said(i) for i in count]
         lanes = {lane % 4 for lane in alone.methods[0].lanes(number)}
         for k in range(len(PARTS)):
             now = torch.stack([has_turn(PARTS, lane, 4)[k] for lane in lanes]).any(0)
-            means = [sum(own[k] for own in each) / 3 for each in (said_before, said)]
+            means = [sum(own[k] for own in each) / replicas for each in (said_before, said)]
             torch.testing.assert_close(means[1], means[0], rtol=1e-5, atol=1e-5)
             assert all(torch.equal(own[0][k], after[0][0][k]) for own in after[1:])
             for (anchor, theta), (then, moved) in zip(after, before, strict=True):
@@ -151,8 +155,9 @@ def test_what_fills_up_a_block_has_no_part_in_its_means(code: str) -> None:
         assert torch.equal(theta, then) and torch.equal(anchor, then)
 
 
-def test_a_skipped_step_and_a_flush() -> None:
-    alone = Alone(2, interval=3)
+@pytest.mark.parametrize("replicas", [2, 3, 5, 8])
+def test_a_skipped_step_and_a_flush(replicas: int) -> None:
+    alone = Alone(replicas, interval=3)
     for number in range(1, 5):
         alone.move(number)
         alone.step(number)
@@ -161,12 +166,13 @@ def test_a_skipped_step_and_a_flush() -> None:
     alone.step(5, applied=False)
     for one, other in zip((*alone.of(0), alone.said(0)), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert any((a != b).any() for a, b in zip(alone.of(0)[1], alone.said(0), strict=True))  # something is owed
-    mean = [sum(alone.said(i)[k] for i in range(2)) / 2 for k in range(len(PARTS))]
+    owes = any((a != b).any() for a, b in zip(alone.of(0)[1], alone.said(0), strict=True))
+    assert owes == (replicas > 4)
+    mean = [sum(alone.said(i)[k] for i in range(replicas)) / replicas for k in range(len(PARTS))]
     for method in alone.methods:
         method.send_all()
     alone.step(6)
-    for i in range(2):
+    for i in range(replicas):
         for anchor, theta, wanted in zip(*alone.of(i), mean, strict=True):
             assert torch.equal(anchor, theta)
             torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)

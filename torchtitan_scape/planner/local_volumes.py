@@ -11,6 +11,8 @@ from typing import Protocol
 from torchtitan_scape.planner.messages import CODED_BLOCK, Message, coded_message
 from torchtitan_scape.planner.payload import Shapes, entries_of
 
+FEW = 4  # replicas, of which owners train with all that their coding of a mean loses, see `sync.sparta`
+
 
 class Local(Protocol):
     """What is asked of `planner.volumes.Method`."""
@@ -49,15 +51,19 @@ def turn_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message]
     return [coded_message([(-(-blocks // method.inner_steps) * CODED_BLOCK,)], replicas, method.wire)]
 
 
-def turn_memory(method: Local, shapes: Shapes) -> dict[str, float]:
-    """The anchor, and with a code what its owner owes of every entry."""
+def keeps_owed(method: Local, replicas: int) -> bool:
+    return method.wire != "float32" and replicas > FEW
+
+
+def turn_memory(method: Local, shapes: Shapes, replicas: int) -> dict[str, float]:
+    """The anchor, and what is owed of it."""
     n = 4.0 * entries_of(shapes)
-    return {"anchor": n} | ({} if method.wire == "float32" else {"owed": n})
+    return {"anchor": n} | ({"owed": n} if keeps_owed(method, replicas) else {})
 
 
-def turn_moved(method: Local) -> float:
+def turn_moved(method: Local, replicas: int) -> float:
     """Bytes a parameter besides `local_moved`: what is owed gathered, added and put back."""
-    return 0.0 if method.wire == "float32" else 28.0 / method.inner_steps
+    return 28.0 / method.inner_steps if keeps_owed(method, replicas) else 0.0
 
 
 def kept_bytes(method: Local, shapes: Shapes) -> dict[str, float]:
@@ -76,7 +82,7 @@ def local_host_link_bytes(method: Local, shapes: Shapes, replicas: int) -> tuple
     return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / method.inner_steps
 
 
-def local_memory(method: Local, shapes: Shapes) -> dict[str, float]:
+def local_memory(method: Local, shapes: Shapes, replicas: int) -> dict[str, float]:
     """On the device: at an exchange what a fragment has moved; where that is in flight the chunks of it besides.
     Fragments are taken as even."""
     moved = 4.0 * entries_of(shapes) / method.fragments

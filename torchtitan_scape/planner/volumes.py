@@ -297,11 +297,11 @@ def _local(
 
     def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
         own = sum(VOLUMES[method.optimizer].passes(method, shapes, replicas))
-        kept = TOPK_MOVED / method.inner_steps if sparse else turn_moved(method) if turns else 0.0
+        kept = TOPK_MOVED / method.inner_steps if sparse else turn_moved(method, replicas) if turns else 0.0
         return 0.0, own + (local_moved(method) + kept) * entries_of(shapes)
 
     def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-        kept = (turn_memory if turns else local_memory)(method, shapes)
+        kept = (turn_memory if turns else local_memory)(method, shapes, replicas)
         kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | kept
         if sparse:
             sent = sum(m.nbytes for m in messages(method, shapes, replicas) if m.collective == "gather")

@@ -17,6 +17,7 @@ from kernels import block_code, choose
 from topology.chunks import Exchange, in_two_buffers
 from topology.codecs import Codec
 from topology.partition import Chunk, Slice, chunks_of
+from torchtitan_scape.planner.local_volumes import FEW
 from torchtitan_scape.planner.volumes import Method as PlannedMethod
 from torchtitan_scape.sync.base import Message, Method, Setting, State, Step, keep
 from torchtitan_scape.sync.options import MethodOptions
@@ -36,7 +37,7 @@ class SpartaOptions(MethodOptions):
 
     code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
     """How what replicas have moved travels, both ways: as it is, or in blocks of 128. What the code loses of it remains
-    in the replica's parameters, until their next turn"""
+    with the replica until their next turn"""
 
     warmup_steps: int = -1
     """Steps at the start in which more blocks are averaged: all in the first one, then fewer, as a power; 0 for none,
@@ -71,7 +72,7 @@ class _Part(NamedTuple):
 
 class _Piece(NamedTuple):
     """What is one chunk. anchors, thetas, owed: views, one behind the other: (blocks, BLOCK), or (n,) of a shorter
-    block. owed: none without a code."""
+    block. owed: none where nothing is kept apart."""
 
     entries: int
     anchors: list[Tensor]
@@ -82,15 +83,18 @@ class _Piece(NamedTuple):
 class Sparta(Method):
     """After the update of a step, for the entries whose turn it is (theta: this replica's parameters):
 
-    1. D_i = anchor - theta_i travels in the code, which loses E_i of it. The owner adds F, what is left of the last
-       mean, to the mean of what arrives, and codes it: D is what that tells, F what it loses.
-    2. anchor -= D; theta_i = anchor - E_i.
+    1. D_i = anchor - theta_i travels in the code, which loses E_i of it. The owner of a part codes the mean of what
+       arrives for all: D is what that tells, F what it loses.
+    2. anchor -= D; theta_i = anchor - E_i, and at the owner F, which counts N times, is kept as well.
 
     Blocks of all shards are numbered one behind the other, and dealt to `interval` lanes in turn. A step averages the
     next lane; in the warm-up the next few, and all in its first step. So lanes always go round, and none waits for
-    longer than a round. What is pending of an entry is anchor - theta_i, and N F at its owner, which owes it. As a part
-    of the owner's parameters it would take them N times as far from the anchor as their own rounding does. At a skipped
-    step the exchange changes nothing, and what had its turn waits for the next one.
+    longer than a round. At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
+
+    F: among few replicas the owner subtracts N F from its parameters. So what is pending of an entry is always anchor -
+    theta_i, nothing is kept besides the anchor, and the mean of all theta is where the replicas have come to. With
+    more replicas N F would take the owner too far off: it owes it, beside its parameters, and F is added to the next
+    mean before that is coded. Of four replicas the first ends lower, of eight and sixteen the second.
     """
 
     local = True
@@ -102,7 +106,8 @@ class Sparta(Method):
         self._owed: dict[str, Tensor] = {}
         if options.code != "float32" and self.collectives.replicas > 1:
             self._codec = block_code(choose(setting.kernels, setting.shards[0].device), options.code, BLOCK)
-            self._owed = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+            if self.collectives.replicas > FEW:
+                self._owed = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         warmup = options.warmup_steps if options.warmup_steps >= 0 else setting.steps // 20
         # Of steps 1, 2 and so on.
         self._lanes = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
@@ -188,13 +193,14 @@ class Sparta(Method):
         """Starts the exchange of a chunk. What takes its result moves anchor and parameters."""
         size, replicas = self.collectives.filled_up(piece.entries, codec), self.collectives.replicas
         values = _gathered(piece.anchors, size).sub_(_gathered(piece.thetas, size))
-        lost = carried = None
+        lost = torch.zeros_like(values) if codec else None
+        carried = None
         if piece.owed:
             owed = _gathered(piece.owed, size)
-            own = owed.view(replicas, -1)[self.collectives.replica]
             if codec is not None:
+                own = owed.view(replicas, -1)[self.collectives.replica]
                 before = own.clone()
-                lost, carried = torch.zeros_like(values), before / replicas
+                carried = before / replicas
                 own.zero_()
             values += owed  # of what this replica owned where chunks were others, in the warm-up
         handle = self.collectives.all_reduce(values, codec=codec, error=lost, carried=carried)
