@@ -207,7 +207,7 @@ def test_the_methods_of_the_readme() -> None:
         assert f"| {held(method, 4):.1f} |" in rows[name]
     parts = PlannedMethod("sparta", wire="1bit", inner_steps=3, outer_momentum=0.0)
     assert f"in one bit: {share(parts, 4):.1f} %" in rows["sparta"]
-    assert f"| {held(parts, 4):.1f} |" in rows["sparta"]
+    assert f"| {held(parts, 4):.1f} / {held(parts, 16):.1f} |" in rows["sparta"]
     sparse = PlannedMethod("sparseloco", 1 / 64, values="2bit", selection="tile", inner_steps=30, outer_momentum=0.0)
     assert f"in two bits: {share(sparse, 4):.2f} / {share(sparse, 16):.2f} %" in rows["sparseloco"]
     assert f"| {held(sparse, 4):.1f} / {held(sparse, 16):.1f} |" in rows["sparseloco"]
