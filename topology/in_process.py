@@ -286,11 +286,11 @@ def _reduce_coded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, c
             part += carried
     rounding = torch.empty_like(sums)
     codec.decode(codec.encode(sums, rounding), sums)
-    for lost, replica, ((own, error), carried) in zip(rounding, range(len(each)), each, strict=True):
+    for replica, ((own, error), carried) in enumerate(each):
         if carried is not None:
-            carried.copy_(lost)
+            carried.copy_(rounding[replica])
         elif error is not None:
-            error.view(len(each), -1)[replica] += lost * divisor
+            error.view(len(each), -1)[replica] += rounding[replica] * divisor
         own.copy_(sums.view(-1))
 
 

@@ -94,7 +94,8 @@ class Sparta(Method):
     F: among few replicas the owner subtracts N F from its parameters. So what is pending of an entry is always anchor -
     theta_i, nothing is kept besides the anchor, and the mean of all theta is where the replicas have come to. With
     more replicas N F would take the owner too far off: it owes it, beside its parameters, and F is added to the next
-    mean before that is coded. Of four replicas the first ends lower, of eight and sixteen the second.
+    mean before that is coded. In a few runs by hand four replicas ended lower with the first, eight and sixteen with
+    the second.
     """
 
     local = True
