@@ -36,7 +36,7 @@ from topology.machines import detect_machine, get_machine  # noqa: E402
 from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
 from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
 from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
-from torchtitan_scape.config.checks import check_config  # noqa: E402
+from torchtitan_scape.config.checks import check_config, remarks  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig, options_of  # noqa: E402
 from torchtitan_scape.config.parsing import parse as parse  # noqa: E402  what imports the trainer takes it from here
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
@@ -146,7 +146,7 @@ class ScapeTrainer(Trainer):
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
         logger.info(self.described)
-        for line in config.sharding.remarks(layout, config.validation.enable):
+        for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable)):
             logger.warning(line)
         timeout, levels = timedelta(seconds=config.comm.init_timeout_seconds), config.sharding.levels
         inner = levels.inner(layout)  # as FSDP sees it

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import server
-from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.checks import check_config, remarks
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.optimizer.registry import check_layout
 from torchtitan_scape.train import layout_of, parse
@@ -205,3 +205,17 @@ def test_without_a_launcher_the_script_is_named() -> None:
 def test_the_optimizers_do_not_import_torchtitan() -> None:
     code = "import sys; from torchtitan_scape import Scape, AdamS; sys.exit('torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "method, interval, steps",
+    [("diloco", "inner_steps", 30), ("streaming_diloco", "inner_steps", 31), ("sparta", "interval", 30)],
+)
+def test_a_run_shorter_than_a_round_is_told(method: str, interval: str, steps: int) -> None:
+    arguments = [RECIPE, f"--sync.method={method}", f"--sync.{method}.{interval}=30", "--optimizer.name=AdamW"]
+    assert not remarks(parse([*arguments, f"--training.steps={steps}"]))
+    arguments += [f"--training.steps={steps - 1}"]
+    (told,) = remarks(parse(arguments))
+    assert f"steps = {steps - 1} with [sync] method = '{method}'" in told and "flush_at_end" in told
+    assert not remarks(parse([*arguments, "--sync.flush_at_end"]))
+    assert not remarks(parse([RECIPE, "--training.steps=1"]))

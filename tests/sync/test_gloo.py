@@ -1,6 +1,7 @@
 """The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and bad replicas."""
 
 import itertools
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
 
 from tests.pool import Pool
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
@@ -21,7 +23,7 @@ from topology.partition import CHUNK_ENTRIES
 from topology.process_groups import collectives_of
 from torchtitan_scape import AdamS
 from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.sync.shards import collect_shards, local
 
 STEPS = 12
 
@@ -339,3 +341,20 @@ def fsdp_on_weights_in_bf16() -> list[Tensor]:
 def test_fsdp_sees_weights_in_bf16_as_its_cast_of_fp32(pool2: Pool) -> None:
     for wide, narrow in pool2(fsdp_on_weights_in_bf16):
         assert torch.equal(wide, narrow) and bool(wide.isfinite().all()) and bool(wide.any())
+
+
+def cut_by_tensor_parallelism() -> str:
+    """What is said of parameters whose second one two ranks cannot cut evenly; FSDP may."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    shards = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    cuts = [((6, 3), mesh, Cut(0)), ((3,), mesh, Replicate()), ((5, 3), shards, Cut(0)), ((4, 5), mesh, Cut(1))]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(s), on, [cut])) for s, on, cut in cuts]
+    assert len(collect_shards([{"params": parameters[:3]}])) == 3
+    with pytest.raises(ValueError) as error:
+        collect_shards([{"params": parameters, "param_names": ["a", "b", "c", "output.weight"]}])
+    return str(error.value)
+
+
+def test_tensor_parallelism_cuts_evenly(pool2: Pool) -> None:
+    said = r"tensor_parallel_degree = 2 does not divide dimension 1 of 'output.weight', \(4, 5\); choose one that does"
+    assert all(re.search(said, told) for told in pool2(cut_by_tensor_parallelism))

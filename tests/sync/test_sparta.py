@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import Pool
 from tests.sync.test_local_updates import SHAPES, Literal, far, trained
+from topology.groups import build_groups
 from topology.in_process import SimulatedReplicas
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from topology.process_groups import collectives_of
+from torchtitan_scape.sync import sparta
 from torchtitan_scape.sync.base import Setting, Step
 from torchtitan_scape.sync.shards import collect_shards
 from torchtitan_scape.sync.sparta import BLOCK, Sparta, SpartaOptions
@@ -140,6 +147,60 @@ def test_what_a_code_loses_stays_with_the_replica(code: str, replicas: int, chun
                 assert not now.any() or not torch.equal(anchor[k][now], then[k][now])
     # What is pending does not grow: a code of one bit gets rid of as much as comes in.
     assert all((a - t).abs().max() < 60 for a, t in zip(*alone.of(0), strict=True) if a.numel())
+
+
+def test_none_trains_far_from_the_mean() -> None:
+    """Of many replicas, in the warm-up as after it: what an owner loses of a mean, times their number, is apart."""
+    alone, count, far_off = Alone(16, interval=3, warmup_steps=60), range(16), {1: 0.0, 2: 0.0}
+    for number in range(1, 90):
+        alone.move(number)
+        alone.step(number)
+        lanes = len(alone.methods[0].lanes(number))
+        if lanes == 3 or number % 4:
+            continue
+        said, own = [alone.said(i) for i in count], [alone.of(i)[1] for i in count]
+        for k in (k for k, t in enumerate(own[0]) if t.numel()):
+            mean = sum(each[k] for each in said) / 16
+            far_off[lanes] = max(far_off[lanes], *((each[k] - mean).abs().max().item() for each in own))
+    # 3 steps of N(0, 1), and what codes lose of them; what owners lose is 16 times that.
+    assert far_off[2] < 10.0 and far_off[1] < 15.0
+
+
+def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
+    """Four replicas on two nodes, as many: (anchors, parameters, parameters with what is owed) after every step."""
+    sparta.FEW = 3
+    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
+    collectives = collectives_of(build_groups(layout, timedelta(seconds=60), True))
+    own = [nn.Parameter(torch.zeros(shape)) for shape in PARTS]
+    optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
+    setting = Setting(collect_shards(optimizer.param_groups), collectives, optimizer)
+    method, found = Sparta(setting, SpartaOptions(warmup_steps=4)), []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(1, 14):
+        for p in own:
+            p.data += torch.randn(p.shape, generator=generator)
+        before = [p.detach().clone() for p in own]
+        method.updated(Step(number, torch.tensor(number != 7)))
+        anchor, owed = (state.tensors.values() for state in method.states())
+        kept = [p.detach().clone() for p in own]
+        found.append(([a.clone() for a in anchor], before, kept, [p - o for p, o in zip(kept, owed, strict=True)]))
+    return found
+
+
+def test_what_a_node_loses_is_apart(pool4: Pool) -> None:
+    """It is lost of a sum of its replicas: none of them may train with that alone. In the mean nothing is lost."""
+    owed = [torch.zeros(shape) for shape in PARTS]
+    for number, steps in enumerate(zip(*pool4(over_two_nodes), strict=True), 1):
+        for k in range(len(PARTS)):
+            anchors, befores, thetas, said = ([each[kind][k] for each in steps] for kind in range(4))
+            assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
+            torch.testing.assert_close(sum(said), sum(befores) - owed[k], rtol=1e-5, atol=1e-5)
+            owed[k] = sum(thetas) - sum(said)
+            now = thetas[0] != befores[0]
+            assert number != 7 or not now.any()
+            for anchor, theta in zip(anchors, thetas, strict=True):
+                assert torch.equal(theta[now], anchor[now])
+    assert any(each.any() for each in owed)
 
 
 @pytest.mark.parametrize("code", ["1bit", "2bit"])

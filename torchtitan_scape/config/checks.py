@@ -68,6 +68,19 @@ def check_config(config: JobConfig, device_type: str) -> None:
         config.observe.check(config.training.steps)
 
 
+def remarks(config: JobConfig) -> list[str]:
+    """What is no error, and is said once at the start: hardly a user means it."""
+    planned, steps = options_of(config.sync).planned(config.optimizer.name), config.training.steps
+    of_a_round = planned.inner_steps + planned.delay
+    if 0 < steps < of_a_round and not config.sync.flush_at_end:
+        return [
+            f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, in which an exchange of all "
+            f"parameters takes {of_a_round}: those that had no turn are validated and saved as they began; [sync] "
+            "flush_at_end = true exchanges all in the last step"
+        ]
+    return []
+
+
 def _check_levels(config: JobConfig) -> None:
     """Of weights, gradients and states on three levels: what knows of whole parameters, or of their shards, alone."""
     levels, method = config.sharding.levels, config.sync.method

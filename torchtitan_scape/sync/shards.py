@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
 
 from torchtitan_scape.sync.scape.weights import ScaledTensor
 
@@ -121,6 +122,7 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
                     f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point parameters can "
                     "be trained: leave it out of the optimizer"
                 )
+            _check_even(name, parameter)
             shards.append(Shard(name, parameter, index, _counted(parameter)))
     if not shards:
         raise ValueError("no parameters to optimise")
@@ -194,6 +196,20 @@ def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
             "with the group of the ranks that hold one replica together"
         )
     return mesh.get_group() if mesh.size() > 1 else None
+
+
+def _check_even(name: str, parameter: Tensor) -> None:
+    """Ranks of tensor parallelism hold copies of what it does not cut. Where the rest of what they hold differs in
+    size, copies lie elsewhere in what replicas exchange, other ranks add and code them, and they drift apart."""
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh
+    for axis, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=False):
+        if axis == "tp" and isinstance(placement, Cut) and parameter.shape[placement.dim] % size:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {size} does not divide dimension {placement.dim} of {name!r}, "
+                f"{tuple(parameter.shape)}; choose one that does, or a model whose vocabulary and width it divides"
+            )
 
 
 def _counted(parameter: Tensor) -> bool:

@@ -5,7 +5,7 @@ https://openreview.net/forum?id=stFPf3gzq1. There the part is drawn at random an
 turns, so that none is left for long, and travel in one bit, whose errors stay with their replica.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Literal, NamedTuple
@@ -63,11 +63,10 @@ class SpartaOptions(MethodOptions):
 
 
 class _Part(NamedTuple):
-    """Of a shard, by its number, the blocks `first`, `first` + `every` and so on, of which the last may be shorter."""
+    """Of a shard, by its number, the blocks `first`, `first` + interval and so on, of which the last may be shorter."""
 
     shard: int
     first: int
-    every: int
 
 
 class _Piece(NamedTuple):
@@ -95,7 +94,9 @@ class Sparta(Method):
     theta_i, nothing is kept besides the anchor, and the mean of all theta is where the replicas have come to. With
     more replicas N F would take the owner too far off: it owes it, beside its parameters, and F is added to the next
     mean before that is coded. In a few runs by hand four replicas ended lower with the first, eight and sixteen with
-    the second.
+    the second. Where a node's replicas are summed before they are coded, their E_i, which are one rank's, are owed too.
+
+    A lane is cut into the same chunks in every step, in the warm-up as well, so that owners never change.
     """
 
     local = True
@@ -124,9 +125,9 @@ class Sparta(Method):
     def updated(self, step: Step) -> None:
         """Through the buffers of two chunks: while one is on its way the next is filled."""
         flush = self.takes_all()
-        turn = self._turn(range(self.options.interval) if flush else self.lanes(step.number))
+        lanes = range(self.options.interval) if flush else self.lanes(step.number)
         codec = None if flush else self._codec
-        in_two_buffers(self._send(piece, codec, step.applied) for piece in turn)
+        in_two_buffers(self._send(piece, codec, step.applied) for lane in lanes for piece in self._turn(lane))
 
     def states(self) -> list[State]:
         owed = [State("owed", self._owed, own=True, carries="displacement")] if self._owed else []
@@ -135,24 +136,22 @@ class Sparta(Method):
     def messages(self) -> list[Message]:
         """Of all turns."""
         interval = self.options.interval
-        chunks = [chunk for lane in range(interval) for chunk in self._cut([lane])[1]]
+        chunks = [chunk for lane in range(interval) for chunk in self._cut(lane)[1]]
         sizes = [self.collectives.filled_up(chunk.entries, self._codec) for chunk in chunks]
         return [Message("all_reduce", size, self._codec, 1.0 / interval) for size in sizes]
 
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _turn(self, lanes: Sequence[int]) -> list[_Piece]:
-        """Of one lane the views are kept: cutting a model of hundreds of tensors takes milliseconds of every step."""
-        if len(lanes) > 1:
-            return self._pieces(lanes)
-        lane = lanes[0] % self.options.interval
+    def _turn(self, number: int) -> list[_Piece]:
+        """Of a lane the views are kept: cutting a model of hundreds of tensors takes milliseconds of every step."""
+        lane = number % self.options.interval
         if lane not in self._turns:
-            self._turns[lane] = self._pieces([lane])
+            self._turns[lane] = self._pieces(lane)
         return self._turns[lane]
 
-    def _pieces(self, lanes: Sequence[int]) -> list[_Piece]:
-        parts, chunks = self._cut(lanes)
+    def _pieces(self, lane: int) -> list[_Piece]:
+        parts, chunks = self._cut(lane)
         pieces = []
         for chunk in chunks:
             views = [each for s in chunk.slices for each in self._views(parts[s.tensor], s)]
@@ -160,21 +159,18 @@ class Sparta(Method):
             pieces.append(_Piece(chunk.entries, anchors, thetas, *owed or [[]]))
         return pieces
 
-    def _cut(self, lanes: Sequence[int]) -> tuple[list[_Part], list[Chunk]]:
-        """What lies in the lanes, and the chunks that it goes in, whose slices' `tensor` is a part's number."""
+    def _cut(self, lane: int) -> tuple[list[_Part], list[Chunk]]:
+        """What lies in the lane, and the chunks that it goes in, whose slices' `tensor` is a part's number."""
         interval = self.options.interval
-        if len(lanes) == interval:
-            lanes, interval = [0], 1
         parts, sizes, begin = list[_Part](), list[int](), 0
         for i, shard in enumerate(self.setting.shards):
             blocks = -(-shard.size // BLOCK)
-            for lane in lanes:
-                first = (lane - begin) % interval
-                own = len(range(first, blocks, interval))
-                if own:
-                    ends_short = (blocks - 1 - first) % interval == 0
-                    parts.append(_Part(i, first, interval))
-                    sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
+            first = (lane - begin) % interval
+            own = len(range(first, blocks, interval))
+            if own:
+                ends_short = (blocks - 1 - first) % interval == 0
+                parts.append(_Part(i, first))
+                sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
             begin += blocks
         return parts, chunks_of(sizes, self.collectives.chunk_entries, BLOCK)
 
@@ -185,7 +181,7 @@ class Sparta(Method):
         flats = [each.view(-1) for each in (*kept, *([self._owed[shard.name]] if self._owed else ()))]
         end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
         if rows:
-            blocks = (flat[:end].view(-1, BLOCK)[part.first :: part.every] for flat in flats)
+            blocks = (flat[:end].view(-1, BLOCK)[part.first :: self.options.interval] for flat in flats)
             yield [each[begin : begin + rows] for each in blocks]
         if s.length % BLOCK:
             yield [flat[end:] for flat in flats]
@@ -195,6 +191,8 @@ class Sparta(Method):
         size, replicas = self.collectives.filled_up(piece.entries, codec), self.collectives.replicas
         values = _gathered(piece.anchors, size).sub_(_gathered(piece.thetas, size))
         lost = torch.zeros_like(values) if codec else None
+        # It is that of a node's sum, and one rank has it.
+        apart = lost if piece.owed and len(self.collectives.rings) > 1 else None
         carried = None
         if piece.owed:
             owed = _gathered(piece.owed, size)
@@ -203,21 +201,21 @@ class Sparta(Method):
                 before = own.clone()
                 carried = before / replicas
                 own.zero_()
-            values += owed  # of what this replica owned where chunks were others, in the warm-up
+            values += owed  # of a node's sum, and of what it owned in a run with another layout
         handle = self.collectives.all_reduce(values, codec=codec, error=lost, carried=carried)
 
         def land() -> None:
             anchor, theta = _gathered(piece.anchors, size), _gathered(piece.thetas, size)
             agreed = anchor - values
             keep(anchor, agreed, applied)
-            keep(theta, agreed if lost is None else agreed.sub_(lost), applied)
+            keep(theta, agreed if lost is apart else agreed.sub_(lost), applied)
             torch._foreach_copy_(piece.anchors, _in_blocks(anchor, piece.anchors))
             torch._foreach_copy_(piece.thetas, _in_blocks(theta, piece.thetas))
             if piece.owed:
-                keep(owed, 0.0, applied)
+                keep(owed, 0.0 if apart is None else apart, applied)
                 if carried is not None:
                     keep(before, carried.mul_(replicas), applied)
-                    own.copy_(before)
+                    own.add_(before)
                 torch._foreach_copy_(piece.owed, _in_blocks(owed, piece.owed))
 
         return handle, land
