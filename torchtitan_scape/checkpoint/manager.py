@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.torch_version import TorchVersion
 from torchtitan.components.checkpoint import (
     DATALOADER,
     LR_SCHEDULER,
@@ -37,6 +38,7 @@ from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_f
 from torchtitan_scape.optimizer.container import ReplicaOptimizers
 
 RANDOM = "random"
+_STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager clears what it needs for another save
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
 
 
@@ -127,6 +129,9 @@ class ReplicaCheckpointer(CheckpointManager):
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, process_group=self._saving_group, **options)
         options["process_group"] = self.pg
+        if self.stager is not None and _STAGES_ONCE:
+            self.stager.close()
+            self.stager = None
         if self.stager is None:
             pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = DefaultStager(StagingOptions(pinned, pinned, pinned, pinned))
