@@ -136,24 +136,33 @@ def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGES
 
 
 @triton.jit
+def negated(x, sign):
+    """x with the other sign where `sign`, int32, is 1, as it is where that is 0.
+
+    By its bit: Triton 3.6 takes -x for 0 - x, which makes 0 of 0 and not -0.
+    """
+    return (x.to(tl.int32, bitcast=True) ^ (sign << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def values_of(codes, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
     """FP32 that codes, int32, stand for; the scales are of the same shape, or spread to it."""
     if FORM == "1bit":
-        values = tl.where((codes & 1) > 0, -low, low)
+        values = negated(low, codes & 1)
     elif FORM == "2bit":
         scale = tl.where(codes > 1, high, low)
-        values = tl.where((codes & 1) > 0, -scale, scale)
+        values = negated(scale, codes & 1)
     else:
         if FORM == "e2m1":
             code = codes & 7
             # In halves.
             level = tl.where(code < 2, code, (2 + (code & 1)) << (tl.maximum(code >> 1, 1) - 1)).to(tl.float32) * 0.5
-            level = tl.where(codes > 7, -level, level)
+            level = negated(level, codes >> 3)
         elif FORM == "e3m0":
             code = codes & 7
             # In eighths.
             level = tl.where(code > 0, 1 << code, 0).to(tl.float32) * 0.125
-            level = tl.where(codes > 7, -level, level)
+            level = negated(level, codes >> 3)
         else:
             level = ((codes << (32 - BITS)) >> (32 - BITS)).to(
                 tl.float32
