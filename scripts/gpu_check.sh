@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What a GPU shows of this repository, in three parts of at most eight minutes each, without a network:
+# What a GPU shows of this repository, in four parts of at most eight minutes each, without a network:
 #
 #   scripts/gpu_check.sh correctness      # kernels against their twin, no waiting, memory; torch, triton, numpy, pytest
 #   scripts/gpu_check.sh speed            # passes, codes, launches; the same packages
 #   scripts/gpu_check.sh training         # the trainer; TorchTitan and what it needs, docs/kernels.md has the list
+#   scripts/gpu_check.sh ranks            # several ranks on NCCL, and one that is lost; the same packages
 #
 # --smoke: tiny sizes, on a CPU too. --output DIR: instead of results/gpu. --only a,b: these steps. PYTHON: which one.
 set -euo pipefail

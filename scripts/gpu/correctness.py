@@ -9,9 +9,11 @@ device's context fails those of one process.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ SANITIZED = (
     f"{TESTS}/test_gpu.py::test_a_step_follows_the_twin[gradients off-dtype1-target-0.1]",
     f"{TESTS}/test_gpu.py::test_block_codes_follow_the_twin[int4-128-scale0]",
 )
-SANITIZER_SECONDS = 50.0  # a case
+SANITIZER_SECONDS = 120.0  # a case
 POLL = 0.5
 
 
@@ -87,6 +89,25 @@ def tests(args: argparse.Namespace) -> None:
         raise RunError(f"{len(found['failed'])} tests failed, {len(wrong)} of {count} processes ended badly")
 
 
+def ended(command: list[str], env: dict[str, str], seconds: float) -> tuple[str, int]:
+    """What a command has printed, and its exit code; -1 where it had to be killed, with all that it had started."""
+    with tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        late, code = "", -1
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = f"\nnot done within {seconds:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        file.seek(0)
+        return file.read() + late, code
+
+
 def sanitizer(args: argparse.Namespace) -> None:
     """Raises RunError where the sanitizer found something, or did not come to its end."""
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -99,12 +120,9 @@ def sanitizer(args: argparse.Namespace) -> None:
     env = environment(False, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     for case in SANITIZED:
         begin = time.monotonic()
-        check = [program, "--tool=memcheck", "--error-exitcode=9", *command(case)]
-        try:
-            done = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SANITIZER_SECONDS)
-            told, code = done.stdout + done.stderr, done.returncode
-        except subprocess.TimeoutExpired:
-            told, code = f"not done within {SANITIZER_SECONDS:g} s", -1
+        # Calls that fail are no fault: torch and Triton try out what there is.
+        check = [program, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
+        told, code = ended(check, env, SANITIZER_SECONDS)
         summary = re.findall(r"ERROR SUMMARY: .*", told)
         row = {"test": case, "exit_code": code, "said": (summary or [told[-300:]])[-1]}
         found["cases"].append(row | {"seconds": time.monotonic() - begin})

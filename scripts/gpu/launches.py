@@ -3,8 +3,9 @@
     python -m scripts.gpu.launches --result FILE
     TRITON_INTERPRET=1 python -m scripts.gpu.launches --smoke --result FILE    # a tiny model, anywhere
 
-Kernels are those that the profiler has seen on the device, in steps that the host had issued while it was busy with
-something else: gaps are the device's own. Without a GPU it sees none.
+Kernels are those that the profiler has seen on the device. The host issues the first step while the device is kept
+busy, and each one after while the device is busy with what is left of the step before: gaps are the device's own where
+that takes longer than the host does, as with a large model. Without a GPU the profiler sees none.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torchtitan_scape.planner.scape_volumes import scape_memory
 from torchtitan_scape.planner.volumes import Method
 from torchtitan_scape.planner.workloads import WORKLOADS, Shape
 
-STEPS, BUSY_MS = 3, 60.0  # the device is kept busy for longer than the host takes for all steps
+STEPS, BUSY_MS = 3, 60.0  # the device is kept busy for longer than the host takes for a step
 DENSITY, WIRE = 0.05, "int4"
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
 

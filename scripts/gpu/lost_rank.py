@@ -21,7 +21,7 @@ from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until
 from scripts.gpu.machine import patience
 from scripts.gpu.ranks import nccl_alone
 
-BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 30.0, 15.0, 10.0
+BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 75.0, 15.0, 10.0
 
 
 def start(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> "subprocess.Popen[Any]":
@@ -32,6 +32,7 @@ def start(node: int, command: Sequence[str], environment: dict[str, str], log: A
 def run(args: argparse.Namespace) -> None:
     found, more = dict[str, Any](ranks=2), patience(args.smoke)
     environment = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint(), "PYTHON": os.environ.get("PYTHON", sys.executable)}
+    environment["PET_LOCAL_ADDR"] = "127.0.0.1"  # the machine's own name may not resolve
     arguments = [*TINY, "--training.steps=100000", "--checkpoint.no-enable", "--lr_scheduler.decay_ratio=0.1"]
     with (
         tempfile.TemporaryDirectory() as folder,

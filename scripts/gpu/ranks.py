@@ -34,7 +34,7 @@ from torchtitan_scape import Scape, ScapeOptions
 
 RANKS = 4
 STEPS = 4  # two on the density's way down, two at the target
-SECONDS, LANES_SECONDS = 42.0, 14.0  # to the end of all ranks: one that hangs shall not take the other's time
+SECONDS, LANES_SECONDS = 150.0, 30.0  # to the end of all ranks: one that hangs shall not take the other's time
 SHAPES = ((1000, 512), (77, 33), (512, 96), (1, 1), (640,), (7,))
 # Layout: ranks a node, and whether exchanges go level by level.
 LAYOUTS = {"flat": (1, False), "2x2": (2, True)}
@@ -207,10 +207,11 @@ def run(args: argparse.Namespace) -> None:
         found["lanes"] = read(parts["lanes"])
         write(args.result, found)
         wrong += [name for name, good in (found["lanes"] or {}).get("stages", {}).items() if not good]
-        if found["lanes_error"]:
-            raise RunError(found["lanes_error"])
+    errors = [error for error in (found["error"], found.get("lanes_error")) if error]
     if wrong:
-        raise RunError(f"not as expected: {'; '.join(wrong)}")
+        errors.append(f"not as expected: {'; '.join(wrong)}")
+    if errors:
+        raise RunError("; ".join(errors))
 
 
 def main() -> int:

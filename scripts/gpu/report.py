@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.common import guarded, markdown, number, parser, read, write
 
-PARTS = ("correctness", "speed", "training")
+PARTS = ("correctness", "speed", "training", "ranks")
 # What was aimed at on an H100 or H200, of figures of this report.
 TARGETS = {"AdamW": 1.0, "share": 0.85, "plain": 10.0, "host": 1.0, "mfu": 45.0, "tokens": 0.98}
 Row = dict[str, Any]
@@ -195,19 +195,31 @@ def throughput_rows(results: dict[str, Any]) -> list[Row]:
 
 
 def quality_rows(curves: dict[str, Any]) -> list[Row]:
+    """At the last steps that all of them came to: a run may have been cut off before another."""
+    begun = [run for run in curves["runs"].values() if run["training"]]
+    trained, validated = (last_common([run[kind] for run in begun]) for kind in ("training", "validation"))
     rows = []
     for name, run in curves["runs"].items():
         sent, dense = (run.get(f"{kind}_bytes_per_step_and_rank") for kind in ("planned", "dense"))
+        loss, validation = dict(run["training"]).get(trained), dict(run["validation"]).get(validated)
         rows.append(
             {
                 "run": name,
-                "steps": number(run["training"][-1][0], ".0f") if run["training"] else "-",
-                "training loss": number(run["training"][-1][1], ".4f") if run["training"] else "-",
-                "validation loss": number(run["validation"][-1][1], ".4f") if run["validation"] else "-",
+                "step": number(trained if loss is not None else None, ".0f"),
+                "training loss": number(loss, ".4f"),
+                "step of validation": number(validated if validation is not None else None, ".0f"),
+                "validation loss": number(validation, ".4f"),
+                "steps in all": number(run["training"][-1][0], ".0f") if run["training"] else "-",
                 "bytes of dense at the target, %": number(100 * sent / dense if dense else None, ".2f"),
             }
         )
     return rows
+
+
+def last_common(curves: list[list[list[float]]]) -> float | None:
+    """The last step that is in all (step, loss) curves."""
+    steps = [{step for step, _ in curve} for curve in curves]
+    return max(set.intersection(*steps), default=None) if steps else None
 
 
 def training(results: dict[str, Any]) -> list[str]:
@@ -220,8 +232,11 @@ def training(results: dict[str, Any]) -> list[str]:
         told.append(markdown(rows))
     if quality := results.get("quality"):
         told += [f"{quality['replicas']} simulated replicas:", markdown(quality_rows(quality))]
-    if ranks := results.get("ranks"):
-        told += ranks_text(ranks)
+    return told
+
+
+def ranks(results: dict[str, Any]) -> list[str]:
+    told = ranks_text(results["ranks"]) if "ranks" in results else []
     if lost := results.get("lost-rank"):
         told.append("One of two ranks killed: " + ", ".join(f"{key} {value}" for key, value in lost.items()) + ".")
     return told
@@ -243,7 +258,7 @@ def ranks_text(ranks: dict[str, Any]) -> list[str]:
     return told
 
 
-SECTIONS = {"correctness": correctness, "speed": speed, "training": training}
+SECTIONS = {"correctness": correctness, "speed": speed, "training": training, "ranks": ranks}
 
 
 def _plotted(curves: dict[str, Any], folder: Path) -> list[str]:

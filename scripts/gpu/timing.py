@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 WARM_UP = 3
 SPIN_CYCLES = 20_000_000  # to learn how many a millisecond has
 ATTEMPTS = 3  # at keeping the device busy for long enough
 LONGEST_SPIN = 200.0  # milliseconds; what its host takes longer for waits for the device, and no spin helps
+SWEPT_BYTES = 1 << 28  # several times any device's cache
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Clock:
         self.device, self.repeats = device, repeats
         self.cuda = device.type == "cuda"
         self._cycles = self._cycles_of_a_millisecond() if self.cuda else 0.0
+        self._swept: Tensor | None = None
 
     def __call__(self, work: Callable[[], Any]) -> Times:
         for _ in range(min(WARM_UP, self.repeats)):
@@ -73,6 +76,12 @@ class Clock:
         """Keeps the device busy from here on for so long; a CPU is."""
         if self.cuda:
             torch.cuda._sleep(int(milliseconds * self._cycles))
+
+    def sweep(self) -> None:
+        """Reads so much else that nothing which the work reads is in the device's cache: a step leaves none of it."""
+        if self._swept is None:
+            self._swept = torch.zeros(SWEPT_BYTES // 4, device=self.device)
+        self._swept.sum()
 
     def _on_cpu(self, work: Callable[[], Any]) -> Times:
         times = Times()
@@ -92,6 +101,7 @@ class Clock:
             for _attempt in range(ATTEMPTS):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
+                self.sweep()
                 self.spin(spin)
                 start.record()
                 begin = time.perf_counter()

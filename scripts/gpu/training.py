@@ -41,7 +41,7 @@ TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "scape": ("scape", ()),
     "offload": ("scape", OFFLOADED),
 }
-BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 60, 15
+BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 90, 30  # what a line of the log takes is in its tokens a second
 REPLICAS = 8
 # At the defaults of [sync.scape], and within a hundredth of the bytes of dense FP32.
 COMPARED: dict[str, tuple[str, ...]] = {

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 
 from scripts.common import RESULTS, ROOT, read, write
 from scripts.gpu import check, timing
-from scripts.gpu.check import PARTS, Step
-from scripts.gpu.correctness import outcomes
+from scripts.gpu.check import Step
+from scripts.gpu.correctness import ended, outcomes
 from scripts.gpu.launches import STEPS, gaps
 from scripts.gpu.report import write_report
 from scripts.gpu.timing import of
@@ -65,6 +66,7 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
     bytes_sent = {"planned_bytes_per_step_and_rank": 5.0, "dense_bytes_per_step_and_rank": 400.0}
     runs = {
         "dense AdamS": {"training": [[10, 5.0], [20, 4.0]], "validation": [[20, 4.125]]},
+        "cut off": {"training": [[10, 5.5]], "validation": []},
         "SCAPE": {"training": [], "validation": [], **bytes_sent},
     }
     forms = {f"throughput-{name}": form | {"form": name} for name in ("adamw", "scape")}
@@ -73,9 +75,10 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
         "several": {"ranks": 4, "backend": "nccl", "cases": [{"layout": "2x2", "case": "gather", "equal": False}]},
         "lanes": {"backend": "nccl", "stages": {"reduce": True}},
     }
-    whole = part("training", **forms, quality={"replicas": 8, "runs": runs}, ranks=ranks)
+    write(tmp_path / "training.json", part("training", **forms, quality={"replicas": 8, "runs": runs}))
+    whole = part("ranks", ranks=ranks)
     whole["steps"]["lost-rank"] = {"status": "no time left", "commit": COMMIT, "result": None}
-    write(tmp_path / "training.json", whole)
+    write(tmp_path / "ranks.json", whole)
 
     text = write_report(tmp_path).read_text()
     for said in (
@@ -90,8 +93,9 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
         "| llama_1_8b | 0.05, int4 | pack | 8.000 | 7.200 to 8.800 | 0.250 | 28.00 | 3500 | 88 |",
         "| llama_1_8b | dense | dense AdamS | 18.000 (with the host's) |",
         "| scape | 100,004 | 100,003 to 100,004 | 1.000 | 46.0 | 39.0 | 40.0 | 5.000 |",
-        "| dense AdamS | 20 | 4.0000 | 4.1250 | - |",
-        "| SCAPE | - | - | - | 1.25 |",
+        "| dense AdamS | 10 | 5.0000 | - | - | 20 | - |",
+        "| cut off | 10 | 5.5000 | - | - | 10 | - |",
+        "| SCAPE | - | - | - | - | - | 1.25 |",
         "| 2x2 | gather | NO |",
         "| lost-rank | no time left | - | - | - | aaaaaaaaaaaa |",
         "![losses](losses.png)",
@@ -141,6 +145,7 @@ def test_the_hosts_time_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
     fake = FakeDevice()
     monkeypatch.setattr(timing.torch, "cuda", fake)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: fake.now / 1e3))
+    monkeypatch.setattr(timing.Clock, "sweep", lambda self: fake.launch(0.01, 0.1))
     clock = timing.Clock(torch.device("cuda"), 5)
 
     def work() -> None:
@@ -198,6 +203,16 @@ def test_stored_results_are_of_a_gpu() -> None:
         assert not stored["smoke"] and stored["machine"]["device"] != "CPU", path
 
 
+def test_a_case_that_hangs_leaves_what_it_said_and_nothing_else() -> None:
+    told, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
+    assert code == -1 and told.startswith("begun\n") and told.endswith("not done within 0.5 s")
+    with pytest.raises(ProcessLookupError):
+        for _ in range(50):  # what is killed takes a moment to go
+            os.kill(int(told.split()[1]), 0)
+            time.sleep(0.1)
+    assert ended(["sh", "-c", "echo done; exit 9"], dict(os.environ), 60.0) == ("done\n", 9)
+
+
 STEPS_OF_ALL_KINDS = {
     "good": "write(result, {'note': 'fine'})",
     "bad": "write(result, {'note': 'half'}); raise SystemExit(3)",
@@ -246,9 +261,6 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
     assert check.main() == 2 and "correctness has no such step, only good" in capsys.readouterr().err
 
 
-FORKED = [step.name for step in PARTS["training"] if step.name != "lost-rank"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "only", "forked"),
@@ -256,10 +268,11 @@ FORKED = [step.name for step in PARTS["training"] if step.name != "lost-rank"]
         # Triton's interpreter wants new processes.
         ("correctness", "", ""),
         ("speed", "passes-500m,launches,codes", ""),
-        ("training", ",".join(FORKED), "PYTHON"),
-        ("training", "lost-rank", "PYTHON_EXEC"),  # ranks alone: its launchers are looked for
+        ("training", "", "PYTHON"),
+        ("ranks", "ranks", "PYTHON"),
+        ("ranks", "lost-rank", "PYTHON_EXEC"),  # ranks alone: its launchers are looked for
     ],
-    ids=["correctness", "speed", "training", "lost rank"],
+    ids=["correctness", "speed", "training", "ranks", "lost rank"],
 )
 def test_a_part_runs_on_a_cpu(part: str, only: str, forked: str, tmp_path: Path) -> None:
     command = [str(ROOT / "scripts" / "gpu_check.sh"), part, "--smoke", f"--output={tmp_path}", f"--only={only}"]
