@@ -10,7 +10,6 @@ from typing import Any
 
 from scripts.common import guarded, markdown, number, parser, read, write
 
-PARTS = ("correctness", "speed", "training", "ranks")
 # What was aimed at on an H100 or H200, of figures of this report.
 TARGETS = {"AdamW": 1.0, "share": 0.85, "plain": 10.0, "host": 1.0, "mfu": 45.0, "tokens": 0.98}
 Row = dict[str, Any]
@@ -18,9 +17,9 @@ Row = dict[str, Any]
 
 def write_report(folder: Path) -> Path:
     """report.md of the parts that are there. Raises ValueError where none is."""
-    found = {part: stored for part in PARTS if (stored := read(folder / f"{part}.json")) is not None}
+    found = {part: stored for part in SECTIONS if (stored := read(folder / f"{part}.json")) is not None}
     if not found:
-        raise ValueError(f"{folder} has none of {', '.join(f'{part}.json' for part in PARTS)}")
+        raise ValueError(f"{folder} has none of {', '.join(f'{part}.json' for part in SECTIONS)}")
     told = [_head(found)]
     for part, stored in found.items():
         results = {name: step["result"] for name, step in stored["steps"].items() if step.get("result")}
