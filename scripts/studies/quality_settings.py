@@ -158,12 +158,14 @@ def settings_of(finished: Sequence[Cell], failed: Sequence[Cell] = ()) -> list[S
             title += "s" if replicas > 1 else ""
             slug = f"{steps}x{batch}-r{replicas}"
             settings[cell["setting"]] = Setting(cell["setting"], title, slug, steps, batch, replicas)
-    titles = [one.title for one in settings.values()]
+    runs_of = {key: [cell for cell in finished if cell["setting"] == key] for key in settings}
+    titled = [(one.title, runs_of[key]) for key, one in settings.items()]
     for one in settings.values():
-        if titles.count(one.title) > 1:
-            one.title += f" (options {one.key})"
+        if others := [_shared(runs) for title, runs in titled if title == one.title and runs is not runs_of[one.key]]:
+            own = {k: v for k, v in _shared(runs_of[one.key]).items() if any(o.get(k, v) != v for o in others)}
+            one.title += f" ({', '.join(f'{k} = {v}' for k, v in own.items()) or f'options {one.key}'})"
             one.slug += f"-{one.key}"
-        cells = [cell for cell in finished if cell["setting"] == one.key]
+        cells = runs_of[one.key]
         labels = {(cell["variant"], cell["label"]) for cell in cells}
         for variant in dict.fromkeys(cell["variant"] for cell in cells):
             runs = [cell for cell in cells if cell["variant"] == variant]
@@ -176,6 +178,12 @@ def settings_of(finished: Sequence[Cell], failed: Sequence[Cell] = ()) -> list[S
         one.entries.sort(key=lambda entry: entry.order)
     found = [one for one in settings.values() if one.entries]
     return sorted(found, key=lambda one: (one.steps * one.batch, -one.batch, one.replicas, one.title))
+
+
+def _shared(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The options that have one value in all of these runs."""
+    first = cells[0]["options"]
+    return {key: value for key, value in first.items() if all(cell["options"].get(key) == value for cell in cells)}
 
 
 def _entry(runs: Sequence[Cell], lost: Sequence[Cell]) -> Entry | None:

@@ -92,6 +92,14 @@ def test_the_report_warns_of_an_edge_and_of_mixed_runs(study: Study, monkeypatch
     assert "0.002 (edge)" in text and "**The runs do not share their corpora.**" in text
 
 
+def test_settings_of_one_budget_are_told_apart(study: Study) -> None:
+    few = SMALL | {"learning_rates": [2e-3], "seeds": [0]}
+    study.run(few, few | {"name": "rounded", "options": {"training.mixed_precision_param": "bfloat16"}})
+    first, second = (one.title for one in settings_of(*read_cells(study.output / "cells")))
+    assert first.endswith(" replicas (training.mixed_precision_param = bfloat16)")
+    assert second.endswith(" replicas (training.mixed_precision_param = float32)")
+
+
 def test_a_report_without_cells_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--output", str(tmp_path)]) == 2
     assert "has no finished cell" in capsys.readouterr().err
