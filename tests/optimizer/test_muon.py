@@ -20,7 +20,8 @@ from tests.sync.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES,
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.optimizer.muon import Muon
+from torchtitan_scape.optimizer import muon
+from torchtitan_scape.optimizer.muon import Muon, orthogonalised
 from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_parts
 from torchtitan_scape.planner.volumes import Method, optimizer_bytes, simulated_memory_bytes
@@ -45,8 +46,9 @@ def pytorchs(weights: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(rest, **RATES)]
 
 
-def test_it_is_pytorchs_muon_and_adamw_also_after_a_resume() -> None:
-    """To the last bit; of a parameter that never had a gradient nothing changes."""
+def test_it_is_pytorchs_muon_and_adamw_also_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit where BF16 is multiplied as it is; of a parameter that never had a gradient nothing changes."""
+    monkeypatch.setattr(muon, "products_dtype", lambda device: torch.bfloat16)
     weights, theirs = parameters(), parameters()
     optimizer, plain = Muon(weights.items(), **RATES), pytorchs(theirs)
     for step in range(1, 9):
@@ -66,18 +68,42 @@ def test_it_is_pytorchs_muon_and_adamw_also_after_a_resume() -> None:
     assert torch.equal(weights[local.WITHOUT].detach(), local.start()[local.WITHOUT])
 
 
+@pytest.mark.parametrize("shape", [(48, 48), (96, 40), (40, 96)])
+def test_products_on_a_cpu_round_as_bf16_does(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to FP64 as products of BF16 tensors are, and to these by less than a rounding of every entry."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact = quintic(matrix.double())
+    assert muon.products_dtype(torch.device("cpu")) is torch.float32
+    own = orthogonalised(matrix)
+    monkeypatch.setattr(muon, "products_dtype", lambda device: torch.bfloat16)
+    in_bf16 = orthogonalised(matrix)
+    assert own.dtype is in_bf16.dtype is torch.bfloat16
+    assert apart(own, exact) < 1.1 * apart(in_bf16, exact) < 0.02
+    assert apart(own, in_bf16.double()) < 2**-8
+
+
+def apart(a: Tensor, exact: Tensor) -> float:
+    return float((a.double() - exact).norm() / exact.norm())
+
+
+def quintic(matrix: Tensor) -> Tensor:
+    """Newton-Schulz in the precision of its argument."""
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    return x
+
+
 def test_a_step_is_as_long_as_adamws() -> None:
     """The quintic of Newton-Schulz in FP64: BF16 loses 1 % of it. 0.2 lr in the mean square, at a full rank."""
     weights = {"layers.0.weight": nn.Parameter(torch.zeros(24, 40))}
     gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
     weights["layers.0.weight"].grad = gradient.clone()
     Muon(weights.items(), lr=0.01, weight_decay=0.0).step()
-    x = gradient.double() / gradient.double().norm()
-    for _ in range(5):
-        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    x = quintic(gradient.double())
     moved = weights["layers.0.weight"].detach().double()
     expected = -0.01 * 0.2 * 40**0.5 * x
-    assert float((moved - expected).norm() / expected.norm()) < 0.02
+    assert apart(moved, expected) < 0.02
     assert 0.7 < float(moved.square().mean().sqrt()) / (0.2 * 0.01) < 1.2
 
 

@@ -123,16 +123,27 @@ class Muon(Optimizer):
 def orthogonalised(matrix: Tensor) -> Tensor:
     """BF16 (a, b): the matrix after Newton-Schulz iterations from a norm of 1, which bring singular values near 1.
 
-    x = A x + (B g + C g^2) x, g = x x^T, of the matrix or, where it is higher than wide, its transpose; the bits of
-    PyTorch's Muon, which has them inside its step alone.
+    x = A x + (B g + C g^2) x, g = x x^T, of the matrix or, where it is higher than wide, its transpose; as PyTorch's
+    Muon, which has them inside its step alone, with every product rounded to BF16. On a CPU products of the same BF16
+    numbers are made in FP32: those without BF16 instructions take ten times as long for BF16 ones. On others a sum
+    may then round the other way, by the order of its addends.
     """
     high = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if high else matrix
-    x = x / x.norm().clamp(min=1e-7)
+    dtype = products_dtype(matrix.device)
+
+    def rounded(product: Tensor) -> Tensor:
+        return product.bfloat16().to(dtype)
+
+    x = (x / x.norm().clamp(min=1e-7)).to(dtype)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x.T if high else x
+        gram = rounded(x @ x.T)
+        x = rounded(torch.addmm(x, rounded(torch.addmm(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
+    return (x.T if high else x).bfloat16()
+
+
+def products_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def is_hidden(shard: Shard) -> bool:
