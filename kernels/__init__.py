@@ -13,13 +13,13 @@ if TYPE_CHECKING:
         TRITON_DTYPES,
         adams_step,
         block_code,
-        choose,
+        choose_backend,
         finite_check,
         scape_passes,
         tagc_passes,
     )
 
-__all__ = ["TRITON_DTYPES", "adams_step", "block_code", "choose", "finite_check", "scape_passes", "tagc_passes"]
+__all__ = ["TRITON_DTYPES", "adams_step", "block_code", "choose_backend", "finite_check", "scape_passes", "tagc_passes"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ BACKENDS = ("auto", "triton", "torch")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
+def choose_backend(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
     """ "triton" or "torch": what `backend` asks for, "auto" taking Triton on a GPU and PyTorch on a CPU.
 
     PyTorch also runs what Triton does not: tensors of dtypes other than `TRITON_DTYPES`, and a dry run under fake

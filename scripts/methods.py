@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kernels.codec.formats import FORMATS
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.volumes import PlannedRun
 
 # Dense training, by the optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "muon": "Muon", "signsgd": "SignSGD"}
@@ -25,8 +25,8 @@ class Named:
     name: str
     label: str
     options: tuple[str, ...]
-    planned: Method
-    measured: Method
+    planned: PlannedRun
+    measured: PlannedRun
     at_once: tuple[str, ...] = ()
     settles: int = 0
     period: int = 1
@@ -95,7 +95,7 @@ def _dense(name: str) -> Named | None:
     if name not in OPTIMIZERS:
         return None
     options = ("--sync.method=dense", f"--optimizer.name={OPTIMIZERS[name]}")
-    return Named(name, OPTIMIZERS[name], options, Method(name), Method(name))
+    return Named(name, OPTIMIZERS[name], options, PlannedRun(name), PlannedRun(name))
 
 
 def _scape(name: str) -> Named | None:
@@ -108,7 +108,7 @@ def _scape(name: str) -> Named | None:
     # The wire always, as recipes set another.
     options = ["--sync.method=scape", "--optimizer.name=AdamS"]
     options += [f"--sync.scape.density={density}", f"--sync.scape.wire={wire}"]
-    planned = Method("scape", float(density), wire)
+    planned = PlannedRun("scape", float(density), wire)
     return Named(
         name,
         f"SCAPE {density} {code}".strip(),
@@ -120,7 +120,7 @@ def _scape(name: str) -> Named | None:
 
 
 def _of_family(name: str) -> Named | None:
-    from torchtitan_scape.sync.registry import METHODS  # with torch, which not every script needs
+    from torchtitan_scape.methods.registry import METHODS  # with torch, which not every script needs
 
     kind, *texts = name.split("-")
     family = FAMILIES.get(kind)

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
-    from torchtitan_scape import device
+    from torchtitan_scape.titan import device
 
     torch.set_num_threads(1)
     device.prepare()

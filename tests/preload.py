@@ -7,7 +7,7 @@ import importlib
 import torch
 from tyro import _docstrings
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 torch.set_num_threads(1)
 device.prepare()

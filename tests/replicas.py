@@ -19,5 +19,5 @@ def run_replicas(replicas: int, work: Callable[[InProcessCollectives], Any]) -> 
 
         return [work(ProcessGroupCollectives(None))]  # type: ignore[arg-type]
     for endpoint in simulated.endpoints:
-        endpoint.writes, endpoint.chunk_entries, endpoint.least_columns = True, 64, 7
+        endpoint.is_writer, endpoint.chunk_entries, endpoint.min_columns = True, 64, 7
     return simulated.run(lambda replica: work(simulated.endpoints[replica]))

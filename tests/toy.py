@@ -10,9 +10,9 @@ from kernels.scape.reference import mask_indices
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
-from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.scape.weights import ScaledTensor, hold_in_bfloat16
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.methods.scape.options import ScapeOptions
 
 SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
 

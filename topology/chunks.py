@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from topology.codecs import Codec
-from topology.lanes import Handle
+from topology.comm_stream import Handle
 from topology.partition import ALIGNED, CHUNK_ENTRIES
 
 Exchange = tuple[Handle, Callable[[], None]]  # in flight, and what takes its result
@@ -29,7 +29,7 @@ class Source(Protocol):
         """entries [first, first + len(chunk)) = chunk."""
 
 
-class Pieces:
+class ConcatSource:
     """`Source` of flat FP32 tensors, one behind the other."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -55,19 +55,19 @@ class Pieces:
         return parts
 
 
-class Summands(Pieces):
+class AddingSource(ConcatSource):
     """`Source` of flat FP32 tensors, which stay as they are: what arrives is added to other tensors of these sizes."""
 
     def __init__(self, tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         super().__init__(tensors)
-        self._sums = Pieces(sums)
+        self._sums = ConcatSource(sums)
 
     def land(self, chunk: Tensor, first: int) -> None:
         parts = self._sums._parts(first, chunk.numel())
         torch._foreach_add_(parts, list(chunk.split([part.numel() for part in parts])))
 
 
-class Rows:
+class RowSource:
     """Stretches of a `Source` as the rows of a matrix, a row a replica; a chunk takes as many columns of all of them.
 
     stretches: for every replica (first entry, length), one behind the other in its row. Rows are padded with zeros to
@@ -102,7 +102,7 @@ class Rows:
         return parts
 
 
-class Stretch:
+class SourceSlice:
     """Entries [start, end) of another `Source`."""
 
     def __init__(self, source: Source, start: int, end: int) -> None:
@@ -126,16 +126,16 @@ def all_reduce_chunked(
     def exchanges() -> Iterator[Exchange]:
         for first in range(0, source.entries, chunk_entries):
             length = min(chunk_entries, source.entries - first)
-            buffer = torch.empty(collectives.filled_up(length, codec), dtype=torch.float32, device=source.device)
+            buffer = torch.empty(collectives.padded_size(length, codec), dtype=torch.float32, device=source.device)
             chunk = buffer[:length]
             source.fill(chunk, first)
             buffer[length:].zero_()
             yield collectives.all_reduce(buffer, mean, codec=codec), partial(source.land, chunk, first)
 
-    in_two_buffers(exchanges())
+    double_buffered(exchanges())
 
 
-def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = None) -> None:
+def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
     """Every replica's row becomes the mean over replicas, at that replica; the others stay what they were. What the
     codec loses is let go."""
     if collectives.replicas == 1:
@@ -143,15 +143,15 @@ def reduce_scatter_chunked(collectives: Any, rows: Rows, codec: Codec | None = N
     own = collectives.replica
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.unit if codec else ALIGNED):
+        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED):
             for row, chunk in enumerate(buffer):
                 rows.fill(chunk, row, column)
             yield collectives.reduce_scatter(buffer.view(-1), codec=codec), partial(rows.land, buffer[own], own, column)
 
-    in_two_buffers(exchanges())
+    double_buffered(exchanges())
 
 
-def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None) -> None:
+def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
     """Every replica's row goes to all others. With a codec all take what is decoded, the sender included."""
     if collectives.replicas == 1:
         return
@@ -165,7 +165,7 @@ def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None)
                 rows.land(chunk, row, column)
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.unit if codec else ALIGNED):
+        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED):
             rows.fill(buffer[own], own, column)
             messages = None
             if codec is None:
@@ -174,18 +174,18 @@ def all_gather_chunked(collectives: Any, rows: Rows, codec: Codec | None = None)
                 handle, messages = collectives.all_gather_coded(buffer[own], codec, kind="values")
             yield handle, partial(land, buffer, messages, column)
 
-    in_two_buffers(exchanges())
+    double_buffered(exchanges())
 
 
-def _buffers(collectives: Any, rows: Rows, unit: int) -> Iterator[tuple[int, Tensor]]:
-    """(first column, FP32 (replicas, columns)) of every chunk; columns are a multiple of `unit`."""
-    width = -(-max(collectives.least_columns, CHUNK_ENTRIES // collectives.replicas) // unit) * unit
+def _buffers(collectives: Any, rows: RowSource, unit: int) -> Iterator[tuple[int, Tensor]]:
+    """(first column, FP32 (replicas, columns)) of every chunk; columns are a multiple of `block_size`."""
+    width = -(-max(collectives.min_columns, CHUNK_ENTRIES // collectives.replicas) // unit) * unit
     for column in range(0, rows.columns, width):
         shape = collectives.replicas, -(-min(width, rows.columns - column) // unit) * unit
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
 
 
-def in_two_buffers(exchanges: Iterable[Exchange]) -> None:
+def double_buffered(exchanges: Iterable[Exchange]) -> None:
     """Lands each exchange once the next one, which is filled meanwhile, has been started."""
     before: Exchange | None = None
     for exchange in exchanges:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """FP32 values as bytes. A message is the code of `m` entries, `m` a multiple of `unit`; messages are rows.
+    """FP32 values as bytes. A message is the code of `m` entries, `m` a multiple of `block_size`; messages are rows.
 
     unit: entries that are coded together; never divided between messages. Messages of whole units have whole 16 bytes.
     """
 
-    unit: int
+    block_size: int
 
-    def bytes_of(self, m: int) -> int:
+    def message_bytes(self, m: int) -> int:
         """Bytes of a message of m entries."""
 
     def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
@@ -26,16 +26,16 @@ class Codec(Protocol):
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """out, FP32 (rows, m), becomes what the messages, uint8 (rows, bytes_of(m)), say."""
 
-    def add_up(self, messages: Tensor, out: Tensor) -> None:
+    def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
         """out, FP32 (m,), becomes the sum of the messages, added in FP32 in the order of the rows."""
 
 
 class Bfloat16:
     """Every value for itself, rounded to nearest even."""
 
-    unit = 8  # for the bytes' sake
+    block_size = 8  # for the bytes' sake
 
-    def bytes_of(self, m: int) -> int:
+    def message_bytes(self, m: int) -> int:
         return 2 * m
 
     def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class Bfloat16:
     def decode(self, messages: Tensor, out: Tensor) -> None:
         out.copy_(messages.view(torch.bfloat16))
 
-    def add_up(self, messages: Tensor, out: Tensor) -> None:
+    def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
         out.zero_()
         for row in messages.view(torch.bfloat16):
             out += row

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.chunks import Pieces, Source, all_reduce_chunked
+from topology.chunks import ConcatSource, Source, all_reduce_chunked
 from topology.codecs import Codec
+from topology.comm_stream import Handle
 from topology.groups import ReplicaGroups, Ring
-from topology.lanes import Handle
 from topology.partition import ALIGNED, CHUNK_ENTRIES
 from topology.primitives import all_gather_into
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
-from topology.stages import place_of
-from topology.traffic import REPLICATE, SHARD, Traffic
+from topology.stages import replica_index
+from topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 
 class ReplicaCollectives(ABC):
@@ -37,41 +37,41 @@ class ReplicaCollectives(ABC):
         traffic: bytes of this endpoint.
     """
 
-    writes = True
+    is_writer = True
     label = ""  # what tells this replica's parameters from those of others, in messages
     chunk_entries = CHUNK_ENTRIES
     # Of a chunk that has a row a replica: the host fills each row on its own. With 1,024 replicas it has 256 MiB.
-    least_columns = 1 << 16
+    min_columns = 1 << 16
 
     def __init__(self, groups: ReplicaGroups, ring: Ring | None = None) -> None:
         """ring: the one over which all replicas meet, where it is not the groups that say so."""
         self.groups = groups
         self.rings = (ring,) if ring else rings_of(groups)
-        self.replicas, self.replica = prod(ring.size for ring in self.rings), place_of(self.rings)
+        self.replicas, self.replica = prod(ring.size for ring in self.rings), replica_index(self.rings)
         self.model_ranks, self.model_rank = size_and_rank(groups.model)
-        self.traffic = Traffic()
+        self.traffic = TrafficLedger()
 
     @property
     def is_fake(self) -> bool:
         """True in a dry run of ranks, whose collectives move nothing, so that received values mean nothing."""
         return dist.is_initialized() and dist.get_backend() == "fake"
 
-    def alike(self, work: Callable[[], Tensor]) -> Tensor:
+    def run_once(self, work: Callable[[], Tensor]) -> Tensor:
         """What `work` makes of what all replicas have alike, to be read only. Of simulated ones one does it for all."""
         return work()
 
     # ------------------------------------------------------------------------------ the replicate axis
 
-    def granularity(self, codec: Codec | None = None) -> int:
+    def size_multiple(self, codec: Codec | None = None) -> int:
         """What the entries of an all-reduce must be a multiple of, so that every level can divide them, and every part
         of them begins at whole 16 bytes."""
         if self.replicas == 1:
             return 1
         return ALIGNED if len(self.rings) < 2 and codec is None else self.replicas * _unit(codec)
 
-    def filled_up(self, entries: int, codec: Codec | None = None) -> int:
-        """So many entries, and the zeros that make them a multiple of `granularity`."""
-        step = self.granularity(codec)
+    def padded_size(self, entries: int, codec: Codec | None = None) -> int:
+        """So many entries, and the zeros that make them a multiple of `size_multiple`."""
+        step = self.size_multiple(codec)
         return -(-entries // step) * step
 
     def all_reduce(
@@ -81,22 +81,22 @@ class ReplicaCollectives(ABC):
         kind: str = "payload",
         codec: Codec | None = None,
         error: Tensor | None = None,
-        carried: Tensor | None = None,
+        carried_error: Tensor | None = None,
     ) -> Handle:
         """Starts the mean (or sum) over replicas of FP32 (n,), in place, level by level.
 
-        n: a multiple of `granularity`. codec: its messages cross the outermost level, both ways; None for FP32.
+        n: a multiple of `size_multiple`. codec: its messages cross the outermost level, both ways; None for FP32.
         error: FP32 (n,), receives what this replica has to carry over for the coding: of the sum over replicas of
         (tensor - error) nothing is lost. None to let it go.
         carried: with a codec, FP32 (n / replicas,), of the part of the result that this replica owns, the `replica`-th:
         is added to it before it is coded, and becomes what that loses. None: this is in `error`, times the divisor.
         """
-        assert carried is None or codec is not None
+        assert carried_error is None or codec is not None
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
-        assert tensor.numel() % self.granularity(codec) == 0
+        assert tensor.numel() % self.size_multiple(codec) == 0
         self._count(kind, reduce_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
-        return self._reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried)
+        return self._reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
     def all_reduce_chunked(
         self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
@@ -106,13 +106,13 @@ class ReplicaCollectives(ABC):
         While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`. codec: as of
         `all_reduce`; what it loses is let go.
         """
-        pieces = Pieces(source) if isinstance(source, Sequence) else source
+        pieces = ConcatSource(source) if isinstance(source, Sequence) else source
         all_reduce_chunked(self, pieces, mean, self.chunk_entries, codec)
 
     def chunked_entries(self, entries: int) -> int:
-        """What `all_reduce_chunked` sends for so many FP32 entries: zeros fill each buffer up to `granularity`."""
+        """What `all_reduce_chunked` sends for so many FP32 entries: zeros fill each buffer up to `size_multiple`."""
         full, rest = divmod(entries, self.chunk_entries)
-        return full * self.filled_up(self.chunk_entries) + self.filled_up(rest)
+        return full * self.padded_size(self.chunk_entries) + self.padded_size(rest)
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
@@ -147,7 +147,7 @@ class ReplicaCollectives(ABC):
         messages = torch.empty(self.replicas, message.numel(), dtype=torch.uint8, device=own.device)
         return self.all_gather(messages.view(-1), message, kind), messages
 
-    def all_or(self, bits: Tensor, kind: str = "mask") -> Handle:
+    def all_reduce_or(self, bits: Tensor, kind: str = "mask") -> Handle:
         """Starts the union over replicas of packed bits, uint8 (b,), in place, level by level.
 
         b: a multiple of 16 * replicas. It sends what an all-reduce of b / 4 FP32 entries does.
@@ -156,7 +156,7 @@ class ReplicaCollectives(ABC):
             return Handle()
         assert bits.numel() % (4 * ALIGNED * self.replicas) == 0
         self._count(kind, reduce_bytes(bits.numel() // 4, self.rings))
-        return self._unite(bits)
+        return self._union(bits)
 
     def reduced_bytes(self, entries: int, codec: Codec | None = None) -> float:
         """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
@@ -188,7 +188,7 @@ class ReplicaCollectives(ABC):
 
     @abstractmethod
     def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
         """tensor = (sum over replicas) / divisor."""
 
@@ -201,23 +201,23 @@ class ReplicaCollectives(ABC):
         """output = `own` of all replicas."""
 
     @abstractmethod
-    def _unite(self, bits: Tensor) -> Handle:
+    def _union(self, bits: Tensor) -> Handle:
         """bits = what any replica has set."""
 
     # ------------------------------------------------- whether replicas are what they should be; not counted
 
     @property
     @abstractmethod
-    def twins(self) -> tuple[list[int], int]:
+    def peers(self) -> tuple[list[int], int]:
         """(ranks that hold the same parameters, which of them this one is), in the order of the replicate group."""
 
     @abstractmethod
-    def gather_from_twins(self, values: Tensor) -> Tensor:
-        """`values` (n,) of all `twins`, (replicas, n): a few numbers, now and then."""
+    def gather_from_peers(self, values: Tensor) -> Tensor:
+        """`values` (n,) of all `peers`, (replicas, n): a few numbers, now and then."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Gives all `twins` the contiguous `tensor` of the `source`-th of them, in place."""
+        """Gives all `peers` the contiguous `tensor` of the `source`-th of them, in place."""
 
     @abstractmethod
     def sum_over_replicas(self, values: Tensor) -> None:
@@ -233,7 +233,7 @@ class ReplicaCollectives(ABC):
 
     @abstractmethod
     def gather_from_replicas(self, item: Any) -> list[Any]:
-        """The `item` of every one of the `twins`, in their order; for set-up."""
+        """The `item` of every one of the `peers`, in their order; for set-up."""
 
     # ------------------------------------------------------------------------- scalars, over all axes
 
@@ -287,11 +287,11 @@ class ReplicaCollectives(ABC):
 
 def _unit(codec: Codec | None) -> int:
     """Entries that no part may divide."""
-    return ALIGNED if codec is None else codec.unit
+    return ALIGNED if codec is None else codec.block_size
 
 
 def _message_bytes(codec: Codec | None) -> MessageBytes | None:
-    return None if codec is None else codec.bytes_of
+    return None if codec is None else codec.message_bytes
 
 
 def gathered_scalars(value: Tensor, group: ProcessGroup) -> Tensor:

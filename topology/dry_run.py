@@ -11,8 +11,8 @@ from torch import Tensor
 
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, objects_of
+from topology.comm_stream import Handle
 from topology.groups import ReplicaGroups, Ring
-from topology.lanes import Handle
 from topology.traffic import REPLICATE
 
 
@@ -29,9 +29,9 @@ class DryRunCollectives(ReplicaCollectives):
         super().__init__(groups or ReplicaGroups(None, None), Ring("network", replicas, 0) if replicas else None)
 
     def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        for lost in (each for each in (error, carried) if each is not None):
+        for lost in (each for each in (error, carried_error) if each is not None):
             lost.zero_()
         return Handle()
 
@@ -42,14 +42,14 @@ class DryRunCollectives(ReplicaCollectives):
         output.view(self.replicas, -1).copy_(own.expand(self.replicas, -1))
         return Handle()
 
-    def _unite(self, bits: Tensor) -> Handle:
+    def _union(self, bits: Tensor) -> Handle:
         return Handle()
 
     @property
-    def twins(self) -> tuple[list[int], int]:
+    def peers(self) -> tuple[list[int], int]:
         return list(range(self.replicas)), self.replica
 
-    def gather_from_twins(self, values: Tensor) -> Tensor:
+    def gather_from_peers(self, values: Tensor) -> Tensor:
         return values.expand(self.replicas, -1)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from topology.circles import Circle
 from topology.layout import Layout, Tier
+from topology.shard_collectives import Circle
 
 # Exchanges of several stages that may be in flight at once: while one is on the network the next is inside the node.
-LANES = 2
+COMM_STREAMS = 2
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ring:
 
     level: str
     size: int
-    place: int
+    group_rank: int
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class ReplicaGroups:
     model: ProcessGroup | None
     layout: Layout | None = None
     rings: tuple[Ring, ...] = ()
-    lanes: tuple[tuple[ProcessGroup, ...], ...] = ()
+    comm_streams: tuple[tuple[ProcessGroup, ...], ...] = ()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        for group in (self.replicate, self.model, *(group for lane in self.lanes for group in lane)):
+        for group in (self.replicate, self.model, *(group for lane in self.comm_streams for group in lane)):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -68,17 +68,17 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
     for tier in own:
         ring = next(ring for ring in tier.rings if rank in ring)
         rings.append(Ring(layout.ring_level(rank, ring), len(ring), ring.index(rank)))
-    lanes: list[tuple[ProcessGroup, ...]] = []
+    comm_streams: list[tuple[ProcessGroup, ...]] = []
     for _ in range(_lanes(hierarchies, staged) if own else 0):
         # All groups of all ranks, in one order; this rank keeps those of its own rings.
         every = [group for tiers in hierarchies for group in build_tier_groups(tiers, timeout)]
-        lanes.append(tuple(group for group in every if group is not None))
+        comm_streams.append(tuple(group for group in every if group is not None))
     return ReplicaGroups(
         replicate=_own_group(layout.replicate_groups(), timeout),
         model=_own_group(layout.model_groups(), timeout),
         layout=layout,
         rings=tuple(rings),
-        lanes=tuple(lanes),
+        comm_streams=tuple(comm_streams),
     )
 
 
@@ -97,7 +97,7 @@ def _hierarchies(layout: Layout, hierarchical: bool) -> list[tuple[Tier, ...]]:
 
 
 def _lanes(hierarchies: Sequence[tuple[Tier, ...]], staged: bool) -> int:
-    return LANES if staged or any(len(tiers) > 1 for tiers in hierarchies) else 0
+    return COMM_STREAMS if staged or any(len(tiers) > 1 for tiers in hierarchies) else 0
 
 
 def build_tier_groups(tiers: Sequence[Tier], timeout: timedelta) -> list[ProcessGroup | None]:
@@ -157,12 +157,12 @@ class LevelGroups:
     gradients: Circle
     pairs: Circle
     nodes: Circle
-    holders: ProcessGroup | None
+    weight_peers: ProcessGroup | None
     everyone: ProcessGroup | None
 
     def set_timeout(self, timeout: timedelta) -> None:
         circles = (self.weights, self.kept, self.pair, self.gradients, self.pairs, self.nodes)
-        for group in (*(circle.group for circle in circles), self.holders, self.everyone):
+        for group in (*(circle.group for circle in circles), self.weight_peers, self.everyone):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -184,9 +184,9 @@ def build_level_groups(layout: Layout, weights: int, timeout: timedelta, seconda
         kept=circle(blocks(secondary or 1)),
         pair=circle(blocks(weights)),
         gradients=circle(shards),
-        pairs=circle(tuple(ranks[place::weights] for ranks in shards for place in range(weights))),
+        pairs=circle(tuple(ranks[group_rank::weights] for ranks in shards for group_rank in range(weights))),
         nodes=circle(layout.replicate_groups()),
-        holders=_own_group(tuple(zip(*blocks(weights), strict=True)), timeout),
+        weight_peers=_own_group(tuple(zip(*blocks(weights), strict=True)), timeout),
         everyone=_own_group((tuple(range(layout.world_size)),), timeout),
     )
 

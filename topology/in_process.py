@@ -16,9 +16,9 @@ from torch import Tensor
 
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, objects_of
+from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups, Ring
-from topology.lanes import Handle
 from topology.traffic import REPLICATE
 
 T = TypeVar("T")
@@ -27,25 +27,25 @@ T = TypeVar("T")
 class InProcessCollectives(ReplicaCollectives):
     """One of `SimulatedReplicas.endpoints`. Collectives work inside `SimulatedReplicas.run` only."""
 
-    def __init__(self, meeting: "_Meeting", replica: int, groups: ReplicaGroups) -> None:
+    def __init__(self, meeting: "_Rendezvous", replica: int, groups: ReplicaGroups) -> None:
         super().__init__(groups, Ring("network", meeting.replicas, replica))
         self._meeting = meeting
-        self.writes = replica == 0
+        self.is_writer = replica == 0
         self.label = f" (simulated replica {replica})"
 
     def _meet(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
         return self._meeting.meet(self.replica, item, combine)
 
-    def alike(self, work: Callable[[], Tensor]) -> Tensor:
+    def run_once(self, work: Callable[[], Tensor]) -> Tensor:
         return self._meet(work, lambda works: works[0]())
 
     def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
         if codec is None:
             self._meet(tensor, lambda tensors: _reduce(tensors, divisor))
         else:
-            self._meet(((tensor, error), carried), lambda each: _reduce_coded(each, divisor, codec))
+            self._meet(((tensor, error), carried_error), lambda each: _reduce_coded(each, divisor, codec))
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
@@ -57,22 +57,22 @@ class InProcessCollectives(ReplicaCollectives):
         parts = self._meet(own.clone(), list)
         return Handle(lambda: torch.cat(parts, out=output))
 
-    def _unite(self, bits: Tensor) -> Handle:
-        def unite(maps: list[Tensor]) -> None:
+    def _union(self, bits: Tensor) -> Handle:
+        def union(maps: list[Tensor]) -> None:
             found, *others = maps
             for other in others:
                 found |= other
             for other in others:
                 other.copy_(found)
 
-        self._meet(bits, unite)
+        self._meet(bits, union)
         return Handle()
 
     @property
-    def twins(self) -> tuple[list[int], int]:
+    def peers(self) -> tuple[list[int], int]:
         return list(range(self.replicas)), self.replica
 
-    def gather_from_twins(self, values: Tensor) -> Tensor:
+    def gather_from_peers(self, values: Tensor) -> Tensor:
         return self._meet(values.clone(), torch.stack)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -148,7 +148,7 @@ class SimulatedReplicas:
                 f"{replicas} simulated replicas beside {groups.replicate.size()} real ones; start one group of shards "
                 "only"
             )
-        self._meeting = _Meeting(replicas)
+        self._meeting = _Rendezvous(replicas)
         self.endpoints = [InProcessCollectives(self._meeting, i, groups) for i in range(replicas)]
         self.all = DryRunCollectives(groups, replicas)
         self.all.traffic = self.endpoints[0].traffic
@@ -185,7 +185,7 @@ def _in_thread(stream: "torch.cuda.Stream | None", grad: bool, work: Callable[[i
         work(replica)
 
 
-class _Meeting:
+class _Rendezvous:
     """Hands the turn from replica to replica, and what they bring to the last of them."""
 
     def __init__(self, replicas: int) -> None:
@@ -274,21 +274,21 @@ def _coded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
     messages = torch.stack([codec.encode(own, error) for own, error in zip(rows, lost, strict=True)], 1)
     sums = torch.empty_like(rows[0])
     for received, total in zip(messages, sums, strict=True):
-        codec.add_up(received, total)
+        codec.decode_and_sum(received, total)
     return sums
 
 
 def _reduce_coded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, codec: Codec) -> None:
     """As `topology.stages` does it in one ring whose members these are: the pair, and what its owner carries."""
     sums = _coded_sums([pair for pair, _ in each], codec).div_(divisor)
-    for part, (_, carried) in zip(sums, each, strict=True):
-        if carried is not None:
-            part += carried
+    for part, (_, carried_error) in zip(sums, each, strict=True):
+        if carried_error is not None:
+            part += carried_error
     rounding = torch.empty_like(sums)
     codec.decode(codec.encode(sums, rounding), sums)
-    for replica, ((own, error), carried) in enumerate(each):
-        if carried is not None:
-            carried.copy_(rounding[replica])
+    for replica, ((own, error), carried_error) in enumerate(each):
+        if carried_error is not None:
+            carried_error.copy_(rounding[replica])
         elif error is not None:
             error.view(len(each), -1)[replica] += rounding[replica] * divisor
         own.copy_(sums.view(-1))

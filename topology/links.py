@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from topology.machines import Machine
-from topology.ring_bytes import MessageBytes, Span, gather_bytes, reduce_bytes, scatter_bytes
+from topology.ring_bytes import LevelSize, MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
 SCHEMA = "topology.preflight/1"
 
@@ -154,7 +154,7 @@ def scalar_stages(tiers: Tiers) -> list[Stage]:
     return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _rings(tiers)]
 
 
-def _rings(tiers: Tiers, flat: bool = False) -> list[Span]:
+def _rings(tiers: Tiers, flat: bool = False) -> list[LevelSize]:
     """The levels at which anybody meets, or one ring over all at the outermost of them."""
-    rings = [Span(level, size) for level, size in tiers if size > 1]
-    return [Span(rings[-1].level, math.prod(ring.size for ring in rings))] if flat and rings else rings
+    rings = [LevelSize(level, size) for level, size in tiers if size > 1]
+    return [LevelSize(rings[-1].level, math.prod(ring.size for ring in rings))] if flat and rings else rings

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, gathered_scalars, objects_of
+from topology.comm_streams import CommStream, Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
-from topology.lanes import Handle, Lane
 from topology.primitives import all_gather_into, reduce_scatter_into
 from topology.stages import Group, gather_, reduce_, reduce_coded, scatter_, scatter_coded, unite_
 from topology.traffic import REPLICATE
@@ -32,15 +32,15 @@ class ProcessGroupCollectives(ReplicaCollectives):
             replicas = ReplicaGroups(replicate=replicas, model=model)
         _check_disjoint(replicas)
         super().__init__(replicas)
-        self._lanes = [Lane() for _ in replicas.lanes]
-        self._next_lane = 0
+        self._comm_streams = [CommStream() for _ in replicas.comm_streams]
+        self._next_stream = 0
 
     def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
         if codec is not None:
             return self._start(
-                lambda groups: reduce_coded(tensor, groups, divisor, codec, error, carried), tensor.device
+                lambda groups: reduce_coded(tensor, groups, divisor, codec, error, carried_error), tensor.device
             )
         if len(self.rings) == 1:
             work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
@@ -66,28 +66,28 @@ class ProcessGroupCollectives(ReplicaCollectives):
             return Handle(all_gather_into(output, own, group=self.groups.replicate, async_op=True).wait)
         return self._start(lambda groups: gather_(output, own, groups), output.device)
 
-    def _unite(self, bits: Tensor) -> Handle:
+    def _union(self, bits: Tensor) -> Handle:
         return self._start(lambda groups: unite_(bits, groups), bits.device)
 
     def _start(self, exchange: Callable[[list[Group]], None], device: torch.device) -> Handle:
         """Runs `exchange(groups)` in the next lane; here and now where there is none."""
-        if not self._lanes:
+        if not self._comm_streams:
             assert len(self.rings) == 1 and self.groups.replicate is not None
             exchange([(self.rings[0], self.groups.replicate)])
             return Handle()
-        lane, groups = self._lanes[self._next_lane], self.groups.lanes[self._next_lane]
-        self._next_lane = (self._next_lane + 1) % len(self._lanes)
+        lane, groups = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
+        self._next_stream = (self._next_stream + 1) % len(self._comm_streams)
         stages: list[Group] = list(zip(self.rings, groups, strict=True))
         return lane.start(lambda: exchange(stages), device)
 
     @property
-    def twins(self) -> tuple[list[int], int]:
+    def peers(self) -> tuple[list[int], int]:
         group = self.groups.replicate
         if group is None:
             return [dist.get_rank() if dist.is_initialized() else 0], 0
         return dist.get_process_group_ranks(group), group.rank()
 
-    def gather_from_twins(self, values: Tensor) -> Tensor:
+    def gather_from_peers(self, values: Tensor) -> Tensor:
         if self.groups.replicate is None:
             return values[None]
         gathered = torch.empty(self.replicas * values.numel(), dtype=values.dtype, device=values.device)

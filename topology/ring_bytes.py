@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
-class Span(NamedTuple):
+class LevelSize(NamedTuple):
     """Ranks that meet at one level: how many, and the level of the link between them."""
 
     level: str
@@ -17,7 +17,7 @@ class Span(NamedTuple):
 
 
 class _Ring(Protocol):
-    """A `Span` or a `topology.groups.Ring`."""
+    """A `LevelSize` or a `topology.groups.Ring`."""
 
     @property
     def level(self) -> str: ...

@@ -31,7 +31,7 @@ def reduce_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
         dist.all_reduce(x, group=group)
         x.div_(divisor)
         return
-    own = x.view(ring.size, -1)[ring.place]
+    own = x.view(ring.size, -1)[ring.group_rank]
     _scatter(x, own, group)
     reduce_(own, outer, divisor)
     all_gather_into(x, own, group=group)
@@ -43,7 +43,7 @@ def reduce_coded(
     divisor: float,
     codec: Codec,
     error: Tensor | None,
-    carried: Tensor | None = None,
+    carried_error: Tensor | None = None,
 ) -> None:
     """As `reduce_`; the outermost ring carries the codec's messages both ways. Inside, sums travel in FP32.
 
@@ -62,14 +62,14 @@ def reduce_coded(
     part = torch.empty(own.numel() // ring.size, dtype=torch.float32, device=x.device)
     _sum_coded(own, part, ring, group, codec, lost)
     part.div_(divisor)
-    rounding = carried
-    if carried is not None:
-        part += carried
+    rounding = carried_error
+    if carried_error is not None:
+        part += carried_error
     elif lost is not None:
         rounding = torch.empty_like(part)
     messages = codec.encode(part.view(1, -1), None if rounding is None else rounding.view(1, -1)).view(-1)
-    if lost is not None and carried is None and rounding is not None:
-        lost.view(ring.size, -1)[ring.place] += rounding * divisor
+    if lost is not None and carried_error is None and rounding is not None:
+        lost.view(ring.size, -1)[ring.group_rank] += rounding * divisor
     # They go inside as they came, with nothing lost.
     for within, over in reversed(groups):
         gathered = torch.empty(within.size * messages.numel(), dtype=torch.uint8, device=x.device)
@@ -80,7 +80,7 @@ def reduce_coded(
 
 
 def scatter_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
-    """The first half of `reduce_`: its result for this replica's part alone, the `place_of`-th of equal ones.
+    """The first half of `reduce_`: its result for this replica's part alone, the `replica_index`-th of equal ones.
 
     Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined afterwards.
     """
@@ -93,7 +93,7 @@ def scatter_coded(x: Tensor, groups: Sequence[Group], divisor: float, codec: Cod
     rounded."""
     *inner, (ring, group) = groups
     own, lost = _scatter_inside(x, inner, error)
-    part = own.view(ring.size, -1)[ring.place]
+    part = own.view(ring.size, -1)[ring.group_rank]
     _sum_coded(own, part, ring, group, codec, lost)
     part.div_(divisor)
 
@@ -103,9 +103,9 @@ def _scatter_inside(x: Tensor, groups: Sequence[Group], error: Tensor | None) ->
     if error is not None:
         error.zero_()
     for ring, group in groups:
-        own = x.view(ring.size, -1)[ring.place]
+        own = x.view(ring.size, -1)[ring.group_rank]
         _scatter(x, own, group)
-        x, error = own, None if error is None else error.view(ring.size, -1)[ring.place]
+        x, error = own, None if error is None else error.view(ring.size, -1)[ring.group_rank]
     return x, error
 
 
@@ -124,7 +124,7 @@ def _sum_coded(x: Tensor, out: Tensor, ring: Ring, group: ProcessGroup, codec: C
     sent = codec.encode(x.view(ring.size, -1), None if error is None else error.view(ring.size, -1))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    codec.add_up(received, out)
+    codec.decode_and_sum(received, out)
 
 
 def unite_(bits: Tensor, groups: Sequence[Group]) -> None:
@@ -135,7 +135,7 @@ def unite_(bits: Tensor, groups: Sequence[Group]) -> None:
     (ring, group), outer = groups[0], groups[1:]
     received = torch.empty_like(bits)
     dist.all_to_all_single(received, bits, group=group)
-    own = bits.view(ring.size, -1)[ring.place]
+    own = bits.view(ring.size, -1)[ring.group_rank]
     for one in received.view(ring.size, -1):
         own |= one
     if outer:
@@ -144,25 +144,25 @@ def unite_(bits: Tensor, groups: Sequence[Group]) -> None:
 
 
 def gather_(output: Tensor, own: Tensor, groups: Sequence[Group]) -> None:
-    """output = `own` (b,) of all replicas, (replicas * b,), in the order of `place_of`.
+    """output = `own` (b,) of all replicas, (replicas * b,), in the order of `replica_index`.
 
     From the outside in, so that each replica's `own` crosses the network once per node; every stage gathers where
     its result belongs.
     """
-    start, size = place_of([ring for ring, _ in groups]) * own.numel(), own.numel()
+    start, size = replica_index([ring for ring, _ in groups]) * own.numel(), own.numel()
     filled = output[start : start + size]
     filled.copy_(own)
     for ring, group in reversed(groups):
-        start -= ring.place * size
+        start -= ring.group_rank * size
         size *= ring.size
         whole = output[start : start + size]
         all_gather_into(whole, filled, group=group)
         filled = whole
 
 
-def place_of(rings: Sequence[Ring]) -> int:
+def replica_index(rings: Sequence[Ring]) -> int:
     """A replica's number among all: its place in the innermost ring counts most, so that `gather_` needs no copy."""
     place = 0
     for ring in rings:
-        place = place * ring.size + ring.place
+        place = place * ring.size + ring.group_rank
     return place

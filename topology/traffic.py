@@ -8,7 +8,7 @@ Entry = tuple[str, str, str]
 
 
 @dataclass
-class Traffic:
+class TrafficLedger:
     """Bytes and calls since the start, by (axis, link level, kind of message).
 
     axis: "replicate" for what replicas say to each other, "shard" for what the ranks of one replica do.

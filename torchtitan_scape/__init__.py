@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_scape.optimizer.adams import AdamS
-    from torchtitan_scape.sync.guard import NonFiniteGradientError
-    from torchtitan_scape.sync.scape.optimizer import Scape
-    from torchtitan_scape.sync.scape.options import ScapeOptions
+    from torchtitan_scape.methods.scape.method import Scape
+    from torchtitan_scape.methods.scape.options import ScapeOptions
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.replica.guard import NonFiniteGradientError
 
 __all__ = ["AdamS", "NonFiniteGradientError", "Scape", "ScapeOptions"]
 
 _PLACES = {
-    "AdamS": "optimizer.adams",
-    "NonFiniteGradientError": "sync.guard",
-    "Scape": "sync.scape.optimizer",
-    "ScapeOptions": "sync.scape.options",
+    "AdamS": "optimizers.adams",
+    "NonFiniteGradientError": "replica.guard",
+    "Scape": "methods.scape.method",
+    "ScapeOptions": "methods.scape.options",
 }
 
 

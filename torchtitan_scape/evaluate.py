@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.command import one_line, parser_of
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.huggingface.loading import DifferentError
 
 _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")

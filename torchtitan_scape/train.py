@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
 
@@ -33,27 +33,25 @@ from torchtitan.train import Trainer  # noqa: E402
 from topology.groups import build_groups, build_level_groups  # noqa: E402
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
 from topology.machines import detect_machine, get_machine  # noqa: E402
-from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer  # noqa: E402
+from torchtitan_scape.checkpoint.best import BestCheckpoint  # noqa: E402
 from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
-from torchtitan_scape.checkpoint.state import Frame  # noqa: E402
+from torchtitan_scape.checkpoint.reader import GlobalLayout  # noqa: E402
 from torchtitan_scape.config.checks import check_config, remarks  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig, options_of  # noqa: E402
 from torchtitan_scape.config.parsing import parse as parse  # noqa: E402  what imports the trainer takes it from here
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
-from torchtitan_scape.data.exhaustion import SharedEnd  # noqa: E402
+from torchtitan_scape.core.consistency import ReplicasDifferError  # noqa: E402
+from torchtitan_scape.core.workloads import local_shapes  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.prepared import PreparedDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.observe.observation import Observation  # noqa: E402
-from torchtitan_scape.optimizer.container import ReplicaOptimizers  # noqa: E402
-from torchtitan_scape.optimizer.registry import check_layout  # noqa: E402
-from torchtitan_scape.parallelize import ReplicaParallelDims  # noqa: E402
-from torchtitan_scape.planner.workloads import local_shapes  # noqa: E402
-from torchtitan_scape.report.best import Best  # noqa: E402
+from torchtitan_scape.optimizers.registry import check_layout  # noqa: E402
+from torchtitan_scape.replica.guard import NonFiniteGradientError  # noqa: E402
+from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase  # noqa: E402
 from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of  # noqa: E402
 from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
 from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
-from torchtitan_scape.report.metrics import ReplicaMetrics  # noqa: E402
 from torchtitan_scape.report.sample import log_samples  # noqa: E402
 from torchtitan_scape.report.stragglers import timed_token_count  # noqa: E402
 from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E402
@@ -61,9 +59,11 @@ from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa:
 from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
 from torchtitan_scape.sharding.build import groups_for  # noqa: E402
 from torchtitan_scape.sharding.levels_build import check_levels  # noqa: E402
-from torchtitan_scape.specs import register, whole_model  # noqa: E402
-from torchtitan_scape.sync.consistency import ReplicasDifferError  # noqa: E402
-from torchtitan_scape.sync.guard import NonFiniteGradientError  # noqa: E402
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer  # noqa: E402
+from torchtitan_scape.trainer.end_of_data import EndOfDataSync  # noqa: E402
+from torchtitan_scape.trainer.metrics import ReplicaMetrics  # noqa: E402
+from torchtitan_scape.trainer.parallelize import ReplicaParallelDims  # noqa: E402
+from torchtitan_scape.trainer.specs import register, whole_model  # noqa: E402
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
@@ -73,7 +73,7 @@ class ScapeTrainer(Trainer):
     """TorchTitan's Trainer. It adds the layout, who clips, timing, the resume check and the summary."""
 
     job_config: JobConfig
-    optimizers: ReplicaOptimizers
+    optimizers: ReplicaOptimizersBase
     metrics_processor: ReplicaMetrics
     checkpointer: ReplicaCheckpointer
     dataloader: TextDataLoader | SimulatedDataLoader | PreparedDataLoader
@@ -122,23 +122,25 @@ class ScapeTrainer(Trainer):
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
-            self.validator.model_shown = self._model_shown
+            self.validator.shared_weights = self._model_shown
             self.validator.validated = self._validated
             validation = job_config.validation
             compared = ("dataset", "dataset_path", "steps", "seq_len")
-            self.best = Best(Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared})
+            self.best = BestCheckpoint(
+                Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared}
+            )
             self.checkpointer.spared = self.best.checkpoint_step
         self.interfaces = InterfaceCount(self.layout, self.optimizers)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
-        self._data_end = SharedEnd()
+        self._data_end = EndOfDataSync()
         self.ran_out = False
 
     def _resolve_options(self, config: JobConfig) -> None:
         """What the method's options leave to the model: all that follows sees what was chosen."""
         options, layout = options_of(config.sync), self.layout
         shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
-        setattr(config.sync, config.sync.method, options.resolved(shapes, layout.replicate * self.simulated))
+        setattr(config.sync, config.sync.method, options.resolve(shapes, layout.replicate * self.simulated))
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout
@@ -163,7 +165,7 @@ class ScapeTrainer(Trainer):
                 layout,
                 timeout,
                 hierarchical=config.topology.exchange == "hierarchical",
-                staged=options_of(config.sync).stages_one_ring(),
+                staged=options_of(config.sync).needs_comm_streams(),
             ),
             shard_groups=None if levels.active else groups_for(config.sharding, layout, timeout),
             level_groups=build_level_groups(layout, levels.weights, timeout, levels.secondary)
@@ -198,7 +200,7 @@ class ScapeTrainer(Trainer):
         if self.optimizers.levels is not None:
             own = self.layout.coordinates(dist.get_rank())["replicate"]
             replicas = (1, 0) if self.optimizers.collectives.replicas == 1 else (self.layout.replicate, own)
-        frame = Frame(mesh, self.simulated, replicas)
+        frame = GlobalLayout(mesh, self.simulated, replicas)
         self.checkpointer.attach(record, frame, options.fallback, self.device)
 
     # ------------------------------------------------------------------------------------------ training
@@ -219,7 +221,7 @@ class ScapeTrainer(Trainer):
             loss = super().forward_backward_step(**kwargs)
         # A replica's micro-batches follow each other.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
-            self.optimizers.collect()
+            self.optimizers.stash_replica_gradients()
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -231,7 +233,7 @@ class ScapeTrainer(Trainer):
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
         if flushes:
             self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
-            self.optimizers.send_all()
+            self.optimizers.request_full_exchange()
         self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
         if self.observation is not None:
@@ -287,7 +289,7 @@ class ScapeTrainer(Trainer):
     def _model_shown(self) -> Iterator[None]:
         """What is to be validated, and exported, in the model."""
         self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
-        with self.optimizers.sharding.uncounted(), self.optimizers.model_shown():
+        with self.optimizers.sharding.uncounted(), self.optimizers.shared_weights():
             yield
 
     def _validated(self, step: int, loss: float) -> None:
@@ -306,7 +308,7 @@ class ScapeTrainer(Trainer):
         super().train()
         if self.observation is not None:
             self.observation.write()
-            self.optimizers.watch(None)
+            self.optimizers.observe(None)
         if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kernels.common.wire import on_wire
+from kernels.common.wire import padded_bytes
 
 BLOCK = 128  # entries that share scales
 TURN = 32  # entries that a Hadamard matrix turns together
@@ -41,9 +41,9 @@ FORMATS = {
 
 
 def message_bytes(name: str, entries: int, block: int = BLOCK, scale_bytes: int = 2) -> int:
-    """Bytes of a message: the codes of all entries, then all scales, padded as `on_wire` says.
+    """Bytes of a message: the codes of all entries, then all scales, padded as `padded_bytes` says.
 
     entries: a multiple of `block`.
     """
     form = FORMATS[name]
-    return on_wire(entries * form.bits // 8 + entries // block * form.scales * scale_bytes)
+    return padded_bytes(entries * form.bits // 8 + entries // block * form.scales * scale_bytes)

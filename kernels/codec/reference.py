@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from kernels.codec.formats import FORMATS, Format, message_bytes
-from kernels.codec.rounding import turn as turn
 from kernels.codec.rounding import uniform
 from kernels.common.launching import to_device
 
 # Blocks whose largest magnitude is below arrive as zeros (of signs): their scale's inverse would overflow.
-LEAST = 2.0**-100
+MIN_SCALE = 2.0**-100
 # A magnitude beyond so many times the block's mean is one of its larger ones. Of normal, Laplace and t(3) numbers the
 # error is then 0.35, 0.41 and 0.53 of the root mean square, where the best split of each has 0.34, 0.41 and 0.49.
 SPLIT = 1.5
@@ -64,7 +63,7 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
         values_of(packed[part], scales[part], FORMATS[name], values[part])
 
 
-def add_up(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
     """out, FP32 (m,), contiguous, becomes the sum of the messages, in FP32 and in the order of the rows."""
     rows = [split(row.view(1, -1), FORMATS[name], out.numel(), block, scale) for row in messages]
     total = out.zero_().view(-1, block)
@@ -113,7 +112,7 @@ def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
         above = sum_pairs(torch.where(large, magnitudes, 0.0)) / count.clamp(min=1)
         above = torch.where(count > 0, above, below)  # not 0, which might be the nearer one
         scales = torch.cat((below, above), 1).to(dtype).float()
-    scales = torch.where(largest >= LEAST, scales, 0.0)
+    scales = torch.where(largest >= MIN_SCALE, scales, 0.0)
     return torch.where(largest.isfinite(), scales, torch.nan)
 
 

@@ -38,7 +38,7 @@ def philox(key: int, counters: Tensor) -> list[Tensor]:
     return words
 
 
-def turn(x: Tensor) -> None:
+def hadamard_(x: Tensor) -> None:
     """x, FP32 (n,), becomes H x / sqrt(32), 32 entries at a time.
 
     Five times: the sums of neighbours, then their differences.

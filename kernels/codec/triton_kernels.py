@@ -14,9 +14,9 @@ import struct
 import triton
 import triton.language as tl
 
-from kernels.codec.reference import LEAST, SPLIT
+from kernels.codec.reference import MIN_SCALE, SPLIT
 
-_LEAST = tl.constexpr(struct.unpack("<i", struct.pack("<f", LEAST))[0])
+_LEAST = tl.constexpr(struct.unpack("<i", struct.pack("<f", MIN_SCALE))[0])
 _SPLIT = tl.constexpr(SPLIT)
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
@@ -361,7 +361,7 @@ def add_up_kernel(
 
 @triton.jit(do_not_specialize=["turns"])
 def turn_kernel(x, turns, FACTOR: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr):
-    """As `rounding.turn`: of so many turns of TURN entries, ROWS to a program. A stage is neighbours' sums, then their
+    """Apply `rounding.hadamard_` to blocks of TURN entries, ROWS to a program. A stage is neighbours' sums, then their
     differences, so that after all five every entry is back in its place."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = x + row[:, None] * TURN + tl.arange(0, TURN)[None, :]

@@ -44,16 +44,16 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
     _launch(triton_kernels.decode_kernel, rows, (*_parts(messages, scale), out), sizes, name, block)
 
 
-def add_up(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
-    """As `reference.add_up`, of contiguous tensors; no message is decoded into memory."""
+def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+    """As `reference.decode_and_sum`, of contiguous tensors; no message is decoded into memory."""
     assert out.is_contiguous()
     rows, size = messages.shape
     sizes = rows, out.numel() // block, size // 16
     _launch(triton_kernels.add_up_kernel, 1, (*_parts(messages, scale), out), sizes, name, block)
 
 
-def turn(x: Tensor) -> None:
-    """As `reference.turn`, of a contiguous tensor."""
+def hadamard_(x: Tensor) -> None:
+    """As `reference.hadamard_`, of a contiguous tensor."""
     turns, rows = x.numel() // TURN, _TILE // TURN
     grid, factor = (-(-turns // rows),), float(torch.tensor(TURN**-0.5, dtype=torch.float32))
     launching.launch(triton_kernels.turn_kernel, grid, x, turns, warps=4, FACTOR=factor, TURN=TURN, ROWS=rows)

@@ -15,7 +15,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-class Table:
+class DeviceTable:
     """Rows of numbers on the device, sent when they change."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Table:
         return self.values
 
 
-class Tiles:
+class TileSchedule:
     """Lists of tiles over tensors in blocks, kept on the device; see `triton_common`.
 
     entries: what a tile holds, roughly; it has at least one block. per_warp: entries for every warp of a program.

@@ -18,7 +18,7 @@ from torch import Tensor
 Stretch = tuple[int, int]
 
 
-class InTurn:
+class BlockingCopies:
     """Copies where there are no streams: at once."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -37,7 +37,7 @@ class InTurn:
         """Returns when all copies are done."""
 
 
-class SideStream(InTurn):
+class CopyStream(BlockingCopies):
     """Copies on a CUDA stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class SideStream(InTurn):
         self._stream.synchronize()
 
 
-class Window:
+class DoubleBuffer:
     """A flat FP32 buffer on the host, and two buffers on the device, each as long as the largest tensor.
 
     Consecutive tensors make groups that fit a buffer; groups take the two buffers in turn.
@@ -77,9 +77,9 @@ class Window:
     def __init__(self, spans: Sequence[tuple[int, int]], entries: int, device: torch.device) -> None:
         self.spans = list(spans)
         self.host = torch.zeros(entries, dtype=torch.float32)
-        self._side = InTurn()
+        self._side = BlockingCopies()
         if device.type != "cpu" and not in_dry_run():
-            self._side = SideStream(device)
+            self._side = CopyStream(device)
             _pin(self.host)
             # Not when the process ends: CUDA may be gone by then.
             weakref.finalize(self, _unpin, self.host, self._side).atexit = False
@@ -157,7 +157,7 @@ class Window:
         return self.buffers[buffer][start - begin : end - begin]
 
 
-def walk(windows: Sequence[Window], part: Stretch, parts: Sequence[Stretch], changed: bool) -> Iterator[Stretch]:
+def walk(windows: Sequence[DoubleBuffer], part: Stretch, parts: Sequence[Stretch], changed: bool) -> Iterator[Stretch]:
     """The part's tensors, stretch by stretch, each on the device while it is the caller's turn.
 
     windows: of the same tensors, cut alike. parts: all that the pass will go through, in order, `part` among them.
@@ -238,6 +238,6 @@ def _pin(tensor: Tensor) -> None:
         )
 
 
-def _unpin(tensor: Tensor, side: InTurn) -> None:
+def _unpin(tensor: Tensor, side: BlockingCopies) -> None:
     side.finish()
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.common.offload import Stretch, Window, check_host_memory, walk
+from kernels.common.offload import DoubleBuffer, Stretch, check_host_memory, walk
 
 # Where every tensor's entries lie in a flat buffer, (start, end), ascending; and the buffer's entries.
-Room = tuple[Sequence[tuple[int, int]], int]
+StateAllocation = tuple[Sequence[tuple[int, int]], int]
 
 
 class Storage:
@@ -24,10 +24,10 @@ class Storage:
         windows: of the kinds that are offloaded.
     """
 
-    def __init__(self, rooms: Mapping[str, Room], offload: Sequence[str], device: torch.device) -> None:
-        away = [kind for kind, room in rooms.items() if kind in offload and Window.pays(*room)]
+    def __init__(self, rooms: Mapping[str, StateAllocation], offload: Sequence[str], device: torch.device) -> None:
+        away = [kind for kind, room in rooms.items() if kind in offload and DoubleBuffer.pays(*room)]
         check_host_memory(4 * sum(rooms[kind][1] for kind in away))
-        self.windows = {kind: Window(*rooms[kind], device) for kind in away}
+        self.windows = {kind: DoubleBuffer(*rooms[kind], device) for kind in away}
         self.flat: dict[str, Tensor] = {}
         self.tensors: dict[str, list[Tensor]] = {}
         for kind, (spans, entries) in rooms.items():

@@ -61,9 +61,9 @@ def rate(rates, tensor, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, EASY: tl.constexpr):
+def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
     address = tl.load(table + tensor * WIDTH + COLUMN).to(tl.pointer_type(DTYPE))
-    if EASY:
+    if ALIGNED_TILE:
         address = tl.multiple_of(address, 16)
     return address
 
@@ -80,12 +80,12 @@ def tile_of(tiles, table, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, EASY: tl.constexpr):
+def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr):
     """Numbers of the tile's entries, int32 [ROWS, BYTES, 8], and which of them exist."""
     byte = tl.arange(0, BYTES)[None, :, None]
     local = tl.arange(0, ROWS)[:, None, None] * BLOCK + byte * 8 + tl.arange(0, 8)[None, None, :]
     inside = (byte < BLOCK // 8) & (local >= 0)
-    if not EASY:
+    if not ALIGNED_TILE:
         inside = inside & (local < left)
     return local, inside
 

@@ -4,6 +4,6 @@
 ALIGNED = 16
 
 
-def on_wire(nbytes: int) -> int:
+def padded_bytes(nbytes: int) -> int:
     """Bytes of a stretch on the wire that says so many: filled up with zeros, so that the next one begins aligned."""
     return -(-nbytes // ALIGNED) * ALIGNED

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import launching
-from kernels.common.launching import Table, Tiles, Writable, aligned, as_flag
+from kernels.common.launching import DeviceTable, TileSchedule, Writable, aligned, as_flag
 from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense import triton_kernels
@@ -35,13 +35,13 @@ class Finite:
     """Which of a list of gradients are free of NaN and Inf: bool (len(gradients),), in one read of them."""
 
     def __init__(self) -> None:
-        self._tiles: Tiles | None = None
+        self._tiles: TileSchedule | None = None
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         sizes, device = tuple(g.numel() for g in gradients), gradients[0].device
         if self._tiles is None or self._tiles.sizes != sizes:
-            self._tiles = Tiles(sizes, 1024, _TILE, _WARP, device)
-            self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
+            self._tiles = TileSchedule(sizes, 1024, _TILE, _WARP, device)
+            self._table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
         tiles = self._tiles
         table = self._table.set([table_row(g.data_ptr(), 0, 0, g.numel(), -1) for g in gradients])
         kinds = tuple((aligned(g), g.dtype) for g in gradients)
@@ -55,7 +55,7 @@ class Finite:
                 bad,
                 warps=tiles.warps,
                 **tiles.shape,
-                EASY=easy,
+                ALIGNED_TILE=easy,
                 DTYPE=DTYPES[dtype],
             )
         return bad == 0
@@ -65,7 +65,7 @@ class TritonAdams:
     """Dense AdamS."""
 
     def __init__(self) -> None:
-        self._tiles: Tiles | None = None
+        self._tiles: TileSchedule | None = None
 
     def step(
         self,
@@ -81,10 +81,10 @@ class TritonAdams:
             return
         sizes, device = tuple(p.numel() for p in parameters), parameters[0].device
         if self._tiles is None or self._tiles.sizes != sizes:
-            self._tiles = Tiles(sizes, 1024, _TILE, _WARP, device)
-            self._table = Table(len(sizes), WIDTH.value, torch.int64, device)
-            self._rates = Table(len(sizes), RATES.value, torch.float32, device)
-            self._betas = Table(len(sizes), 2, torch.float64, device)
+            self._tiles = TileSchedule(sizes, 1024, _TILE, _WARP, device)
+            self._table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
+            self._rates = DeviceTable(len(sizes), RATES.value, torch.float32, device)
+            self._betas = DeviceTable(len(sizes), 2, torch.float64, device)
         writable = Writable(parameters)
         flat_moments = Writable(moments)
         columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
@@ -106,7 +106,7 @@ class TritonAdams:
                 as_flag(applied),
                 warps=self._tiles.warps,
                 **self._tiles.shape,
-                EASY=easy,
+                ALIGNED_TILE=easy,
                 DTYPE=DTYPES[dtype],
                 GRADIENT_DTYPE=DTYPES[gradient_dtype],
             )

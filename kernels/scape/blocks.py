@@ -5,7 +5,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from kernels.common.wire import on_wire
+from kernels.common.wire import padded_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,7 +167,7 @@ class BlockLayout:
         """Bytes of a run in a packed mask."""
         return self.run_blocks * self.block_size // 8
 
-    def told_bytes(self, density: float, selection: str) -> int:
+    def selection_bytes(self, density: float, selection: str) -> int:
         """Bytes that tell of one replica's selection."""
         if density >= 1.0:
             return 0
@@ -175,7 +175,7 @@ class BlockLayout:
 
     def wire_bytes(self, density: float, selection: str) -> int:
         """What they take on the wire: zeros come after them."""
-        return on_wire(self.told_bytes(density, selection))
+        return padded_bytes(self.selection_bytes(density, selection))
 
     def _offset_bytes(self, density: float) -> int:
         return offset_bytes(self.run_blocks, entries_per_block(density, self.block_size), self.block_size)

@@ -14,7 +14,7 @@ _ROW = ALIGNED // 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedSlice:
     """Entries [start, end) of a tensor; they all belong to one replica."""
 
     tensor: int
@@ -23,12 +23,12 @@ class Piece:
     owner: int
 
 
-def cut_into_runs(tensors: BlockLayout) -> list[Piece]:
+def slice_by_owner(tensors: BlockLayout) -> list[OwnedSlice]:
     """The sparsified tensors, cut where the replicas' runs end; in order."""
-    return [Piece(i, *tensors.owned(i, r), r) for i in range(len(tensors.sizes)) for r in tensors.owners(i)]
+    return [OwnedSlice(i, *tensors.owned(i, r), r) for i in range(len(tensors.sizes)) for r in tensors.owners(i)]
 
 
-def deal_out(sizes: Sequence[int], replicas: int) -> list[Piece]:
+def assign_owners(sizes: Sequence[int], replicas: int) -> list[OwnedSlice]:
     """Tensors that are sent whole, cut so that every replica owns as many entries (but the last); in order."""
     share = max(1, -(-sum(sizes) // (replicas * _ALIGNED)) * _ALIGNED)
     pieces, before = [], 0
@@ -37,7 +37,7 @@ def deal_out(sizes: Sequence[int], replicas: int) -> list[Piece]:
         while start < size:
             owner = (before + start) // share
             end = min(size, (owner + 1) * share - before)
-            pieces.append(Piece(tensor, start, end, owner))
+            pieces.append(OwnedSlice(tensor, start, end, owner))
             start = end
         before += size
     return pieces
@@ -52,13 +52,13 @@ class Ownership:
     """
 
     tensors: BlockLayout
-    sparse: tuple[Piece, ...]
-    whole: tuple[Piece, ...]
+    sparse: tuple[OwnedSlice, ...]
+    whole: tuple[OwnedSlice, ...]
 
     @staticmethod
     def of(tensors: BlockLayout, whole_sizes: Sequence[int]) -> "Ownership":
-        whole = deal_out(whole_sizes, tensors.replicas)
-        return Ownership(tensors, tuple(cut_into_runs(tensors)), tuple(whole))
+        whole = assign_owners(whole_sizes, tensors.replicas)
+        return Ownership(tensors, tuple(slice_by_owner(tensors)), tuple(whole))
 
     @cached_property
     def layout(self) -> BlockLayout:
@@ -67,7 +67,7 @@ class Ownership:
         return BlockLayout(sizes, self.tensors.block_size, self.tensors.replicas)
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[OwnedSlice, ...]:
         return self.sparse + self.whole
 
     @cached_property

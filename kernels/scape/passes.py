@@ -2,7 +2,8 @@
 
 A step is bound, then its parts are packed, their payload is averaged, `squares` is asked for, and `update` called. Part
 by part, so that one can be exchanged while the next is packed. Three things vary and are objects of their own: who
-updates (`updaters`), where the payload lies (`step.InBuffer`, `step.InPlace`), where state lies (`common.storage`).
+updates (`updaters`), the storage of the payload (`step.BufferedPayload`, `step.InPlacePayload`) and of the state
+(`common.storage`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,21 +15,21 @@ from torch import Tensor
 
 from kernels.common.storage import Storage
 from kernels.scape.blocks import Mask
-from kernels.scape.step import InBuffer, InPlace, Part, Plan, Step
-from kernels.scape.updaters import Owner, Replicated
+from kernels.scape.step import BufferedPayload, InPlacePayload, PassInputs, PayloadChunk, PayloadPlan
+from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness, VisitRates
 
 
 class Updates(Protocol):
     """How a backend computes what depends on who updates."""
 
-    def pack(self, part: Part) -> None:
+    def pack(self, part: PayloadChunk) -> None:
         """See `ScapePasses.pack`."""
 
-    def squares(self, part: Part) -> list[Tensor]:
+    def squares(self, part: PayloadChunk) -> list[Tensor]:
         """Sums of squares of stretches of the tensors, FP32 (any number,), in an order that no cut changes."""
 
-    def update(self, part: Part) -> None:
+    def update(self, part: PayloadChunk) -> None:
         """See `ScapePasses.update`."""
 
     def write(self, own_only: bool) -> None:
@@ -56,8 +57,8 @@ class ScapePasses:
 
     def __init__(
         self,
-        updater: Replicated | Owner,
-        plan: Plan,
+        updater: ReplicatedUpdate | ShardedUpdate,
+        plan: PayloadPlan,
         device: torch.device,
         offload: Sequence[str] = (),
         staleness: Staleness | None = None,
@@ -67,18 +68,18 @@ class ScapePasses:
         self.selection, self.density = plan.selection, plan.density
         self.first_run, self.runs = (0, self.layout.replicas) if plan.replica is None else (plan.replica, 1)
         self._counts_at: tuple[float, list[int]] = (0.0, [])
-        self._buffer: InBuffer | None = None
+        self._buffer: BufferedPayload | None = None
         if self.density < 1.0:
             self._buffer = updater.in_buffer(self.payload_counts(self.density), plan)
         self.entries = self._buffer.entries if self._buffer else 0
         self.storage = Storage(updater.rooms(), offload, device)
-        sizes = self.entries, self.entries if updater.takes_moment else 0, self.entries if plan.carries else 0
+        sizes = self.entries, self.entries if updater.takes_moment else 0, self.entries if plan.keeps_wire_error else 0
         self.payload, self.moment_on_mask, self.wire_residual = (
             torch.zeros(n, dtype=torch.float32, device=device) for n in sizes
         )
         self.visits = None if staleness is None else VisitRates(updater.tensors.sizes, staleness.columns, device)
         self.most_stale, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
-        self.lies: InBuffer | InPlace = InPlace.of([])
+        self.payload_layout: BufferedPayload | InPlacePayload = InPlacePayload.of([])
         self.updates: Updates  # from who makes the passes
 
     # --------------------------------------------------------------------------------- what lies where
@@ -101,12 +102,12 @@ class ScapePasses:
 
     @property
     def compact(self) -> bool:
-        return self.lies.compact
+        return self.payload_layout.compact
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PayloadChunk, ...]:
         """What the bound step goes by."""
-        return self.lies.parts
+        return self.payload_layout.parts
 
     def payload_counts(self, density: float) -> list[int]:
         """Entries of each tensor in the payload at this density."""
@@ -118,7 +119,7 @@ class ScapePasses:
     def at_target(self, mask: Mask) -> bool:
         """Whether a payload on this mask goes in the buffer: it has the buffer's shape, and may be coded, as one on a
         mask of all ones may not."""
-        if self.plan.carries and mask.dense:
+        if self.plan.keeps_wire_error and mask.dense:
             return False
         return self._buffer is not None and (
             mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
@@ -130,20 +131,20 @@ class ScapePasses:
         start = self._buffer.positions[tensor]
         return self.wire_residual[start : start + self.payload_counts(self.density)[tensor]]
 
-    def keep_wire_residual(self, part: Part, lost: Tensor) -> None:
+    def keep_wire_residual(self, part: PayloadChunk, wire_error: Tensor) -> None:
         """Takes what rounding lost, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
         own = self.wire_residual[part.start : part.stop]
-        torch.where(self.step.applied, lost, own, out=own)
+        torch.where(self.step.applied, wire_error, own, out=own)
 
     # --------------------------------------------------------------------------------------- the passes
 
-    def bind(self, step: Step) -> None:
+    def bind(self, step: PassInputs) -> None:
         """Takes the step that follows; `release` lets go of its tensors."""
         self.step = step
         self.gradients = step.gradients
         self.counts = self.payload_counts(step.in_use.density)
         buffered = self._buffer is not None and self.at_target(step.in_use)
-        self.lies = self._buffer if self._buffer is not None and buffered else InPlace.of(self.counts)
+        self.payload_layout = self._buffer if self._buffer is not None and buffered else InPlacePayload.of(self.counts)
         # Whether rounding lost something in the step before, on its mask.
         self.carrying = self.wire_residual.numel() > 0 and self.at_target(step.previous)
         # Newly entered entries then count as zeros in the selection.
@@ -154,7 +155,7 @@ class ScapePasses:
         """Lets go of the step's tensors: a gradient that was kept would be there twice in the next backward pass."""
         del self.step, self.gradients
 
-    def pack(self, part: Part) -> None:
+    def pack(self, part: PayloadChunk) -> None:
         """mt into payload and residual, and the selection in this rank's run of the next mask; parts in their order."""
         for some in self._walk(part, "pack"):
             self.updates.pack(some)
@@ -166,9 +167,9 @@ class ScapePasses:
         """
         raise NotImplementedError
 
-    def told(self, received: Tensor, density: float) -> Tensor:
+    def received_selections(self, received: Tensor, density: float) -> Tensor:
         """What all runs tell of their selections, one behind the other: a copy where zeros come after each."""
-        used = self.layout.told_bytes(density, self.selection)
+        used = self.layout.selection_bytes(density, self.selection)
         runs = received.view(self.layout.replicas, -1)
         return received if runs.shape[1] == used else runs[:, :used].reshape(-1)
 
@@ -176,14 +177,14 @@ class ScapePasses:
         """The payload that is in place, for an exchange in chunks."""
         raise NotImplementedError
 
-    def squares(self, part: Part) -> Tensor:
+    def squares(self, part: PayloadChunk) -> Tensor:
         """FP64 (): sum of squares of the synchronised gradient, from the averaged payload. Call it once a part."""
         # One sum over all, so that it does not depend on how many tensors are at hand at a time.
         sums = [partial for some in self._walk(part, "squares") for partial in self.updates.squares(some)]
         none = torch.zeros(1, dtype=torch.float32, device=self.device)
         return torch.cat([none, *sums]).sum(dtype=torch.float64)
 
-    def update(self, part: Part) -> None:
+    def update(self, part: PayloadChunk) -> None:
         """The AdamS step on A, weight decay everywhere, after `squares`. An owner's new values replace the payload."""
         if part.first == 0:
             self.updater.begin_update(self.step)
@@ -217,7 +218,7 @@ class ScapePasses:
         self.visits.learn(self.step.applied)
         return self.visits
 
-    def _walk(self, part: Part, name: str) -> Iterator[Part]:
+    def _walk(self, part: PayloadChunk, name: str) -> Iterator[PayloadChunk]:
         """The part's tensors, those at a time whose offloaded state is on the device."""
         # With a payload buffer the norm needs no state.
         kinds = () if name == "squares" and self.compact else self.updater.touched[name]

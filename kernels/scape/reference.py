@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.gating import decay_, gated, known_false
-from kernels.scape.visits import LEAST_RATE
+from kernels.scape.visits import MIN_VISIT_RATE
 
 # --------------------------------------------------------------------------------------------- mask codec
 
@@ -226,7 +226,7 @@ def staleness(
     rows, columns = relative
     width = max(1, columns.numel())
     often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
-    return (mean / often.clamp(min=LEAST_RATE)).clamp(1.0, max_staleness)
+    return (mean / often.clamp(min=MIN_VISIT_RATE)).clamp(1.0, max_staleness)
 
 
 def scaled(step: Tensor, moment: Tensor, fresh: Tensor, factor: Tensor, keeps: float) -> tuple[Tensor, Tensor]:

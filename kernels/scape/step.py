@@ -12,7 +12,7 @@ from kernels.scape.blocks import Mask
 
 
 @dataclass(frozen=True)
-class Step:
+class PassInputs:
     """Tensors of a step, in the order of the passes' `sizes`, and its scalars.
 
     parameters: local shards, any floating-point dtype; written by `update`. With a master, copies of it.
@@ -43,7 +43,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Part:
+class PayloadChunk:
     """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs.
 
     padding: what of the stretch is no tensor's, (start, stop) each.
@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PayloadPlan:
     """What is selected, and how the payload goes.
 
     selection: "block" or "tensor".
@@ -77,13 +77,13 @@ class Plan:
     density: float
     replica: int | None
     chunk_entries: int = 0
-    granularity: int = 1
-    unit: int = 1
-    carries: bool = False
+    chunk_multiple: int = 1
+    size_multiple: int = 1
+    keeps_wire_error: bool = False
 
 
 @dataclass(frozen=True)
-class InBuffer:
+class BufferedPayload:
     """The payload lies in a buffer of its own: at the target density, part by part, so that one part can be exchanged
     while the next is packed.
 
@@ -91,7 +91,7 @@ class InBuffer:
     """
 
     compact: ClassVar[bool] = True
-    parts: tuple[Part, ...]
+    parts: tuple[PayloadChunk, ...]
     positions: Sequence[int]
 
     @property
@@ -99,10 +99,10 @@ class InBuffer:
         return self.parts[-1].stop
 
     @staticmethod
-    def of(counts: Sequence[int], sparsified: int, plan: Plan) -> "InBuffer":
+    def of(counts: Sequence[int], sparsified: int, plan: PayloadPlan) -> "BufferedPayload":
         """Of tensors with so many entries each, `sparsified` ones first: one behind the other, none cut."""
         chunks = max(1, round(sum(counts) / plan.chunk_entries)) if plan.chunk_entries else 1
-        parts: list[Part] = []
+        parts: list[PayloadChunk] = []
         positions: list[int] = []
         padding: list[tuple[int, int]] = []
         first = start = stop = taken = 0
@@ -115,28 +115,28 @@ class InBuffer:
 
         for i, count in enumerate(counts):
             if i == sparsified:
-                stop = pad(plan.unit)
+                stop = pad(plan.size_multiple)
             positions.append(stop)
             stop += count
             taken += count
             # A part ends where its share of the whole is reached.
             if i + 1 == len(counts) or taken * chunks >= sum(counts) * (len(parts) + 1):
-                stop = pad(plan.granularity)
-                parts.append(Part(first, i + 1, start, stop, tuple(padding)))
+                stop = pad(plan.chunk_multiple)
+                parts.append(PayloadChunk(first, i + 1, start, stop, tuple(padding)))
                 first, start = i + 1, stop
                 padding.clear()
-        return InBuffer(tuple(parts), positions)
+        return BufferedPayload(tuple(parts), positions)
 
 
 @dataclass(frozen=True)
-class InPlace:
+class InPlacePayload:
     """The payload of a denser mask lies in the gradients' own storage, all of it one part: nothing of the model's size
     is ever allocated. Last step's moment on it lies in the state."""
 
     compact: ClassVar[bool] = False
-    parts: tuple[Part, ...]
+    parts: tuple[PayloadChunk, ...]
     positions: Sequence[int]
 
     @staticmethod
-    def of(counts: Sequence[int]) -> "InPlace":
-        return InPlace((Part(0, len(counts), 0, 0),), [0, *accumulate(counts)][:-1])
+    def of(counts: Sequence[int]) -> "InPlacePayload":
+        return InPlacePayload((PayloadChunk(0, len(counts), 0, 0),), [0, *accumulate(counts)][:-1])

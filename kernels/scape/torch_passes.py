@@ -10,7 +10,7 @@ from kernels.scape import reference
 from kernels.scape.blocks import Mask, entries_per_block, offset_bytes
 from kernels.scape.mask_code import decode_offsets, encode_offsets
 from kernels.scape.passes import ScapePasses
-from kernels.scape.step import Step
+from kernels.scape.step import PassInputs
 
 # Blocks that are selected or coded at a time; bounds the temporaries.
 _ROWS = 4096
@@ -20,7 +20,7 @@ class TorchPasses(ScapePasses):
     """`ScapePasses` on `kernels.scape.reference`. What is public besides is for `torch_updates`,
     which makes them."""
 
-    def bind(self, step: Step) -> None:
+    def bind(self, step: PassInputs) -> None:
         super().bind(step)
         self.gradients = [g.float() for g in step.gradients]
         # Positions are kept where they are few; while the mask is nearly dense they are made again.
@@ -37,7 +37,7 @@ class TorchPasses(ScapePasses):
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """The stretch of each tensor in a buffer of the payload's shape."""
-        return [buffer[start : start + n] for start, n in zip(self.lies.positions, self.counts, strict=True)]
+        return [buffer[start : start + n] for start, n in zip(self.payload_layout.positions, self.counts, strict=True)]
 
     def carry(self, tensor: int) -> None:
         """What rounding lost of the last payload enters the gradient."""
@@ -50,12 +50,15 @@ class TorchPasses(ScapePasses):
     def selected(self) -> Tensor | None:
         if not self._chosen:
             return None
-        told, layout, density = self._chosen, self.layout, self.step.next_density
+        received_selections, layout, density = self._chosen, self.layout, self.step.next_density
         if layout.sends_offsets(density, self.selection):
             size = layout.block_size
-            told = [torch.cat([encode_offsets(rows.long(), size) for rows in run.split(_ROWS)]) for run in told]
+            received_selections = [
+                torch.cat([encode_offsets(rows.long(), size) for rows in run.split(_ROWS)])
+                for run in received_selections
+            ]
         room = layout.wire_bytes(density, self.selection)
-        return torch.cat([pad(run, (0, room - run.numel())) for run in told])
+        return torch.cat([pad(run, (0, room - run.numel())) for run in received_selections])
 
     def pieces(self) -> list[Tensor]:
         return list(self.payloads)
@@ -123,7 +126,7 @@ class TorchPasses(ScapePasses):
         return torch.where(spent, 0.0, moment)
 
     def _decode(self, received: Tensor, density: float) -> Tensor:
-        layout, received = self.layout, self.told(received, density)
+        layout, received = self.layout, self.received_selections(received, density)
         if not layout.sends_offsets(density, self.selection):
             return received
         bits = torch.zeros(layout.mask_bytes(), dtype=torch.uint8, device=self.device)

@@ -8,16 +8,18 @@ from torch import Tensor
 from kernels.common.flat import Flat
 from kernels.common.gating import decay_, known_false
 from kernels.scape import reference, reference_owner
-from kernels.scape.step import Part, Plan
+from kernels.scape.step import PayloadChunk, PayloadPlan
 from kernels.scape.torch_passes import TorchPasses
-from kernels.scape.updaters import Owner, Replicated
+from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import VisitRates
 
 
-def torch_passes(updater: Replicated | Owner, plan: Plan, device: torch.device, **options: Any) -> TorchPasses:
+def torch_passes(
+    updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
+) -> TorchPasses:
     """The passes of a step in PyTorch; arguments are those of `ScapePasses`."""
     passes = TorchPasses(updater, plan, device, **options)
-    passes.updates = TorchOwner(passes, updater) if isinstance(updater, Owner) else TorchReplicated(passes)
+    passes.updates = TorchOwner(passes, updater) if isinstance(updater, ShardedUpdate) else TorchReplicated(passes)
     return passes
 
 
@@ -27,7 +29,7 @@ class TorchReplicated:
     def __init__(self, passes: TorchPasses) -> None:
         self._passes = passes
 
-    def pack(self, part: Part) -> None:
+    def pack(self, part: PayloadChunk) -> None:
         p = self._passes
         taken = p.split(p.moment_on_mask) if p.compact else None
         for i in range(part.first, part.end):
@@ -39,7 +41,7 @@ class TorchReplicated:
             into = None if taken is None else taken[i]
             reference.pack_(gradient, state, p.indices(i), held, p.payloads[i], into, p.step.applied)
 
-    def squares(self, part: Part) -> list[Tensor]:
+    def squares(self, part: PayloadChunk) -> list[Tensor]:
         p, sums = self._passes, []
         for i in range(part.first, part.end):
             payload = p.payloads[i]
@@ -48,7 +50,7 @@ class TorchReplicated:
                 sums.append(payload.square().sum().view(1))
         return sums
 
-    def update(self, part: Part) -> None:
+    def update(self, part: PayloadChunk) -> None:
         p, step = self._passes, self._passes.step
         for i in range(part.first, part.end):
             rates, parameter = step.rates[i], self._written(i)
@@ -95,7 +97,7 @@ class TorchReplicated:
         """On A: beside the payload, or in the state."""
         p = self._passes
         if p.compact:
-            start = p.lies.positions[tensor]
+            start = p.payload_layout.positions[tensor]
             return p.moment_on_mask[start : start + p.counts[tensor]]
         state, indices = p.states[tensor], p.indices(tensor)
         return state if indices is None else state.index_select(0, indices)
@@ -104,10 +106,10 @@ class TorchReplicated:
 class TorchOwner:
     """Each entry's owner updates it for all."""
 
-    def __init__(self, passes: TorchPasses, owner: Owner) -> None:
+    def __init__(self, passes: TorchPasses, owner: ShardedUpdate) -> None:
         self._passes, self._owner = passes, owner
 
-    def pack(self, part: Part) -> None:
+    def pack(self, part: PayloadChunk) -> None:
         p, owner, step = self._passes, self._owner, self._passes.step
         for i in range(part.first, part.end):
             gradient, rates = p.gradients[i], step.rates[i]
@@ -127,7 +129,7 @@ class TorchOwner:
             reference.pack_(gradient, state, p.indices(i), held, p.payloads[i], None, step.applied)
             reference_owner.keep_common_(common, held, p.bits(step.in_use, i), rates.beta1, step.applied)
 
-    def squares(self, part: Part) -> list[Tensor]:
+    def squares(self, part: PayloadChunk) -> list[Tensor]:
         p, sums = self._passes, []
         for i in self._owner.own:
             payload, (_, released) = p.payloads[i], self._last_of(i)
@@ -136,7 +138,7 @@ class TorchOwner:
                 sums.append(payload.square().sum().view(1))
         return sums
 
-    def update(self, part: Part) -> None:
+    def update(self, part: PayloadChunk) -> None:
         p, owner, step = self._passes, self._owner, self._passes.step
         if known_false(step.applied):
             return

@@ -67,7 +67,7 @@ def pack_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     SKIP_NEW: tl.constexpr,
@@ -85,13 +85,13 @@ def pack_kernel(
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     held = mask_bytes(previous, block, left, sparse & (previous_masked != 0), ROWS, BYTES, BLOCK)
-    gradients = pointer(table, tensor, GRADIENT, DTYPE, EASY) + first
-    states = pointer(table, tensor, STATE, tl.float32, EASY) + first
+    gradients = pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first
+    states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, GRADIENT_RATE)
     gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
     state = tl.load(states + local, mask=inside, other=0.0)
@@ -126,7 +126,7 @@ def pack_kernel(
     if not COMPACT:
         tl.store(gradients + local, moment.to(DTYPE), mask=inside)
     if HAS_COMMON:
-        commons = pointer(table, tensor, COMMON, tl.float32, EASY) + first
+        commons = pointer(table, tensor, COMMON, tl.float32, ALIGNED_TILE) + first
         common = tl.load(commons + local, mask=inside, other=0.0)
         carried = tl.where(was_held, common * beta1, common)
         tl.store(commons + local, tl.where(spread(used), common, carried), mask=inside)
@@ -177,7 +177,7 @@ def carry_kernel(
 
 
 @triton.jit
-def squares_kernel(tiles, rates, payload, last, partial, TILE: tl.constexpr, EASY: tl.constexpr):
+def squares_kernel(tiles, rates, payload, last, partial, TILE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
     """partial[i] = sum over a stretch of the compact payload of gh^2, gh = (b - beta1*q) / (1 - beta1).
 
     Tiles, int64: tensor, position in the payload, entries. EASY: all have TILE entries from a multiple of 4 on.
@@ -186,7 +186,7 @@ def squares_kernel(tiles, rates, payload, last, partial, TILE: tl.constexpr, EAS
     tensor = tl.load(at)
     position = tl.load(at + 1)
     lanes = tl.arange(0, TILE)
-    if EASY:
+    if ALIGNED_TILE:
         position = tl.multiple_of(position, 4)
         inside = lanes >= 0
     else:
@@ -234,7 +234,7 @@ def mean_of_tensor(table, tensor, fresh_counts, max_staleness):
 
 
 @triton.jit
-def staleness(table, tensor, relative, mean, max_staleness, first, local, here, LEAST: tl.constexpr):
+def staleness(table, tensor, relative, mean, max_staleness, first, local, here, MIN_VISIT_RATE: tl.constexpr):
     """By how often the mask visits an entry's row and column, from the tensor's mean; `here` says which are wanted.
 
     first: the tile's first entry in the tensor, int64 (); local: numbers of entries behind it.
@@ -246,7 +246,7 @@ def staleness(table, tensor, relative, mean, max_staleness, first, local, here, 
     rows = relative + cell(table, tensor, VISITED_ROWS) + first // columns
     often = tl.load(rows + row, mask=here, other=1.0)
     often = often * tl.load(relative + cell(table, tensor, VISITED_COLUMNS) + column, mask=here, other=1.0)
-    return tl.minimum(tl.maximum(mean / tl.maximum(often, LEAST), 1.0), max_staleness)
+    return tl.minimum(tl.maximum(mean / tl.maximum(often, MIN_VISIT_RATE), 1.0), max_staleness)
 
 
 @triton.jit
@@ -261,14 +261,14 @@ def scaled(
     max_staleness,
     first,
     local,
-    KEEPS: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOMENT_SHARE: tl.constexpr,
+    MIN_VISIT_RATE: tl.constexpr,
 ):
     """Step and moment, where `newly` scaled by the staleness and cut to the share that is kept."""
-    factor = staleness(table, tensor, relative, mean_staleness, max_staleness, first, local, newly, LEAST)
+    factor = staleness(table, tensor, relative, mean_staleness, max_staleness, first, local, newly, MIN_VISIT_RATE)
     step = tl.where(newly, step * factor, step)
-    if KEEPS < 1:
-        moment = tl.where(newly, moment * KEEPS, moment)
+    if MOMENT_SHARE < 1:
+        moment = tl.where(newly, moment * MOMENT_SHARE, moment)
     return step, moment
 
 
@@ -292,13 +292,13 @@ def update_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     WRITES: tl.constexpr,
     SCALED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOMENT_SHARE: tl.constexpr,
+    MIN_VISIT_RATE: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
@@ -311,9 +311,9 @@ def update_kernel(
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     if WRITES:
-        parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+        parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
         parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         decayed = parameter - parameter * rate(rates, tensor, DECAY)
 
@@ -321,7 +321,7 @@ def update_kernel(
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     held = mask_bytes(previous, block, left, sparse & (previous_masked != 0) & SCALED, ROWS, BYTES, BLOCK)
-    states = pointer(table, tensor, STATE, tl.float32, EASY) + first
+    states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, ONE_MINUS_BETA1)
     beta2, square_rate = rate(rates, tensor, BETA2), rate(rates, tensor, ONE_MINUS_BETA2)
     eps, lr, factor = rate(rates, tensor, EPS), rate(rates, tensor, LR), tl.load(clip)
@@ -351,7 +351,18 @@ def update_kernel(
             if SCALED:
                 newly = some & ((held & (bits & -bits)) == 0)
                 step, moment = scaled(
-                    step, moment, newly, table, tensor, relative, mean_staleness, max_staleness, first, at, KEEPS, LEAST
+                    step,
+                    moment,
+                    newly,
+                    table,
+                    tensor,
+                    relative,
+                    mean_staleness,
+                    max_staleness,
+                    first,
+                    at,
+                    MOMENT_SHARE,
+                    MIN_VISIT_RATE,
                 )
             if WRITES:
                 value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
@@ -360,7 +371,7 @@ def update_kernel(
             bits = bits & (bits - 1)
             at_payload += 1
     else:
-        means = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
+        means = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
         mean = tl.load(means + local, mask=inside, other=0.0)
         state = tl.load(states + local, mask=inside, other=0.0)
         gh = (mean - state * beta1) * to_gradient
@@ -371,7 +382,18 @@ def update_kernel(
         if SCALED:
             newly = changed & ~spread(held)
             step, moment = scaled(
-                step, moment, newly, table, tensor, relative, mean_staleness, max_staleness, first, local, KEEPS, LEAST
+                step,
+                moment,
+                newly,
+                table,
+                tensor,
+                relative,
+                mean_staleness,
+                max_staleness,
+                first,
+                local,
+                MOMENT_SHARE,
+                MIN_VISIT_RATE,
             )
         if WRITES:
             value = decayed - tl.where(changed, step * lr, 0.0)

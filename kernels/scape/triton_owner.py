@@ -116,14 +116,14 @@ def owned_update_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     CHANGES: tl.constexpr,
     SCALED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOMENT_SHARE: tl.constexpr,
+    MIN_VISIT_RATE: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """New moments into the common buffer, and new values over gh. SCALED and KEEPS as in `update_kernel`.
@@ -134,12 +134,12 @@ def owned_update_kernel(
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     held = mask_bytes(previous, block, left, sparse & (previous_masked != 0), ROWS, BYTES, BLOCK)
-    commons = pointer(table, tensor, COMMON, tl.float32, EASY) + first
+    commons = pointer(table, tensor, COMMON, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, ONE_MINUS_BETA1)
     beta2, square_rate = rate(rates, tensor, BETA2), rate(rates, tensor, ONE_MINUS_BETA2)
     eps, lr, factor = rate(rates, tensor, EPS), rate(rates, tensor, LR), tl.load(clip)
@@ -149,14 +149,14 @@ def owned_update_kernel(
     whole_first = first + cell(table, tensor, START)
     mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
     if HAS_MASTER:
-        parameters = pointer(table, tensor, MASTER, tl.float32, EASY) + first
+        parameters = pointer(table, tensor, MASTER, tl.float32, ALIGNED_TILE) + first
         if COMPACT:
             master = tl.load(parameters + local, mask=inside, other=0.0)
             tl.store(parameters + local, master - master * decay, mask=inside)
             tl.debug_barrier()  # the entries of the mask are changed below, by other threads
     else:
-        parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
-    copies = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+        parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
+    copies = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     if COMPACT:
         base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
         payload += base
@@ -185,8 +185,8 @@ def owned_update_kernel(
                     max_staleness,
                     whole_first,
                     at,
-                    KEEPS,
-                    LEAST,
+                    MOMENT_SHARE,
+                    MIN_VISIT_RATE,
                 )
             value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
             if not HAS_MASTER:
@@ -203,7 +203,7 @@ def owned_update_kernel(
             bits = bits & (bits - 1)
             position += 1
     else:
-        gradients = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
+        gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
         gh = tl.load(gradients + local, mask=inside, other=0.0)
         common = tl.load(commons + local, mask=inside, other=0.0)
         was_held, changed = spread(held), spread(used)
@@ -223,8 +223,8 @@ def owned_update_kernel(
                 max_staleness,
                 whole_first,
                 local,
-                KEEPS,
-                LEAST,
+                MOMENT_SHARE,
+                MIN_VISIT_RATE,
             )
         value = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         value = value - value * decay
@@ -253,7 +253,7 @@ def write_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPACT: tl.constexpr,
     DECAYS: tl.constexpr,
@@ -266,11 +266,11 @@ def write_kernel(
     if tl.load(applied) == 0:
         return
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
-    parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     changed, decay = spread(used), rate(rates, tensor, DECAY)
     if DECAYS:
         parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
@@ -293,7 +293,7 @@ def write_kernel(
             bits = bits & (bits - 1)
             position += 1
     else:
-        gradients = pointer(table, tensor, GRADIENT, tl.float32, EASY) + first
+        gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
         value = tl.load(gradients + local, mask=inside & changed, other=0.0)
         if CHANGES:
             copy = tl.load(parameters + local, mask=inside & changed, other=0.0).to(tl.float32)

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.common import launching
-from kernels.common.launching import Range, Table, Tiles, Writable, aligned, as_flag
+from kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, aligned, as_flag
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense.triton_passes import DTYPES, rates_row
 from kernels.scape import triton_kernels, triton_masks
 from kernels.scape.blocks import entries_per_block, offset_code
 from kernels.scape.passes import ScapePasses, Updates
-from kernels.scape.step import Part, Plan, Step
-from kernels.scape.updaters import Owner, Replicated
+from kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
+from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
 # Entries of a tile and for each of its warps. Many entries a thread spread a program's fixed cost, which pays where
 # only the mask's entries are worked on, and spills where all are. Selection wants a block in few warps: they agree
@@ -46,16 +46,18 @@ class TritonPasses(ScapePasses):
 
     updates: TritonUpdates
 
-    def __init__(self, updater: Replicated | Owner, plan: Plan, device: torch.device, **options: Any) -> None:
+    def __init__(
+        self, updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
+    ) -> None:
         assert plan.selection == "block"  # the paper's runs in PyTorch
         super().__init__(updater, plan, device, **options)
         count, size = len(self.sizes), self.layout.block_size
-        self._table = Table(count, WIDTH.value, torch.int64, device)
-        self._rates = Table(count, RATES.value, torch.float32, device)
-        self._betas = Table(count, 2, torch.float64, device)
-        self.stream = Tiles(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
-        self._wide = Tiles(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
-        self._choose = Tiles(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
+        self._table = DeviceTable(count, WIDTH.value, torch.int64, device)
+        self._rates = DeviceTable(count, RATES.value, torch.float32, device)
+        self._betas = DeviceTable(count, 2, torch.float64, device)
+        self.stream = TileSchedule(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
+        self._wide = TileSchedule(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
+        self._choose = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.tiles = self.stream
         self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
@@ -63,7 +65,7 @@ class TritonPasses(ScapePasses):
         self._own_block = self.first_run * self.layout.run_blocks
         self.all = tuple(self.stream.whole())
         self.own, self.others = self._split(self._own_block, self._own_block + self.runs * self.layout.run_blocks)
-        self._within: dict[tuple[Part, tuple[Range, ...]], tuple[Range, ...]] = {}
+        self._within: dict[tuple[PayloadChunk, tuple[Range, ...]], tuple[Range, ...]] = {}
 
     def _split(self, start: int, end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """The blocks [start, end) of the masks as ranges of tensors, and all others."""
@@ -79,7 +81,7 @@ class TritonPasses(ScapePasses):
             others += [(tensor, 0, a), (tensor, b, blocks)]
         return tuple(r for r in own if r[1] < r[2]), tuple(r for r in others if r[1] < r[2])
 
-    def within(self, part: Part, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    def within(self, part: PayloadChunk, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
         """Those of the ranges that are of the part's tensors."""
         if (part, ranges) not in self._within:
             self._within[part, ranges] = tuple(r for r in ranges if r[0] in part)
@@ -87,7 +89,7 @@ class TritonPasses(ScapePasses):
 
     # -------------------------------------------------------------------------------------- the passes
 
-    def bind(self, step: Step) -> None:
+    def bind(self, step: PassInputs) -> None:
         super().bind(step)
         if not self.compact or self.carrying:
             # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
@@ -106,7 +108,7 @@ class TritonPasses(ScapePasses):
                     self.states[i].data_ptr(),
                     self.sizes[i],
                     layout.first_block[i] if sparse else -1,
-                    self.lies.positions[i],
+                    self.payload_layout.positions[i],
                     k if sparse else layout.block_size,
                     *self.updates.columns(i),
                 )
@@ -140,7 +142,7 @@ class TritonPasses(ScapePasses):
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
         layout = self.layout
         offsets = received is not None and layout.sends_offsets(density, self.selection)
-        bits = self.told(received, density) if received is not None and not offsets else in_use
+        bits = self.received_selections(received, density) if received is not None and not offsets else in_use
         launching.launch(
             triton_masks.rotate_kernel,
             (-(-in_use.numel() // _FLAT),),
@@ -180,7 +182,13 @@ class TritonPasses(ScapePasses):
     # ---------------------------------------------------------------------------- for `triton_updates`
 
     def launch(
-        self, kernel: Any, tiles: Tiles, listed: Tensor, *rest: Any, payload: Tensor | None = None, **constants: Any
+        self,
+        kernel: Any,
+        tiles: TileSchedule,
+        listed: Tensor,
+        *rest: Any,
+        payload: Tensor | None = None,
+        **constants: Any,
     ) -> None:
         """Runs a kernel on a list of tiles. All that work on the masks begin with the same arguments."""
         in_use, previous = self.step.in_use, self.step.previous
@@ -226,7 +234,7 @@ class TritonPasses(ScapePasses):
                 k,
                 self._own_block,
                 as_flag(self.step.applied),
-                EASY=easy,
+                ALIGNED_TILE=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
                 SKIP_NEW=self.skips_new and form != "none",
@@ -235,7 +243,7 @@ class TritonPasses(ScapePasses):
                 HAS_COMMON=common,
             )
 
-    def carry(self, part: Part) -> None:
+    def carry(self, part: PayloadChunk) -> None:
         """What rounding lost of the last payload enters the gradients."""
         if not (self.compact and self.carrying):
             return
@@ -268,7 +276,7 @@ class TritonPasses(ScapePasses):
                 partial,
                 warps=4,
                 TILE=_FLAT,
-                EASY=easy,
+                ALIGNED_TILE=easy,
             )
             sums.append(partial)
         return sums
@@ -311,11 +319,11 @@ class TritonPasses(ScapePasses):
         )
         return wire
 
-    def tile_payload(self, part: Part) -> tuple[Tensor, Tensor]:
+    def tile_payload(self, part: PayloadChunk) -> tuple[Tensor, Tensor]:
         """Stretches of the payload within one tensor: those of _FLAT entries from a multiple of 4 on, and the rest."""
         whole, rest = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)]
         for i in range(part.first, part.end):
-            start = self.lies.positions[i]
+            start = self.payload_layout.positions[i]
             end = start + self.counts[i]
             first = min(-(-start // 4) * 4, end)
             last = first + (end - first) // _FLAT * _FLAT

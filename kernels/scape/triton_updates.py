@@ -8,17 +8,19 @@ from torch import Tensor
 from kernels.common.launching import Range, aligned, as_flag, to_device
 from kernels.dense.triton_passes import DTYPES
 from kernels.scape import triton_kernels, triton_owner
-from kernels.scape.step import Part, Plan
+from kernels.scape.step import PayloadChunk, PayloadPlan
 from kernels.scape.triton_passes import TritonPasses
 from kernels.scape.triton_visits import EnteringCount
-from kernels.scape.updaters import Owner, Replicated
-from kernels.scape.visits import LEAST_RATE, VisitRates
+from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from kernels.scape.visits import MIN_VISIT_RATE, VisitRates
 
 
-def triton_passes(updater: Replicated | Owner, plan: Plan, device: torch.device, **options: Any) -> TritonPasses:
+def triton_passes(
+    updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
+) -> TritonPasses:
     """The passes of a step on Triton kernels; arguments are those of `ScapePasses`."""
     passes = TritonPasses(updater, plan, device, **options)
-    passes.updates = TritonOwner(passes, updater) if isinstance(updater, Owner) else TritonReplicated(passes)
+    passes.updates = TritonOwner(passes, updater) if isinstance(updater, ShardedUpdate) else TritonReplicated(passes)
     return passes
 
 
@@ -59,12 +61,12 @@ class _TritonUpdates:
                 p.most_stale,
                 step.clip,
                 as_flag(step.applied),
-                EASY=easy,
+                ALIGNED_TILE=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=p.compact,
                 SCALED=p.stale is not None,
-                KEEPS=p.keeps,
-                LEAST=LEAST_RATE,
+                MOMENT_SHARE=p.keeps,
+                MIN_VISIT_RATE=MIN_VISIT_RATE,
                 CLIP_MOMENT=step.clip_moment,
                 **constants,
             )
@@ -75,7 +77,7 @@ class TritonReplicated(_TritonUpdates):
 
     def __init__(self, passes: TritonPasses) -> None:
         super().__init__(passes)
-        self._stretches: dict[Part, tuple[Tensor, Tensor]] = {}
+        self._stretches: dict[PayloadChunk, tuple[Tensor, Tensor]] = {}
 
     def columns(self, i: int) -> tuple[int, ...]:
         p = self._passes
@@ -87,13 +89,13 @@ class TritonReplicated(_TritonUpdates):
         columns = zip(p.writable.flat, p.states, p.states if p.compact else p.gradients, strict=True)
         return tuple((aligned(q, s, r), q.dtype) for q, s, r in columns)
 
-    def pack(self, part: Part) -> None:
+    def pack(self, part: PayloadChunk) -> None:
         p = self._passes
         p.carry(part)
         p.pack_blocks(p.within(part, p.own), select=True)
         p.pack_blocks(p.within(part, p.others))
 
-    def squares(self, part: Part) -> list[Tensor]:
+    def squares(self, part: PayloadChunk) -> list[Tensor]:
         p = self._passes
         if p.compact:
             if part not in self._stretches:
@@ -106,7 +108,7 @@ class TritonReplicated(_TritonUpdates):
             sums.append(partial)
         return sums
 
-    def update(self, part: Part) -> None:
+    def update(self, part: PayloadChunk) -> None:
         p = self._passes
         ranges, writes = p.within(part, p.all), p.updater.writes
         self._update(triton_kernels.update_kernel, ranges, p.moment_on_mask, p.fresh, WRITES=writes)
@@ -120,7 +122,7 @@ class TritonReplicated(_TritonUpdates):
 class TritonOwner(_TritonUpdates):
     """Each entry's owner updates it for all."""
 
-    def __init__(self, passes: TritonPasses, owner: Owner) -> None:
+    def __init__(self, passes: TritonPasses, owner: ShardedUpdate) -> None:
         super().__init__(passes)
         self._owner = owner
         sparse = owner.ownership.sparse
@@ -144,7 +146,7 @@ class TritonOwner(_TritonUpdates):
         master = p.masters[i].data_ptr() if owner.owns(i) and p.masters else 0
         return outside, *axes, piece.start, common, master
 
-    def pack(self, part: Part) -> None:
+    def pack(self, part: PayloadChunk) -> None:
         p = self._passes
         p.carry(part)
         self._pack_whole(range(max(part.first, p.sparsified), part.end))
@@ -168,7 +170,7 @@ class TritonOwner(_TritonUpdates):
             return
         torch._foreach_copy_([self._values(i) for i in tensors], torch._foreach_mul(gradients, rates))
 
-    def squares(self, part: Part) -> list[Tensor]:
+    def squares(self, part: PayloadChunk) -> list[Tensor]:
         p, sums = self._passes, []
         for listed, _, _ in p.tiles.lists(self._mine, p.any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=p.device)
@@ -176,7 +178,7 @@ class TritonOwner(_TritonUpdates):
             sums.append(partial)
         return sums
 
-    def update(self, part: Part) -> None:
+    def update(self, part: PayloadChunk) -> None:
         p, owner, fresh = self._passes, self._owner, self._passes.fresh
         if p.stale is not None:
             # Pieces were counted; staleness is that of the tensor.
@@ -201,7 +203,7 @@ class TritonOwner(_TritonUpdates):
                 listed,
                 as_flag(p.step.applied),
                 payload=owner.wire(p.payload),
-                EASY=easy,
+                ALIGNED_TILE=easy,
                 DTYPE=DTYPES[dtype],
                 COMPACT=p.compact,
                 DECAYS=owner.scales.numel() == 0,
@@ -220,4 +222,4 @@ class TritonOwner(_TritonUpdates):
         p = self._passes
         if not p.compact:
             return p.gradients[piece]
-        return p.payload[p.lies.positions[piece] :][: p.counts[piece]]
+        return p.payload[p.payload_layout.positions[piece] :][: p.counts[piece]]

@@ -11,18 +11,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.common.launching import Table, to_device
+from kernels.common.launching import DeviceTable, to_device
 from kernels.common.offload import in_dry_run
-from kernels.common.storage import Room
+from kernels.common.storage import StateAllocation
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.ownership import Ownership
-from kernels.scape.step import InBuffer, Part, Plan, Step
+from kernels.scape.step import BufferedPayload, PassInputs, PayloadChunk, PayloadPlan
 
 # A scale of weights that has become smaller is made larger, long before what it divides leaves the range of BF16.
 LEAST_SCALE = 2.0**-16
 
 
-class Replicated:
+class ReplicatedUpdate:
     """Every replica holds the moment and computes the same update for itself (SCAPE paper, Algorithm 1).
 
     Args:
@@ -50,26 +50,26 @@ class Replicated:
         self.sizes = (*layout.sizes, *whole_sizes)
         self.has_master, self.writes = has_master and writes, writes
 
-    def rooms(self) -> dict[str, Room]:
+    def rooms(self) -> dict[str, StateAllocation]:
         """Where state lies: padded to blocks, or to 16 bytes, so that all tensors are aligned."""
         whole = [-(-n // 4) * 4 for n in self.sizes[len(self.layout.sizes) :]]
         room = _room([*_padded(self.layout), *whole], self.sizes)
         return {"state": room, "master": room if self.has_master else ([], 0)}
 
-    def in_buffer(self, counts: Sequence[int], plan: Plan) -> InBuffer:
+    def in_buffer(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
         """Where the payload of the target density lies."""
-        return InBuffer.of(counts, len(self.layout.sizes), plan)
+        return BufferedPayload.of(counts, len(self.layout.sizes), plan)
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
         """Copies the parameters into the master, where there is one."""
         for master, parameter in zip(masters, parameters, strict=bool(masters)):
             master.copy_(parameter.reshape(-1))
 
-    def begin_update(self, step: Step) -> None:
+    def begin_update(self, step: PassInputs) -> None:
         """Before the passes of an update."""
 
 
-class Owner:
+class ShardedUpdate:
     """The owner of entries updates them and sends the new values to all (Algorithm 2 of the paper).
 
     The tensors of the passes are pieces, of one owner each. A replica's state is its own residual off A, zero on A;
@@ -86,7 +86,7 @@ class Owner:
         sends_changes: what travels is by how much the owner's FP32 values differ from the decayed copies that all
             replicas hold. So what a code loses of it is not lost: it is part of the next difference.
         scaled: the parameters bound are not the weights w but w / scales, in BF16, see `begin_update`.
-        writes: as of `Replicated`.
+        writes: as of `ReplicatedUpdate`.
 
     Attributes:
         own: numbers of the pieces that are this rank's.
@@ -118,11 +118,11 @@ class Owner:
         self.common = torch.zeros(ownership.share, dtype=torch.float32, device=device)
         count = len(ownership.pieces) if scaled else 0
         self.scales = torch.ones(count, dtype=torch.float64, device=device)
-        self._left_by_decay = Table(count, 1, torch.float64, device)
+        self._left_by_decay = DeviceTable(count, 1, torch.float64, device)
         self._least_scale = 1.0
         self._padding_at: Tensor | None = None
 
-    def rooms(self) -> dict[str, Room]:
+    def rooms(self) -> dict[str, StateAllocation]:
         state = _room([*_padded(self.layout), *(0 for _ in self.ownership.whole)], self.sizes)
         spans, end = [], 0
         for i, place in enumerate(self.ownership.places):
@@ -130,16 +130,16 @@ class Owner:
             spans.append((start, end))
         return {"state": state, "master": (spans, self.ownership.share) if self.has_master else ([], 0)}
 
-    def in_buffer(self, counts: Sequence[int], plan: Plan) -> InBuffer:
-        length, positions = self.ownership.rows(counts, plan.unit)
-        return InBuffer((Part(0, len(self.sizes), 0, self.layout.replicas * length),), positions)
+    def in_buffer(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
+        length, positions = self.ownership.rows(counts, plan.size_multiple)
+        return BufferedPayload((PayloadChunk(0, len(self.sizes), 0, self.layout.replicas * length),), positions)
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
         for i in self.own if masters else ():
             values = parameters[i].reshape(-1).float()
             masters[i].copy_(values * self.scales[i].float() if self.scales.numel() else values)
 
-    def begin_update(self, step: Step) -> None:
+    def begin_update(self, step: PassInputs) -> None:
         """Weight decay of the step, where parameters are scaled; unless it is not applied.
 
         A weight w off the mask changes by decay alone, w *= 1 - lr * wd, which is less than half a unit of BF16's last
@@ -218,7 +218,7 @@ def _padded(layout: BlockLayout) -> list[int]:
     return [blocks * layout.block_size for blocks in layout.blocks]
 
 
-def _room(rooms: Sequence[int], sizes: Sequence[int]) -> Room:
+def _room(rooms: Sequence[int], sizes: Sequence[int]) -> StateAllocation:
     """Tensors of these sizes in rooms of theirs, one behind the other."""
     starts = [0, *accumulate(rooms)]
     return [(a, a + min(n, room)) for a, n, room in zip(starts, sizes, rooms, strict=False)], starts[-1]

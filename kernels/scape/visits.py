@@ -16,7 +16,7 @@ from torch import Tensor
 # Of the means over steps: the last five count most.
 SMOOTHING = 0.8
 # No entry is taken to enter less often than this, against its tensor's mean.
-LEAST_RATE = 1e-3
+MIN_VISIT_RATE = 1e-3
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ and all sizes are known beforehand.
 
 import math
 
-from kernels.common.wire import ALIGNED, on_wire
+from kernels.common.wire import ALIGNED, padded_bytes
 from kernels.scape.blocks import entries_per_block, offset_bytes
 
 BLOCK = 1024
@@ -15,7 +15,7 @@ BITMAP = BLOCK // 8  # bytes of a block's bits
 
 def capacity(density: float, ranks: int) -> int:
     """Entries of a block that travel packed, where each of so many ranks chooses its own: whole 16 bytes of FP32."""
-    return min(BLOCK, on_wire(4 * ranks * entries_per_block(density, BLOCK)) // 4)
+    return min(BLOCK, padded_bytes(4 * ranks * entries_per_block(density, BLOCK)) // 4)
 
 
 def sends_offsets(density: float, ranks: int) -> bool:
@@ -28,7 +28,7 @@ def sends_offsets(density: float, ranks: int) -> bool:
 
 def index_bytes(density: float, blocks: int) -> int:
     """Own bytes of the offsets that are gathered."""
-    return on_wire(offset_bytes(blocks, entries_per_block(density, BLOCK), BLOCK))
+    return padded_bytes(offset_bytes(blocks, entries_per_block(density, BLOCK), BLOCK))
 
 
 def bitmap_bytes(blocks: int, ranks: int) -> int:

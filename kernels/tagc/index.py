@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.common.launching import to_device
-from kernels.common.wire import on_wire
+from kernels.common.wire import padded_bytes
 from kernels.scape.blocks import offset_bytes
 from kernels.scape.mask_code import decode_offsets, encode_offsets
 from kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, unpack_bits
@@ -15,7 +15,7 @@ from kernels.tagc.formats import BITMAP, BLOCK
 THRESHOLDS = (1e-20, 1e-15, 1e-10, 1e-8, *(m * 10.0**e for e in range(-7, 0) for m in (1.0, 2.0, 5.0)))
 
 
-def unite(maps: Tensor) -> Tensor:
+def union_of_bitmaps(maps: Tensor) -> Tensor:
     """uint8 (bytes,): what any row of uint8 (ranks, bytes) has set."""
     found = maps[0].clone()
     for one in maps[1:]:
@@ -46,13 +46,15 @@ def to_offsets(bits: Tensor, k: int) -> Tensor:
     """The code of bits with k set in every block, as on the wire; its length is `formats.index_bytes`."""
     blocks = bits.numel() // BITMAP
     coded = encode_offsets(mask_indices(bits, blocks * BLOCK, blocks * k).view(blocks, k) % BLOCK, BLOCK)
-    return pad(coded, (0, on_wire(coded.numel()) - coded.numel()))
+    return pad(coded, (0, padded_bytes(coded.numel()) - coded.numel()))
 
 
-def unite_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
+def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     """Bits that any of the codes, uint8 (ranks, bytes), has set."""
     told = coded[:, : offset_bytes(blocks, k, BLOCK)]
-    return unite(torch.stack([offsets_to_mask(decode_offsets(one, blocks, k, BLOCK), BLOCK) for one in told]))
+    return union_of_bitmaps(
+        torch.stack([offsets_to_mask(decode_offsets(one, blocks, k, BLOCK), BLOCK) for one in told])
+    )
 
 
 def select_above(x: Tensor, sparsity: float) -> Tensor:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from scripts.common import RESULTS, guarded, markdown, write
 from torchtitan_scape import train
-from torchtitan_scape.report.text import size_text
-from torchtitan_scape.sync import consistency
+from torchtitan_scape.core import consistency
+from torchtitan_scape.core.text import size_text
 
 OUTPUT = RESULTS / "consistency"
 WARM_UP, STEPS = 5, 25

@@ -101,8 +101,8 @@ def held(trainer: Any) -> dict[str, float]:
     """Of gradients without levels their shapes are taken, FP32: FSDP2 makes them in a backward pass."""
     import torch
 
+    from torchtitan_scape.core.parameters import local, stored
     from torchtitan_scape.sharding.base import flat_groups
-    from torchtitan_scape.sync.shards import local, stored
 
     optimizers, model = trainer.optimizers, trainer.model_parts[0]
     weights = [stored(p) for p in model.parameters()]
@@ -134,7 +134,7 @@ def kept_after_a_gather(flat: Any) -> list[Any]:
     import torch
 
     from torchtitan_scape.sharding.base import entries
-    from torchtitan_scape.sharding.messages import RowMessages
+    from torchtitan_scape.sharding.messages import RowCodec
 
     group = flat.modules[0]._get_fsdp_state()._fsdp_param_group
     gather, ranks = group._all_gather_comm, group._all_gather_process_group
@@ -142,7 +142,7 @@ def kept_after_a_gather(flat: Any) -> list[Any]:
         return []
     row, place = entries(flat.gathered), ranks.rank()
     output = torch.empty(ranks.size() * row, dtype=torch.bfloat16)
-    with patch.object(RowMessages, "encode", lambda *_: None):
+    with patch.object(RowCodec, "encode", lambda *_: None):
         gather(output_tensor=output, input_tensor=output[place * row :][:row], group=ranks)
     return [gather._kept.get()]
 

@@ -9,13 +9,13 @@ import argparse
 from pathlib import Path
 
 from scripts.common import RESULTS
-from torchtitan_scape.planner.payload import entries_of
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.scape.cost import kernel_bytes
+from torchtitan_scape.methods.topk.blocks import entries_of
+from torchtitan_scape.planner.volumes import PlannedRun
 
 MODELS = {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}
-METHODS = tuple(Method("scape", d, wire) for d, wire in ((0.1, "float32"), (0.05, "int4"), (0.01, "float32")))
+METHODS = tuple(PlannedRun("scape", d, wire) for d, wire in ((0.1, "float32"), (0.05, "int4"), (0.01, "float32")))
 REPLICAS = 8
 PASSES = ("finite", "pack", "squares", "update", "coding")
 

@@ -20,24 +20,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.common import RESULTS, markdown, parser, write
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.planner.payload import mask_bytes, payload_bytes
-from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
-from torchtitan_scape.planner.workloads import Shape, Workload, get_workload
-from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.workloads import Shape, Workload, get_workload
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.topk.blocks import mask_bytes, payload_bytes
+from torchtitan_scape.planner.volumes import PlannedRun, host_bytes, host_link_bytes, memory_bytes
 
 REPLICAS, DENSITY = 64, 0.01
 NOT_HERE = ("gradients", "working copy", "activations")
 
 
-def scape(**options: Any) -> Method:
-    return Method("scape", DENSITY, **options)
+def scape(**options: Any) -> PlannedRun:
+    return PlannedRun("scape", DENSITY, **options)
 
 
 NARROW: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights": "bfloat16"}
 FORMS = {
-    "dense AdamW": Method("adamw"),
-    "dense AdamS": Method("adams"),
+    "dense AdamW": PlannedRun("adamw"),
+    "dense AdamS": PlannedRun("adams"),
     "SCAPE replicated": scape(),
     "SCAPE replicated, offload state": scape(offload=("state",)),
     "SCAPE replicated, BF16 weights, offload master": scape(weights="bfloat16", offload=("master",)),
@@ -52,14 +52,14 @@ FORMS = {
 }
 
 
-def predicted(method: Method, workload: Workload) -> tuple[float, float]:
+def predicted(method: PlannedRun, workload: Workload) -> tuple[float, float]:
     """Bytes on the device and on the host."""
     kinds = memory_bytes(method, workload, 1, REPLICAS, 1)
     host = host_bytes(method, workload.shapes(), REPLICAS)
     return sum(v for k, v in kinds.items() if k not in NOT_HERE), sum(host.values())
 
 
-def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
+def measured(method: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     """Bytes on the device and on the host."""
     before = storages()
     model = nn.ParameterList(torch.zeros(shape) for shape in shapes)
@@ -93,7 +93,7 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
 
 def storages() -> dict[int, int]:
     """Bytes by address of all tensors' storage."""
-    gc.collect()
+    gc.stash_replica_gradients()
     found = {}
     for one in gc.get_objects():
         if type(one) in (torch.Tensor, nn.Parameter):

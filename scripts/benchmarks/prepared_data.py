@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, RESULTS, command_of, guarded, parser
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before the first import of torchtitan
 
@@ -35,7 +35,7 @@ from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare  # noqa: E402
 from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
 from torchtitan_scape.data.manifest import Manifest  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, Source, Work  # noqa: E402
+from torchtitan_scape.data.prepare_parts import Encoder, TextSource, Work  # noqa: E402
 
 DATASET = "standard_library"
 SEQUENCES = (256, 2048, 4096)
@@ -91,7 +91,7 @@ def _encoding(folder: Path) -> dict[str, float]:
     return {"bare_tokenizer": bare, "prepare_worker": worker, "worker_of_bare": worker / bare}
 
 
-def _worker(folder: Path, plan: Manifest, part: Any, source: Source, encoder: Encoder) -> float:
+def _worker(folder: Path, plan: Manifest, part: Any, source: TextSource, encoder: Encoder) -> float:
     """Tokens of text (without borders) per CPU second of the work on a part."""
     unfinished = folder / "unfinished"
     unfinished.mkdir(parents=True)

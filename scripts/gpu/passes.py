@@ -22,19 +22,19 @@ from torch import Tensor
 
 from kernels.scape import triton_passes as tiles
 from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import Step
+from kernels.scape.step import PassInputs
 from scripts.common import guarded, parser, write
 from scripts.gpu.plain import plain_step
 from scripts.gpu.timing import Clock, copy_bandwidth, device_for, free_running, of
 from topology.codecs import Codec
+from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
-from topology.lanes import Handle
 from torchtitan_scape import AdamS, Scape, ScapeOptions
-from torchtitan_scape.planner.payload import payload_bytes, payload_entries
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import WORKLOADS, Shape
-from torchtitan_scape.sync.shards import flat_gradient
+from torchtitan_scape.core.parameters import flat_gradient
+from torchtitan_scape.core.workloads import WORKLOADS, Shape
+from torchtitan_scape.methods.scape.cost import kernel_bytes
+from torchtitan_scape.methods.topk.blocks import payload_bytes, payload_entries
+from torchtitan_scape.planner.volumes import PlannedRun
 
 REPLICAS = 8
 SETTINGS = ((0.1, "float32"), (0.05, "int4"), (0.01, "float32"))
@@ -59,7 +59,7 @@ class FirstOfMany(DryRunCollectives):
         error.zero_()
         arrived = codec.encode(rows, error.view(self.replicas, -1))
         part = torch.empty_like(rows[0])
-        codec.add_up(arrived, part)
+        codec.decode_and_sum(arrived, part)
         part.div_(divisor)
         rounding = torch.empty_like(part)
         message = codec.encode(part.view(1, -1), rounding.view(1, -1))
@@ -69,7 +69,7 @@ class FirstOfMany(DryRunCollectives):
 
 
 def free(clock: Clock) -> None:
-    gc.collect()
+    gc.stash_replica_gradients()
     if clock.cuda:
         torch.cuda.empty_cache()
 
@@ -100,18 +100,18 @@ class Passes:
     """The passes of an optimizer's next step, one by one; each can be taken any number of times."""
 
     def __init__(self, optimizer: Scape) -> None:
-        optimizer.settle()
+        optimizer.finish_previous_step()
         self.optimizer, self.passes = optimizer, optimizer.passes
         self.gradients = [flat_gradient(shard) for shard in optimizer.ordered]
         applied = optimizer.guard.check(self.gradients)
-        self.step: Step = optimizer._begin(self.gradients, applied)
+        self.step: PassInputs = optimizer._begin(self.gradients, applied)
         self.passes.bind(self.step)
         own = pack_all(self.passes)
         assert own is not None
         self.received = own.repeat(REPLICAS)
         self.spare = self.step.in_use.bits.clone(), self.step.previous.bits.clone()
 
-    def times(self, clock: Clock, method: Method, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
+    def times(self, clock: Clock, method: PlannedRun, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
         """Figures by pass. carry and exchange: what a code adds to a step, the first as part of packing. select: what
         packing takes longer with it. entering, part of update: counts what enters each row and column of a mask."""
         p, least, found = self.passes, kernel_bytes(method, shapes, REPLICAS), {}
@@ -151,7 +151,7 @@ def _size(shape: Shape) -> int:
 
 def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, bandwidth: float) -> dict[str, Any]:
     """The passes, the whole step and the plain one, of one setting."""
-    method, entries = Method("scape", density, wire), sum(map(_size, shapes))
+    method, entries = PlannedRun("scape", density, wire), sum(map(_size, shapes))
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, density, wire)
     least = kernel_bytes(method, shapes, REPLICAS)

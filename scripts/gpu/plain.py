@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.scape.blocks import entries_per_block
 from kernels.scape.reference import unpack_bits
 from torchtitan_scape import Scape
-from torchtitan_scape.sync.shards import flat_gradient, stored
+from torchtitan_scape.core.parameters import flat_gradient, stored
 
 
 def plain_step(optimizer: Scape) -> Callable[[], None]:

@@ -99,7 +99,7 @@ def train(groups: ReplicaGroups, device: torch.device, options: dict[str, Any]) 
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator, device=device)
         optimizer.step()
-    optimizer.settle()
+    optimizer.finish_previous_step()
     return optimizer, [p.detach() for p in parameters]
 
 
@@ -141,7 +141,9 @@ def lanes_main(args: argparse.Namespace) -> None:
     )
     group = dist.new_group([0])
     rings = (Ring("node", 1, 0), Ring("network", 1, 0))
-    endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, rings=rings, lanes=((group, group), (group, group))))
+    endpoint = ProcessGroupCollectives(
+        ReplicaGroups(group, None, rings=rings, comm_streams=((group, group), (group, group)))
+    )
     code = block_code("triton" if on_gpu else "torch", "int4")
     found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": 1, "stages": {}}
     x = torch.randn(1 << 20, device=device)

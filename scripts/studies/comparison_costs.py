@@ -12,11 +12,11 @@ from scripts.studies.quality_costs import STUDY
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.budget import share
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import VOLUMES, Method
-from torchtitan_scape.planner.workloads import get_workload
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.methods.scape.budget import share
+from torchtitan_scape.planner.step import Assumptions, predict
+from torchtitan_scape.planner.volumes import VOLUMES, PlannedRun
 
 WORKLOAD, MODEL = "llama_1_8b", "Llama-1.8B"
 SEQUENCES, MICRO_BATCH = 16, 4  # of a rank, a step and at a time
@@ -45,7 +45,7 @@ def describe() -> str:
     )
 
 
-def planned(options: dict[str, Any]) -> Method:
+def planned(options: dict[str, Any]) -> PlannedRun:
     """What the planner knows of a stored cell's method; with overlap where it can be, which changes no loss."""
     kind = options["sync.method"]
     section = METHODS[kind].options
@@ -62,7 +62,7 @@ def shares(cell: dict[str, Any]) -> tuple[float, float]:
 
 
 @functools.cache
-def step_seconds(machine: str, method: Method, replicas: int) -> float:
+def step_seconds(machine: str, method: PlannedRun, replicas: int) -> float:
     """Of one of MACHINES with so many replicas, in the mean over the method's period."""
     name, shard, bandwidth = MACHINES[machine]
     preset, ranks = get_machine(name), replicas * shard
@@ -83,7 +83,7 @@ def run_seconds(cell: dict[str, Any], machine: str) -> float:
     dense steps as send it.
     """
     method, replicas = planned(cell["options"]), cell["replicas"]
-    dense = step_seconds(machine, Method(cell["options"]["optimizer.name"].lower()), replicas)
+    dense = step_seconds(machine, PlannedRun(cell["options"]["optimizer.name"].lower()), replicas)
     step, (steady, whole) = step_seconds(machine, method, replicas), shares(cell)
     at_start = min(1.0, max(0.0, whole - steady) / (1.0 - steady)) if steady < 1.0 else 0.0
     return cell["steps"] * (step + at_start * (dense - step))

@@ -15,17 +15,17 @@ from scripts.studies.quality_cells import as_stored
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.budget import share
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import VOLUMES, Method
-from torchtitan_scape.planner.workloads import Workload, get_workload
+from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.methods.scape.budget import share
+from torchtitan_scape.planner.step import Assumptions, predict
+from torchtitan_scape.planner.volumes import VOLUMES, PlannedRun
 
 WORKLOAD = "llama_1_8b"
 RANKS = 64
 MICRO_BATCH = 4
 # Preset -> (title, shard degree).
 MACHINES = {"vista": ("Vista", 1), "frontier": ("Frontier", 8), "ethernet-10g": ("10 Gb/s cluster", 1)}
-# Options of a method's section, each with the field of `Method` that has its value.
+# Options of a method's section, each with the field of `PlannedRun` that has its value.
 FIELDS = {"density": "density", "wire": "wire", "block_size": "block", "rank": "rank"}
 # The model of train_configs/study.toml.
 STUDY = Workload("study", layers=2, width=80, heads=2, kv_heads=2, ffn=224, vocab=260, sequence=128, batch=32)
@@ -48,7 +48,7 @@ def describe() -> str:
 
 
 @functools.cache
-def step_seconds(machine: str, method: Method) -> float:
+def step_seconds(machine: str, method: PlannedRun) -> float:
     preset, shard = get_machine(machine), MACHINES[machine][1]
     layout = plan_layout(
         RANKS, ranks_per_node=min(preset.ranks_per_node, RANKS), machine=preset, replicate=-1, shard=shard
@@ -58,7 +58,7 @@ def step_seconds(machine: str, method: Method) -> float:
     return predict(method, workload, layout, links, batch=workload.batch, micro_batch=MICRO_BATCH).step
 
 
-def method_of(options: dict[str, Any], step: int) -> Method | None:
+def method_of(options: dict[str, Any], step: int) -> PlannedRun | None:
     """The method of a run at a step; None where it has no closed form. Densities of the warm-up have three digits.
 
     options: of a stored cell. A payload that is coded at the target density goes in INT8 while the mask is denser, and
@@ -66,7 +66,7 @@ def method_of(options: dict[str, Any], step: int) -> Method | None:
     """
     kind, optimizer = options["sync.method"], options.get("optimizer.name", "AdamS").lower()
     if kind == "dense":
-        return Method(optimizer)
+        return PlannedRun(optimizer)
     if kind not in VOLUMES:
         return None
     named = FIELDS | VOLUMES[kind].recipe
@@ -78,7 +78,7 @@ def method_of(options: dict[str, Any], step: int) -> Method | None:
         if density > given["density"]:
             coded = density < 1.0 and given.get("wire") in FORMATS
             given |= {"density": float(f"{density:.3g}"), "wire": "int8" if coded else "float32"}
-    return Method(kind, **given)
+    return PlannedRun(kind, **given)
 
 
 def elapsed(options: dict[str, Any], machine: str, steps: int) -> list[float]:
@@ -113,5 +113,5 @@ def counted_shares(cell: dict[str, Any]) -> tuple[float, float]:
 
 
 @functools.cache
-def _share(method: Method, replicas: int) -> float:
+def _share(method: PlannedRun, replicas: int) -> float:
     return share(method, STUDY.shapes(), replicas)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.scape import reference
 from kernels.scape.blocks import entries_per_block
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.core.parameters import local
 
 SETTLED = 0.2  # the share of the steps that figures leave out
 WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
@@ -81,7 +81,7 @@ class View:
 
     def _listen(self, part: Any) -> Tensor:
         if self.listening and self.sparse:
-            average, places = self.passes.payload, self.passes.lies.positions
+            average, places = self.passes.payload, self.passes.payload_layout.positions
             for i in range(part.first, min(part.end, len(self.sizes))):
                 self.payload[i] = average[places[i] : places[i] + self.passes.counts[i]].clone()
         return self._squares(part)
@@ -131,7 +131,7 @@ class Probe:
 
     def __init__(self, optimizers: Any, steps: int) -> None:
         # Late: TorchTitan is imported after the device has been decided.
-        from torchtitan_scape.optimizer.own_step import OwnStepOptimizers
+        from torchtitan_scape.replica.own_step import OwnStepOptimizers
 
         optimizer = optimizers.optimizers[0]
         replicas = optimizers.each if isinstance(optimizers, OwnStepOptimizers) else []

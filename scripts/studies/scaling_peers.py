@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from torchtitan_scape.sync.base import Message, Method, Step
+from torchtitan_scape.methods.interface import CollectiveCall, Method, StepInfo
 
 Parallelize = Callable[..., nn.Module]
 
@@ -151,12 +151,12 @@ class _Exchanged(Method):
 
     factor: float
 
-    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
         if self.factor != 1.0:
             torch._foreach_mul_(gradients, self.factor)
         return gradients
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[CollectiveCall]:
         return []
 
 

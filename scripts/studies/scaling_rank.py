@@ -31,20 +31,20 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from topology.comm_streams import Handle
 from torch import Tensor
 
 from scripts.common import write
 from scripts.studies.scaling_peers import PEERS, unwrapped
-from topology.circles import Circle
 from topology.dry_run import DryRunCollectives
 from topology.groups import Ring
-from topology.lanes import Handle
 from topology.primitives import all_gather_into
+from topology.shard_collectives import Circle
 from torchtitan_scape import train
-from torchtitan_scape.report.metrics import LEVELS
-from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, DenseGather, DenseReduce
-from torchtitan_scape.sync.shards import local
-from torchtitan_scape.sync.timing import PhaseTimer
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
+from torchtitan_scape.trainer.metrics import LEVELS
 
 PASSES = ("check", "pack", "clip", "update")
 SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's collectives
@@ -59,7 +59,7 @@ class ScalingTrainer(train.ScapeTrainer):
         self.wanted: dict[str, Any] = json.loads(os.environ["SCALING"])
         self.peer = PEERS[self.wanted["peer"]](self.wanted.get("rank", 0)) if self.wanted.get("peer") else None
         parallelize = self.peer.parallelize if self.peer else unwrapped if self.wanted.get("plain") else None
-        with patch("torchtitan_scape.specs.parallelize", parallelize) if parallelize else nullcontext():
+        with patch("torchtitan_scape.trainer.specs.parallelize", parallelize) if parallelize else nullcontext():
             super().__init__(job_config)
         if self.peer:
             self.peer.install(self)
@@ -214,8 +214,8 @@ def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
     with (
         patch.object(Circle, "gather", by_kind(Circle.gather)),
         patch.object(Circle, "exchange", by_kind(Circle.exchange)),
-        patch.object(DenseGather, "__call__", timer.timed(SHARD[WEIGHTS], DenseGather.__call__)),
-        patch.object(DenseReduce, "__call__", timer.timed(SHARD[GRADIENTS], DenseReduce.__call__)),
+        patch.object(CountedAllGather, "__call__", timer.timed(SHARD[WEIGHTS], CountedAllGather.__call__)),
+        patch.object(CountedReduceScatter, "__call__", timer.timed(SHARD[GRADIENTS], CountedReduceScatter.__call__)),
     ):
         yield
 
@@ -245,7 +245,7 @@ def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
         os.environ["SCALING"] = json.dumps({**wanted, **one})
         config = train.parse([*arguments, *one["options"]])
         replicas = train.layout_of(config).replicate
-        with patch("torchtitan_scape.optimizer.build.collectives_of", lambda _, n=replicas: _Silent(n)):
+        with patch("torchtitan_scape.trainer.optimizers.collectives_of", lambda _, n=replicas: _Silent(n)):
             trainer = ScalingTrainer(config)
         trainer.train()
         trainer.close()

@@ -14,7 +14,7 @@ from scripts import methods
 from scripts.common import OUTPUTS, RunError, command_of, read, write
 from scripts.studies.scaling_report import write_report
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.volumes import PlannedRun
 
 NEVER = 1_000_000  # steps between two logs or validations
 # By name: what they are called, and as what the cost model knows them.
@@ -43,8 +43,8 @@ class Plan:
     name: str
     label: str
     options: tuple[str, ...]
-    planned: Method | None
-    measured: Method | None = None
+    planned: PlannedRun | None
+    measured: PlannedRun | None = None
     peer: str = ""
     rank: int = 0
     settles: int = 0
@@ -57,11 +57,11 @@ class Plan:
         options = ("--sync.method=dense", "--optimizer.name=AdamS")
         if name in PEERS:
             label, kind = PEERS[name]
-            return cls(name, label, options, Method(kind, overlap=name != "hsdp-waits"), peer=name)
+            return cls(name, label, options, PlannedRun(kind, overlap=name != "hsdp-waits"), peer=name)
         if match := re.fullmatch(r"ddp-powersgd(?:-([1-9]\d*))?", name):
             rank = int(match[1] or 0)
             label = f"DDP, PowerSGD rank {rank}" if rank else "DDP, PowerSGD of equal bytes"
-            planned = Method("powersgd", rank=rank) if rank else None
+            planned = PlannedRun("powersgd", rank=rank) if rank else None
             return cls(name, label, options, planned, peer="ddp-powersgd", rank=rank)
         try:
             found = methods.parse(name)

@@ -55,13 +55,13 @@ def rank(form: str, output: str, options: list[str]) -> None:
     """One rank of one run; rank 0 writes what came out."""
     import torch.distributed as dist
 
-    from kernels.scape.updaters import Owner
+    from kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.train import ScapeTrainer, parse
 
-    def decay_in_place(owner: Owner, step: Any) -> None:
+    def decay_in_place(owner: ShardedUpdate, step: Any) -> None:
         owner.scales = owner.scales[:0]  # then `write` decays what BF16 holds, and rounds it
 
-    patches = [patch.object(Owner, "begin_update", decay_in_place)] if form == IN_PLACE else []
+    patches = [patch.object(ShardedUpdate, "begin_update", decay_in_place)] if form == IN_PLACE else []
     for one in patches:
         one.start()
     trainer = ScapeTrainer(parse([*options, f"--job.dump_folder={output}"]))
@@ -82,8 +82,8 @@ def distance(scape: Any) -> dict[str, float]:
     """
     import torch
 
-    from torchtitan_scape.sync.scape.state import StateByParameter
-    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.methods.scape.state import StateByParameter
 
     masters, state = scape.passes.kept("master"), StateByParameter(scape)
     if not masters:

@@ -28,8 +28,8 @@ KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "res
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
     """By kind and parameter, whole: the mean over replicas of what each has, FP64."""
-    from torchtitan_scape.optimizer.local import LocalOptimizers
-    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.replica.local import LocalOptimizers
 
     optimizers = trainer.optimizers
     found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}

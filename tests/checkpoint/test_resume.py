@@ -19,8 +19,8 @@ from tests.test_training import LAYOUTS, METHODS, train
 def pending(trainer: Any) -> dict[str, torch.Tensor]:
     """b1 * first moment + mean of residuals, FP64, of whole parameters: from the buffers, as the steps use them."""
     from kernels.scape import reference
-    from kernels.scape.updaters import Owner
-    from torchtitan_scape.sync.shards import local
+    from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.core.parameters import local
 
     optimizers = trainer.optimizers
     found = {}
@@ -29,7 +29,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
         moment = local(optimizers.optimizers[0].state[shard.parameter].get("exp_avg", torch.zeros(shard.size)))
         left = torch.zeros(shard.size, dtype=torch.float64)
         for state in (state for method in optimizers.methods for state in method.states()):
-            if state.carries == "gradient" and shard.name in state.tensors:
+            if state.on_migration == "gradient" and shard.name in state.tensors:
                 left += state.tensors[shard.name].double().view(-1)
         if optimizers.collectives.groups.replicate is not None:
             dist.all_reduce(left, group=optimizers.collectives.groups.replicate)
@@ -44,7 +44,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             if bits is not None:
                 held = reference.unpack_bits(bits, shard.size)
             total = torch.zeros(shard.size, dtype=torch.float64)
-            if isinstance(passes.updater, Owner):
+            if isinstance(passes.updater, ShardedUpdate):
                 for number, (parameter, piece) in enumerate(scape.pieces):
                     if parameter != i:
                         continue

@@ -10,7 +10,7 @@ import pytest
 from tests import server
 from torchtitan_scape.config.checks import check_config, remarks
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.optimizer.registry import check_layout
+from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.train import layout_of, parse
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 
 from torchtitan_scape.config.job_config import Data, JobConfig  # noqa: E402
 from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
 from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.borders import END_OF_TEXT, Bordered, border_ids  # noqa: E402
+from torchtitan_scape.data.borders import END_OF_TEXT, BoundaryTokenizer, border_ids  # noqa: E402
 from torchtitan_scape.data.loader import TextDataset  # noqa: E402
 
 
@@ -45,7 +45,7 @@ def test_one_token_for_both_is_written_once(named: dict[str, Any], tmp_path: Pat
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
     for border in ("bos_eos", "eos"):
         assert border_ids(tokenizer, border) == ([], [0])
-        ids = Bordered(tokenizer, border).encode("ab")
+        ids = BoundaryTokenizer(tokenizer, border).encode("ab")
         assert ids[-1] == 0 and ids.count(0) == 1 and tokenizer.decode(ids) == "ab"
 
 
@@ -53,8 +53,8 @@ def test_one_token_for_both_is_written_once(named: dict[str, Any], tmp_path: Pat
 def test_the_setting_decides_and_no_template(template: str, tmp_path: Path) -> None:
     tokenizer = made(tmp_path, ["<s>", "</s>"], template, bos_token="<s>", eos_token="</s>")
     text = tokenizer.tokenizer.encode("ab", add_special_tokens=False).ids
-    assert Bordered(tokenizer, "bos_eos").encode("ab") == [0, *text, 1]
-    assert Bordered(tokenizer, "eos").encode("ab") == [*text, 1]
+    assert BoundaryTokenizer(tokenizer, "bos_eos").encode("ab") == [0, *text, 1]
+    assert BoundaryTokenizer(tokenizer, "eos").encode("ab") == [*text, 1]
 
 
 def test_documents_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:

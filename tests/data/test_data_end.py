@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.sync.test_simulated import ALONE, simulate
+from tests.replica.test_simulated import ALONE, simulate
 from tests.test_training import LAYOUTS, METHODS, train
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from torchtitan_scape import device
 from torchtitan_scape.data import EMBEDDED_TOKENIZER
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 
@@ -85,4 +85,4 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 def test_a_repository_that_is_a_script_is_refused_by_the_library_itself(tmp_path: Path, reachable: None) -> None:
     (tmp_path / f"{tmp_path.name}.py").write_text("")
     with pytest.raises(ValueError, match="its main branch is a loading script, which the datasets library no longer"):
-        hub.HubSet("some", str(tmp_path)).stream("train")
+        hub.HubDataset("some", str(tmp_path)).stream("train")

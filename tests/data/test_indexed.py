@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_scape.data.indexed import Pair, PairWriter, Shard, damage, dtype_for
+from torchtitan_scape.data.indexed import IndexedShard, Pair, PairWriter, damage, dtype_for
 
 DOCUMENTS = [[3, 1, 4, 1], [5], [9, 2, 65_535]]
 
@@ -29,7 +29,7 @@ def literal(prefix: Path, documents: list[list[int]] = DOCUMENTS, code: int = 8)
     return prefix
 
 
-def written(folder: Path, documents: list[list[int]] = DOCUMENTS, entries: int = 65_535) -> Shard | None:
+def written(folder: Path, documents: list[list[int]] = DOCUMENTS, entries: int = 65_535) -> IndexedShard | None:
     (folder / "parts").mkdir(parents=True)
     writer = PairWriter(folder / "parts", "ours", "train", dtype_for(entries))
     writer.add(

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

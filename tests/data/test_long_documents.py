@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_indexed import literal
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before anything of TorchTitan is imported
 

@@ -13,11 +13,11 @@ from tests.checkpoint.runs import MORE
 from tests.data.test_prepared import prepared
 from tests.pool import Pool, attempts
 from tests.test_training import LAYOUTS, METHODS, train
-from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer
+from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data.datasets import build_tokenizer
-from torchtitan_scape.report.best import Best
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 
 
 @pytest.fixture(scope="module")
@@ -73,30 +73,30 @@ def test_a_run_goes_on_with_the_same_global_batches_on_other_ranks(
 def test_the_best_is_found_and_forgotten_as_a_run_goes_on(tmp_path: Path) -> None:
     of = {"dataset": "text"}
 
-    def noted(best: Best, *rows: tuple[int, float, bool], begun: int = 0) -> tuple[int, int | None]:
+    def noted(best: BestCheckpoint, *rows: tuple[int, float, bool], begun: int = 0) -> tuple[int, int | None]:
         for row in rows:
             best.note(*row, begun=begun)
         found = json.loads((tmp_path / "best.json").read_text())
-        assert found["checkpoint_step"] == best.checkpoint_step() == Best(tmp_path, of).checkpoint_step()
+        assert found["checkpoint_step"] == best.checkpoint_step() == BestCheckpoint(tmp_path, of).checkpoint_step()
         return found["step"], found["checkpoint_step"]
 
-    best = Best(tmp_path, of)
+    best = BestCheckpoint(tmp_path, of)
     assert best.checkpoint_step() is None
     assert noted(best, (1, 4.0, False), (2, 3.0, True), (3, 2.0, False)) == (3, 2)
     assert noted(best, (4, 2.5, True), (5, math.nan, True), (6, 2.75, True)) == (3, 4)
     # A run that goes on from step 2 has not seen what came later, one with other data nothing at all.
-    assert Best(tmp_path, of).checkpoint_step() == 4
-    assert noted(Best(tmp_path, of), (4, 3.5, True), begun=2) == (2, 2)
+    assert BestCheckpoint(tmp_path, of).checkpoint_step() == 4
+    assert noted(BestCheckpoint(tmp_path, of), (4, 3.5, True), begun=2) == (2, 2)
     # A checkpoint may be written after the validation of its step: as data or time end, and then it is gone on from.
-    best = Best(tmp_path, of)
+    best = BestCheckpoint(tmp_path, of)
     assert noted(best, (5, 1.5, False), begun=4) == (5, 2)
-    assert noted(Best(tmp_path, of), (6, 1.75, False), begun=5) == (5, 5)
+    assert noted(BestCheckpoint(tmp_path, of), (6, 1.75, False), begun=5) == (5, 5)
     assert noted(best, (5, 1.5, True), begun=4) == (5, 5)
     assert [row[0] for row in json.loads((tmp_path / "best.json").read_text())["losses"]] == [1, 2, 4, 5]
     of = {"dataset": "prepared"}
-    assert noted(Best(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
+    assert noted(BestCheckpoint(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
     (tmp_path / "best.json").write_text("{")
-    assert Best(tmp_path, of).checkpoint_step() is None
+    assert BestCheckpoint(tmp_path, of).checkpoint_step() is None
 
 
 def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     one.purge_queue, one.spared = SimpleNamespace(put=deleted.append), lambda: 2
     steps = [1, 2, 3, 4]
     one._whole_steps = lambda: steps
-    monkeypatch.setattr("torchtitan_scape.checkpoint.manager.steps_in", lambda folder: steps)
+    monkeypatch.setattr("torchtitan_scape.trainer.checkpointer.steps_in", lambda folder: steps)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     one._purge_stale_checkpoints()
     assert deleted == ["run/step-1"]

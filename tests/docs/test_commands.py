@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
+from tests.methods import test_contract
 from tests.pool import Pool
-from tests.sync import test_contract
 from topology.links import SCHEMA, Links
 from topology.machines import get_machine
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.sync.registry import METHODS, Entry
+from torchtitan_scape.methods.registry import METHODS, MethodEntry
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]
@@ -253,7 +253,7 @@ def test_there_is_python_to_run() -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
     """With the very lines that the page would add to the registry and to the contract."""
-    scope: dict[str, Any] = {"__name__": "page", "Entry": Entry, "Case": test_contract.Case}
+    scope: dict[str, Any] = {"__name__": "page", "Entry": MethodEntry, "Case": test_contract.Case}
     exec(blocks("docs/adding_a_method.md", "python")[0], scope)
     registry, contract = (
         code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."

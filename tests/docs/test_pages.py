@@ -13,11 +13,11 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
+from torchtitan_scape.core.type_checks import check_value
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.volumes import VOLUMES, messages
-from torchtitan_scape.planner.volumes import Method as PlannedMethod
-from torchtitan_scape.planner.workloads import get_workload
-from torchtitan_scape.sync.registry import METHODS
-from torchtitan_scape.sync.types import check_value
+from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 QUESTIONS = {

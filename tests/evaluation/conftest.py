@@ -49,7 +49,7 @@ def model_of() -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
     from tests.test_training import RECIPE
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.huggingface.check import filled
-    from torchtitan_scape.specs import whole_model
+    from torchtitan_scape.trainer.specs import whole_model
 
     def model_of(family: str) -> tuple[Any, dict[str, Tensor]]:
         spec, args, model = whole_model(parse([*RECIPE, *FAMILIES[family]]))

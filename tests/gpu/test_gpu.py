@@ -31,7 +31,7 @@ from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 
 SMOKE, DEVICE = os.environ["SCAPE_GPU_TESTS"] == "smoke", "cuda" if torch.cuda.is_available() else "cpu"
 BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device=DEVICE, columns=(2400, 5, 1, 8), keeps=0.5)
@@ -166,7 +166,7 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
 
     ranks, simulated = run_replicas(2, work), SimulatedReplicas(2)
     for endpoint in simulated.endpoints:
-        endpoint.chunk_entries, endpoint.least_columns = 64, 7
+        endpoint.chunk_entries, endpoint.min_columns = 64, 7
     shared, _ = start(None, **options)
     named = [(f"p{i}", p) for i, p in enumerate(shared)]
     each = simulated.run(lambda i: make_scape(named, lr=1e-2, replicas=simulated.endpoints[i], **options))

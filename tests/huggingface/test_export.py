@@ -24,7 +24,7 @@ from torchtitan_scape.data.datasets import build_tokenizer
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface import families, folder
 from torchtitan_scape.huggingface.check import filled
-from torchtitan_scape.specs import whole_model
+from torchtitan_scape.trainer.specs import whole_model
 
 GPT2 = ["--model.name=gpt2", "--model.flavor=tiny", "--training.seq_len=96", "--data.border=eos"]
 FULL = "--checkpoint.no-last-save-model-only"
@@ -62,7 +62,7 @@ def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
 
     with patch.object(trainer.checkpointer, "save", sharpened), patch("time.sleep"):
         trainer.train()
-    with trainer.optimizers.model_shown():
+    with trainer.optimizers.shared_weights():
         shown = {name: whole(p).clone() for name, p in trainer.model_parts[0].named_parameters()}
     trainer.close()
     if dist.get_rank() == 0:

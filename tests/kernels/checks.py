@@ -17,11 +17,11 @@ from kernels.dense.reference import finite
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
-from kernels.scape.step import Plan, Step
+from kernels.scape.step import PassInputs, PayloadPlan
 from kernels.scape.torch_updates import torch_passes
 from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import Replicated
-from kernels.scape.visits import LEAST_RATE, Staleness
+from kernels.scape.updaters import ReplicatedUpdate
+from kernels.scape.visits import MIN_VISIT_RATE, Staleness
 
 Make = Callable[..., ScapePasses]
 ULP = 2.0**-22  # of a division on a GPU, which errs by two units in the last place; twice four roundings to nearest
@@ -49,8 +49,8 @@ class Case:
     parameter_offset: int = 0
     seed: int = 0
     chunk_entries: int = 0
-    granularity: int = 1
-    carries: bool = False  # rounding errors of the step before
+    chunk_multiple: int = 1
+    keeps_wire_error: bool = False  # rounding errors of the step before
     columns: tuple[int, ...] | None = None  # of rows; staleness is that of row and column
     keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
@@ -76,8 +76,15 @@ class Case:
         return self.sparse + self.whole
 
     def passes(self, make: Make) -> ScapePasses:
-        plan = Plan("block", self.density, self.replica, self.chunk_entries, self.granularity, carries=self.carries)
-        updater = Replicated(self.layout, self.whole, writes=self.writes)
+        plan = PayloadPlan(
+            "block",
+            self.density,
+            self.replica,
+            self.chunk_entries,
+            self.chunk_multiple,
+            keeps_wire_error=self.keeps_wire_error,
+        )
+        updater = ReplicatedUpdate(self.layout, self.whole, writes=self.writes)
         passes = make(updater, plan, torch.device(self.device), staleness=self.staleness)
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
@@ -85,7 +92,9 @@ class Case:
         passes.wire_residual.copy_(torch.randn(passes.wire_residual.numel(), generator=generator) * 1e-3)
         return passes
 
-    def step(self, parameters: list[Tensor], gradients: list[Tensor], masks: tuple[Mask, Mask], **scalars: Any) -> Step:
+    def step(
+        self, parameters: list[Tensor], gradients: list[Tensor], masks: tuple[Mask, Mask], **scalars: Any
+    ) -> PassInputs:
         """Of these tensors; an applied one, with a clipping factor of 1, unless `scalars` say otherwise."""
         fields = {
             "next_density": self.next,
@@ -94,14 +103,14 @@ class Case:
             "clip": torch.ones((), device=self.device),
             "clip_moment": self.clip_moment,
         }
-        return Step(parameters, gradients, [self.rates] * len(parameters), *masks, **{**fields, **scalars})
+        return PassInputs(parameters, gradients, [self.rates] * len(parameters), *masks, **{**fields, **scalars})
 
     def mask(self, density: float, seed: int) -> Mask:
         """A mask of this density, as selection makes them."""
         bits = torch.zeros(-(-self.layout.mask_bytes() // 4) * 4, dtype=torch.uint8)[: self.layout.mask_bytes()]
         if density < 1.0 and bits.numel():
-            plan = Plan("block", 1.0, None)
-            twin = torch_passes(Replicated(self.layout, ()), plan, torch.device("cpu"))
+            plan = PayloadPlan("block", 1.0, None)
+            twin = torch_passes(ReplicatedUpdate(self.layout, ()), plan, torch.device("cpu"))
             generator = torch.Generator().manual_seed(seed)
             gradients = [torch.randn(n, generator=generator) for n in self.sparse]
             dense = Mask(bits.clone())
@@ -153,11 +162,11 @@ def check_step(case: Case) -> None:
         wires.append(pack_all(passes))
     assert twin.compact == kernel.compact and twin.parts == kernel.parts
     for part in twin.parts if twin.compact else ():
-        assert (part.stop - part.start) % case.granularity == 0
+        assert (part.stop - part.start) % case.chunk_multiple == 0
 
     # Pack: payload, last moment, residual.
     payloads, lasts = [], []
-    for i, (start, count) in enumerate(zip(twin.lies.positions, twin.counts, strict=True)):
+    for i, (start, count) in enumerate(zip(twin.payload_layout.positions, twin.counts, strict=True)):
         on = used(case, masks[0], i)
         assert torch.equal(kernel.states[i], twin.states[i]), "state"
         if twin.compact:
@@ -247,7 +256,7 @@ def check_update(
             mean = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), most)
             entering = fresh.view(-1, columns).double()
             often = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
-            factor = (mean / often.flatten()[on].clamp(min=LEAST_RATE)).clamp(1.0, most)
+            factor = (mean / often.flatten()[on].clamp(min=MIN_VISIT_RATE)).clamp(1.0, most)
             u, u_error = (
                 torch.where(fresh[on], u * factor, u),
                 torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * factor, u_error),

@@ -70,7 +70,7 @@ def test_the_bitmap_stays_where_it_is_smaller() -> None:
     layout = BlockLayout((5000,), 1024, 2)
     for density, sends, nbytes in ((250 / 1024, True, 126), (255 / 1024, False, 128), (0.5, False, 128)):
         assert layout.sends_offsets(density, "block") == sends
-        assert layout.told_bytes(density, "block") == 3 * nbytes
+        assert layout.selection_bytes(density, "block") == 3 * nbytes
     assert not BlockLayout((5000,), 1024, 1).sends_offsets(0.01, "block")
 
 
@@ -96,7 +96,7 @@ def test_stretches_on_the_wire_have_whole_sixteens(
     sizes: list[int], block_size: int, replicas: int, density: float
 ) -> None:
     layout = BlockLayout(tuple(sizes), block_size, replicas)
-    told, wire = layout.told_bytes(density, "block"), layout.wire_bytes(density, "block")
+    told, wire = layout.selection_bytes(density, "block"), layout.wire_bytes(density, "block")
     assert wire % 16 == 0 and 0 <= wire - told < 16
     k = max(1, round(density * block_size))
     assert told == layout.run_blocks * min(offset_code(k, block_size).nbytes, block_size // 8)

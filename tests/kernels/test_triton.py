@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.torch_version import TorchVersion as Version
 
-from kernels import choose
+from kernels import choose_backend
 from kernels.codec import triton_kernels as codec_kernels
 from kernels.common import launching
 from kernels.common.rates import Rates
@@ -22,9 +22,9 @@ from kernels.dense import triton_kernels as dense_kernels
 from kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
 from kernels.scape.blocks import BlockLayout, Mask, density_at
 from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import Plan, Step
+from kernels.scape.step import PassInputs, PayloadPlan
 from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import Replicated
+from kernels.scape.updaters import ReplicatedUpdate
 from kernels.tagc import triton_kernels as tagc_kernels
 from torchtitan_scape import AdamS, Scape
 
@@ -79,12 +79,12 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
 
 def test_a_backend_can_be_forced_or_is_refused() -> None:
     cpu = torch.device("cpu")
-    assert choose("auto", cpu) == choose("torch", cpu) == "torch"
+    assert choose_backend("auto", cpu) == choose_backend("torch", cpu) == "torch"
     gpu = torch.device("cuda")
-    assert choose("auto", gpu) == choose("triton", gpu, [torch.bfloat16, torch.float32]) == "triton"
-    assert choose("auto", gpu, [torch.float32, torch.float64]) == "torch"
+    assert choose_backend("auto", gpu) == choose_backend("triton", gpu, [torch.bfloat16, torch.float32]) == "triton"
+    assert choose_backend("auto", gpu, [torch.float32, torch.float64]) == "torch"
     with pytest.raises(ValueError, match=r"parameters of torch\.float64; the kernels take torch\.float32"):
-        choose("triton", gpu, [torch.float64])
+        choose_backend("triton", gpu, [torch.float64])
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     for kind in (Scape, AdamS):
         with pytest.raises(
@@ -110,11 +110,13 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
 
     monkeypatch.setattr(launching, "launch", note)
     layout = BlockLayout((8192,), 1024, 1)
-    passes = triton_passes(Replicated(layout, ()), Plan("block", 0.1, 0), torch.device("cpu"))
+    passes = triton_passes(ReplicatedUpdate(layout, ()), PayloadPlan("block", 0.1, 0), torch.device("cpu"))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
     rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], torch.ones((), dtype=torch.float64)
     gradients = [shifted(8192, offset)]
-    passes.bind(Step([torch.zeros(8192)], gradients, rates, *masks, 1.0, torch.tensor(True), steps, torch.ones(())))
+    passes.bind(
+        PassInputs([torch.zeros(8192)], gradients, rates, *masks, 1.0, torch.tensor(True), steps, torch.ones(()))
+    )
     pack_all(passes)
     update_all(passes)
     aligned = offset == 0
@@ -124,9 +126,12 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
 def test_large_payloads_are_covered_once() -> None:
     """Positions behind 2^24, which FP32 cannot count, and tensors without a remainder."""
     sizes = (0, 36_000_003, 4096, 1029)
-    updater = Replicated(BlockLayout(sizes, 1024, 1), (7, 0, 3))
-    passes = triton_passes(updater, Plan("block", 0.6, 0), torch.device("cpu"))
-    passes.counts, passes.lies = passes.payload_counts(0.6), updater.in_buffer(passes.payload_counts(0.6), passes.plan)
+    updater = ReplicatedUpdate(BlockLayout(sizes, 1024, 1), (7, 0, 3))
+    passes = triton_passes(updater, PayloadPlan("block", 0.6, 0), torch.device("cpu"))
+    passes.counts, passes.payload_layout = (
+        passes.payload_counts(0.6),
+        updater.in_buffer(passes.payload_counts(0.6), passes.plan),
+    )
     (part,) = passes.parts
     whole, rest = passes.tile_payload(part)
     assert bool((whole[:, 1] % 4 == 0).all()) and bool((whole[:, 2] == 4096).all())
@@ -158,7 +163,9 @@ def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(launching, "launch", note)
     layout, steps, density = BlockLayout((40_000, 8_192), 1024, 2), 12, 0.05
-    passes = triton_passes(Replicated(layout, (100,)), Plan("block", density, 0, granularity=8), torch.device("cpu"))
+    passes = triton_passes(
+        ReplicatedUpdate(layout, (100,)), PayloadPlan("block", density, 0, chunk_multiple=8), torch.device("cpu")
+    )
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8)) for _ in range(2)]
     rates, count = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, torch.ones((), dtype=torch.float64)
     parameters = [torch.zeros(n) for n in (40_000, 8_192, 100)]
@@ -166,7 +173,9 @@ def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch
         forms.append(set())
         following = density_at(step + 1, density, 8)
         gradients = [torch.zeros_like(p) for p in parameters]
-        passes.bind(Step(parameters, gradients, rates, *masks, following, torch.tensor(True), count, torch.ones(())))
+        passes.bind(
+            PassInputs(parameters, gradients, rates, *masks, following, torch.tensor(True), count, torch.ones(()))
+        )
         selected = pack_all(passes)
         assert selected is not None and selected.numel() == layout.wire_bytes(following, "block")
         pieces = passes.pieces()

@@ -17,8 +17,8 @@ from torchtitan.components.loss import cross_entropy_loss
 from tests.models.literal import logits
 from tests.pool import Pool
 from tests.test_training import RECIPE
+from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
-from torchtitan_scape.planner.workloads import get_workload
 
 GPT2_RECIPE = [*RECIPE, "--model.name=gpt2", "--model.flavor=tiny"]
 OPS = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
@@ -53,10 +53,10 @@ def parallel(arguments: list[str], tensor: int = 1, rows: int = 260) -> tuple[fl
     """In a rank: the loss of all sequences, and every parameter's whole gradient."""
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_scape.parallelize import ReplicaParallelDims
-    from torchtitan_scape.specs import register
-    from torchtitan_scape.sync.shards import plain_name
+    from torchtitan_scape.core.parameters import plain_name
     from torchtitan_scape.train import parse
+    from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+    from torchtitan_scape.trainer.specs import register
 
     config = parse([*GPT2_RECIPE, *arguments])
     register(config)

@@ -10,7 +10,7 @@ import torch
 
 from tests.models.test_gpt2 import OPS
 from tests.pool import Pool, attempts
-from tests.sync.test_simulated import ALONE
+from tests.replica.test_simulated import ALONE
 from tests.test_training import LAYOUTS, METHODS, train
 
 GPT2_TINY = ["--model.name=gpt2", "--model.flavor=tiny"]

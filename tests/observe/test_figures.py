@@ -84,12 +84,14 @@ def test_the_overlap_of_independent_values_is_the_density() -> None:
 def test_what_goes_out_and_what_stays_is_what_came_in(steps: list[list[float]]) -> None:
     shadow = ShadowResidual(torch.zeros(7))
     for gradient in map(tensor, steps):
-        before = shadow.kept.clone()
+        before = shadow.observed_state.clone()
         shadow.add(gradient, 0.3)
-        assert torch.equal(shadow.sent + shadow.kept, before + gradient)
-        assert not bool(((shadow.sent != 0) & (shadow.kept != 0)).any()) and int((shadow.sent != 0).sum()) <= 2
+        assert torch.equal(shadow.sent + shadow.observed_state, before + gradient)
+        assert (
+            not bool(((shadow.sent != 0) & (shadow.observed_state != 0)).any()) and int((shadow.sent != 0).sum()) <= 2
+        )
         if bool((shadow.sent != 0).any()):
-            assert shadow.kept.abs().max() <= shadow.sent[shadow.sent != 0].abs().min()
+            assert shadow.observed_state.abs().max() <= shadow.sent[shadow.sent != 0].abs().min()
 
 
 def test_norms_are_added_in_fp64() -> None:

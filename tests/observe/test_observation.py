@@ -93,8 +93,8 @@ def test_a_file_that_cannot_be_read_begins_anew(content: bytes, tmp_path: Path) 
 
 def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[str, Any]]:
     """Trains, with a NaN in the first simulated replica's gradients; first moments and residuals after every step."""
-    from torchtitan_scape.optimizer.container import SyncedOptimizers
-    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.replica.optimizer import SyncedOptimizers
     from torchtitan_scape.train import ScapeTrainer
 
     after: dict[int, dict[str, Any]] = {}

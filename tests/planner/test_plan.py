@@ -10,30 +10,30 @@ from pathlib import Path
 import pytest
 
 from topology.links import Links
-from torchtitan_scape.planner.advice import (
+from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
     DENSE,
     SPARSE,
-    Case,
+    PlanRequest,
     _predict,
     advise,
     best,
     break_even_bandwidth,
     by_nodes,
     candidates,
-    leaner,
+    lower_memory_variants,
     make_case,
 )
-from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.plan import main, report
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.planner.volumes import PlannedRun
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 SLOW = ("--network-bandwidth", "1.25")  # a tenth of what is nominal
 
 
-def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> Case:
+def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> PlanRequest:
     return make_case("vista", 64, "llama_1_8b", network_bandwidth=gigabytes, **changes)
 
 
@@ -107,7 +107,7 @@ def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
     case = make_case("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02)
     sparse = advise(case).sparse
     assert sparse.method.kind == "scape"
-    offload, gather, both = leaner(case, sparse)
+    offload, gather, both = lower_memory_variants(case, sparse)
     assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
     assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
     # State there and back, twice; with "gather" once. The optimizer's passes take less.
@@ -127,9 +127,9 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
 
 @pytest.mark.parametrize("kind, wire", [("adams", "float32"), ("quantized", "e2m1")])
 def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(kind: str, wire: str) -> None:
-    def steps(case: Case) -> tuple[Prediction, Prediction, float]:
-        after = best(case, [Method(kind, wire=wire)])
-        during = _predict(case, after.layout, Method(kind, wire=wire, overlap=True), after.micro_batch)
+    def steps(case: PlanRequest) -> tuple[Prediction, Prediction, float]:
+        after = best(case, [PlannedRun(kind, wire=wire)])
+        during = _predict(case, after.layout, PlannedRun(kind, wire=wire, overlap=True), after.micro_batch)
         micro_batches = case.batch // (case.ranks * after.micro_batch)
         return after.prediction, during, 2 / 3 * after.prediction.compute / micro_batches
 
@@ -265,7 +265,7 @@ def test_measured_links_take_the_place_of_presets(tmp_path: Path, capsys: pytest
     assert "nominal" not in said
     case = make_case("vista", 64, "llama_1_8b", links=read)
     n = 1831201280
-    assert best(case, [Method("adams")]).prediction.optimizer == pytest.approx(36 * n / 1e12)
+    assert best(case, [PlannedRun("adams")]).prediction.optimizer == pytest.approx(36 * n / 1e12)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import torch
 
 from tests.pool import Pool
 from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.core.text import size_text
 from torchtitan_scape.report.memory import MemoryReport
-from torchtitan_scape.report.text import size_text
 
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
-    from kernels.scape.updaters import Owner
-    from torchtitan_scape.sync.shards import stored
+    from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.core.parameters import stored
     from torchtitan_scape.train import ScapeTrainer, parse
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
@@ -33,7 +33,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         visits = passes.visits
         tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
         found["rates of visits"] = sum(t.nbytes for t in tables)
-        if isinstance(passes.updater, Owner):
+        if isinstance(passes.updater, ShardedUpdate):
             master = passes.storage.flat["master"].nbytes
             found |= {"owned moments": passes.updater.common.nbytes, "owned master": master}
         else:
@@ -77,8 +77,8 @@ def test_a_model_that_cannot_fit_is_refused() -> None:
 
 
 def test_a_dry_run_asks_the_machines_preset() -> None:
-    from torchtitan_scape.specs import register
     from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.specs import register
 
     arguments = ["--job.config_file=train_configs/llama_1_8b.toml", "--comm.mode=fake_backend"]
     with patch.dict(os.environ, {"NGPU": "64"}):
@@ -97,8 +97,8 @@ def test_a_dry_run_asks_the_machines_preset() -> None:
 
 def test_names_that_go_whole_have_no_residual() -> None:
     from torchtitan_scape.report.forecast import method_of
-    from torchtitan_scape.specs import register
     from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.specs import register
 
     with patch.dict(os.environ, {"NGPU": "4"}):
         arguments = [*RECIPE, *EMBEDDED, *METHODS["radius"], "--comm.mode=fake_backend"]
@@ -111,8 +111,8 @@ def test_names_that_go_whole_have_no_residual() -> None:
 
 def test_what_lies_on_the_host_is_compared_with_what_would_not() -> None:
     """Of any method; coded messages are none of it."""
-    from torchtitan_scape.specs import register
     from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.specs import register
 
     for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):
         with patch.dict(os.environ, {"NGPU": "4"}):

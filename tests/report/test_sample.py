@@ -16,8 +16,8 @@ def run(folder: str, arguments: list[str]) -> tuple[list[str], Any]:
     """Three steps: what was sampled, and the generator and the parameters at the end."""
     from unittest.mock import patch
 
+    from torchtitan_scape.core.parameters import local
     from torchtitan_scape.report import sample
-    from torchtitan_scape.sync.shards import local
     from torchtitan_scape.train import ScapeTrainer, parse
 
     more = ["--training.steps=2", "--validation.no-enable", "--metrics.no-enable-tensorboard"]

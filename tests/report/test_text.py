@@ -1,6 +1,6 @@
 """Figures for people."""
 
-from torchtitan_scape.report.text import kinds_text, seconds_text, sent_text, size_text
+from torchtitan_scape.core.text import kinds_text, seconds_text, sent_text, size_text
 
 
 def test_figures_have_the_unit_that_fits() -> None:

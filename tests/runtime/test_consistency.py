@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.report.stragglers import slowest_rank, waits_text
-from torchtitan_scape.sync.timing import PhaseTimer
 
 STEPS = ["--training.steps=5", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2"]
@@ -28,9 +28,9 @@ def train(
     flip: (step behind which a bit of the named tensor flips, rank, part of what all replicas hold).
     late: (rank that is 0.3 s late in every step, in "forward" or in "data").
     """
-    from torchtitan_scape.report import metrics
-    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.core.parameters import local
     from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.trainer import metrics
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
     optimizers, lines, rank = trainer.optimizers, list[str](), dist.get_rank()

@@ -15,7 +15,7 @@ from tests.pool import Pool
 from topology.groups import build_level_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
-from topology.traffic import Traffic
+from topology.traffic import TrafficLedger
 from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -68,7 +68,7 @@ class Run:
         layout = plan_layout(RANKS, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
         groups = build_level_groups(layout, w, timedelta(seconds=60), self.options.levels.secondary)
         mesh = init_device_mesh("cpu", (RANKS // w, w), mesh_dim_names=("holders", "fsdp"))["fsdp"]
-        self.model, self.traffic = make_model(middle), Traffic()
+        self.model, self.traffic = make_model(middle), TrafficLedger()
         for module in (self.model[0], self.model[1], self.model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             module.set_gradient_divide_factor(1.0)
@@ -224,7 +224,7 @@ def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
 
 def _flipped(degrees: tuple[int, int], repair: bool) -> tuple[str, bool]:
     """What is said where a bit of the weights flips on rank 3; whether all weights are as they were."""
-    from torchtitan_scape.sync.consistency import ReplicasDifferError
+    from torchtitan_scape.core.consistency import ReplicasDifferError
 
     run, told = Run(*degrees), ""
     run.step(0)

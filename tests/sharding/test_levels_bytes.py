@@ -15,12 +15,12 @@ from topology.groups import build_level_groups
 from topology.layout import plan_layout
 from topology.links import Links, stage_seconds
 from topology.machines import get_machine
-from topology.traffic import Traffic
-from torchtitan_scape.planner.cost import Prediction, fsdp_seconds, predict
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.planner.step import Prediction, fsdp_seconds, predict
+from torchtitan_scape.planner.volumes import PlannedRun
 from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 
@@ -34,7 +34,7 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
     layout = plan_layout(4, ranks_per_node=gradients, machine=get_machine("frontier"), replicate=-1, shard=gradients)
     groups = build_level_groups(layout, weights, timedelta(seconds=60), chosen.levels.secondary)
     mesh = init_device_mesh("cpu", (4 // weights, weights), mesh_dim_names=("holders", "fsdp"))["fsdp"]
-    model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), Traffic()
+    model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), TrafficLedger()
     for module in (model[0], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)
@@ -110,8 +110,8 @@ def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch)
     """64 GCDs; a rank holds half the model, and an eighth of what its node reduces and SCAPE exchanges."""
     from torchtitan_scape.report.forecast import levels_of
     from torchtitan_scape.report.memory import MemoryReport
-    from torchtitan_scape.specs import register
     from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.specs import register
 
     monkeypatch.setenv("NGPU", "64")
     config = parse(["--job.config_file=train_configs/llama_1_8b_frontier.toml", "--comm.mode=fake_backend"])
@@ -132,11 +132,11 @@ def test_what_a_step_takes_on_frontier() -> None:
     machine, workload = get_machine("frontier"), get_workload("llama_1_8b")
     layout = plan_layout(384, ranks_per_node=8, machine=machine, replicate=48, shard=8)
     plan = LevelsPlan(2, 8, 48, gathered=coded(8, 256), reduced=(coded(4, 128),), summed=0.0, told=coded(8, 256))
-    scape, dense = Method("scape", density=0.05, wire="int4"), Method("adams", overlap=True)
+    scape, dense = PlannedRun("scape", density=0.05, wire="int4"), PlannedRun("adams", overlap=True)
     for bandwidth, least in ((12.5e9, 0.98), (1.25e9, 1.49)):
         links = Links.from_machine(machine).with_bandwidth("network", bandwidth)
 
-        def step(method: Method, links: Links = links, **levels: Any) -> Prediction:
+        def step(method: PlannedRun, links: Links = links, **levels: Any) -> Prediction:
             return predict(method, workload, layout, links, batch=1536, micro_batch=4, **levels)
 
         ours = step(scape, levels=plan)

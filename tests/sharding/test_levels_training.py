@@ -55,15 +55,15 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
     And what every rank holds in masters and moments at the end, and had ("began") in moments, and weights "apart" from
     masters, before its first step.
     """
-    from torchtitan_scape.optimizer.container import ReplicaOptimizers
-    from torchtitan_scape.sharding.levels import Levels
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+    from torchtitan_scape.sharding.levels import ThreeLevelState
 
-    kept: list[ReplicaOptimizers] = []
+    kept: list[ReplicaOptimizersBase] = []
     began: dict[str, Any] = {}
     distances: list[float] = []
-    spread, before, steps = ReplicaOptimizers.spread, Levels.before_step, [0]
+    spread, before, steps = ReplicaOptimizersBase.attach_levels, ThreeLevelState.before_step, [0]
 
-    def spoil(levels: Levels) -> None:
+    def spoil(levels: ThreeLevelState) -> None:
         steps[0] += 1
         if steps[0] == 1:
             began.update(moments_of(kept[0]))
@@ -72,11 +72,11 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
             levels.groups[0].reduce.buffer.view(-1)[0] = torch.nan
         before(levels)
 
-    def keep(optimizers: ReplicaOptimizers, levels: Levels) -> None:
+    def keep(optimizers: ReplicaOptimizersBase, levels: ThreeLevelState) -> None:
         kept.append(optimizers)
         spread(optimizers, levels)
 
-    with patch.object(ReplicaOptimizers, "spread", keep), patch.object(Levels, "before_step", spoil):
+    with patch.object(ReplicaOptimizersBase, "spread", keep), patch.object(ThreeLevelState, "before_step", spoil):
         found = train(folder, arguments)
     slices = kept[0].levels.parameters if kept[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}

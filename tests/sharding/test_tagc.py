@@ -11,22 +11,22 @@ from torch import Tensor
 
 from tests.pool import Pool
 from tests.sharding.toy import Run, layout_of, make, train, weights
-from topology.circles import Circle, ShardLedger
 from topology.groups import build_shard_groups
-from topology.traffic import SHARD, Traffic
-from torchtitan_scape.sharding.base import FlatGroup, Moment, Segment, entries
+from topology.shard_collectives import Circle, ShardLedger
+from topology.traffic import SHARD, TrafficLedger
+from torchtitan_scape.core.parameters import collect_shards, local
+from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, entries
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
-from torchtitan_scape.sync.shards import collect_shards, local
 
 RANKS, STEPS = 3, 3
 # Of a row: two that are compressed, of which one has a short block, and what is not: attention, a norm.
 ROW = (
-    Segment("layers.0.feed_forward.w1.weight", 0, 1500, 2),
-    Segment("layers.0.attention.wq.weight", 1500, 300, 2),
-    Segment("layers.0.ffn_norm.weight", 1800, 5, 1),
-    Segment("layers.0.feed_forward.w2.weight", 1805, 90, 2),
+    ParameterSlice("layers.0.feed_forward.w1.weight", 0, 1500, 2),
+    ParameterSlice("layers.0.attention.wq.weight", 1500, 300, 2),
+    ParameterSlice("layers.0.ffn_norm.weight", 1800, 5, 1),
+    ParameterSlice("layers.0.feed_forward.w2.weight", 1805, 90, 2),
 )
 COMPRESSED = torch.cat([torch.arange(s.start, s.start + s.size) for s in ROW if "feed" in s.name])
 KEPT = torch.cat([torch.arange(1500), 2048 + torch.arange(90)])  # where they lie in a row of the residual
@@ -50,9 +50,9 @@ def circle() -> Circle:
     return found
 
 
-def reduction(traffic: Traffic, moment: Moment, **options: Any) -> TagcReduce:
+def reduction(traffic: TrafficLedger, moment: TrainPosition, **options: Any) -> TagcReduce:
     section = TagcShardingOptions(**{"min_entries": 1, **options})
-    flat, ledger = FlatGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
+    flat, ledger = ShardedParamGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
     return TagcReduce(flat, circle(), section, ledger, moment, "torch", torch.device("cpu"))
 
 
@@ -64,14 +64,14 @@ def flats(step: int, number: int, rank: int) -> Tensor:
 
 def play(micro_batches: int, nan_at: int = 0, whole_at: int = 0, **options: Any) -> dict[str, Any]:
     """Of this rank, by step: what was given, kept before and after, and what came; and bytes."""
-    traffic, moment, rank = Traffic(), Moment(), dist.get_rank()
+    traffic, moment, rank = TrafficLedger(), TrainPosition(), dist.get_rank()
     ours = reduction(traffic, moment, **options)
     found: dict[str, Any] = {"given": [], "before": [], "after": [], "out": []}
     for step in range(1, STEPS + 1):
         found["before"].append(ours.residual.clone())
         given, out = torch.zeros(RANKS, entries(ROW)), torch.zeros(entries(ROW))
         if step == whole_at:
-            ours.send_all()
+            ours.request_full_exchange()
         for number in range(micro_batches):
             moment.step, moment.micro_batch, moment.last = step, number, number + 1 == micro_batches
             flat, row = flats(step, number, rank), torch.empty(entries(ROW))
@@ -82,11 +82,11 @@ def play(micro_batches: int, nan_at: int = 0, whole_at: int = 0, **options: Any)
             out += row
         applied = out.isfinite().all().float()
         dist.all_reduce(applied, dist.ReduceOp.MIN)
-        ours.updated(applied.bool())
+        ours.after_optimizer_step(applied.bool())
         found["given"].append(given)
         found["after"].append(ours.residual.clone())
         found["out"].append(out)
-    found["sum"] = ours.add_up()
+    found["sum"] = ours.decode_and_sum()
     exchanges = STEPS * (micro_batches if ours._options.micro == "each" else 1)
     found["planned"] = {kind: exchanges * sent for kind, sent in ours.bytes_sent().items()}
     found["sent"] = {kind: sent for (axis, _, kind), sent in traffic.sent.items() if axis == SHARD}
@@ -241,10 +241,10 @@ def becomes_gradients(run: Run) -> None:
     (sums,) = unsent.states("mean", shards)
     total, sent = unsent.squares(), run.sent
     unsent.as_gradients(shards)
-    unsent.updated(torch.tensor(False))
+    unsent.after_optimizer_step(torch.tensor(False))
     assert total is not None and total > 0 and unsent.squares() == total and run.sent == sent
     unsent.as_gradients(shards)
-    unsent.updated(torch.tensor(True))
+    unsent.after_optimizer_step(torch.tensor(True))
     assert unsent.squares() == 0.0
     for shard in shards:
         if shard.name in sums.tensors:

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.pool import Pool
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.methods.registry import METHODS
 
 
 def versions() -> None:
     from topology.in_process import OneReplica
     from topology.process_groups import ProcessGroupCollectives
-    from torchtitan_scape.optimizer import container
-    from torchtitan_scape.optimizer.adams import AdamS
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.replica import optimizer as container
 
     model, entry = nn.Linear(4, 3), METHODS["dense"]
     assert entry.method is not None

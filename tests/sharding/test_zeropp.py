@@ -12,7 +12,7 @@ from tests.pool import Pool
 from tests.sharding import literal
 from tests.sharding.test_raw import equal
 from tests.sharding.toy import make, param_group, train, watch
-from torchtitan_scape.sharding.base import Version, entries, flat_groups
+from torchtitan_scape.sharding.base import WeightsVersion, entries, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
 
 NODES: dict[str, Any] = {"weights": "int8", "gradients": "int8+int4", "gradients_block": 32}
@@ -117,7 +117,7 @@ def test_what_is_kept_is_dropped_when_weights_change(ranks_per_node: int) -> Non
 
 def forgets_to_forget() -> bool:
     fresh, kept = (make(1, ShardingOptions(**CODED[1], secondary=s)) for s in (False, True))
-    with patch.object(Version, "changed_if", lambda *_: None):
+    with patch.object(WeightsVersion, "changed_if", lambda *_: None):
         return equal(train(fresh, steps=3), train(kept, steps=3))
 
 

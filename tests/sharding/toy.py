@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
-from topology.traffic import SHARD, Traffic
+from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.base import Sharding, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -58,7 +58,7 @@ class Run:
 
     model: nn.Module
     sharding: Sharding
-    traffic: Traffic
+    traffic: TrafficLedger
     gathers: list[tuple[str, Tensor]] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ def make(
             module.set_force_sum_reduction_for_comms(True)
     if hold:
         hold(model)
-    layout, traffic = layout_of(ranks_per_node), Traffic()
+    layout, traffic = layout_of(ranks_per_node), TrafficLedger()
     options.check(layout)
     with patch.object(build, "_code", lambda *_: None) if raw else nullcontext():
         groups = build.groups_for(options, layout, timedelta(seconds=60))

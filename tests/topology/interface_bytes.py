@@ -54,7 +54,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
 
     step()  # the first, dense step, and the connections
     step()
-    optimizer.settle()
+    optimizer.finish_previous_step()
     intercepted = 0
 
     def counting(original: Any, argument: int) -> Any:
@@ -78,7 +78,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
     dist.barrier()
     for _ in range(STEPS):
         step()
-    optimizer.settle()
+    optimizer.finish_previous_step()
     dist.barrier()
     moved = interface_bytes() - start
     sent = sum(optimizer.collectives.traffic.sent_by_level().values()) - sum(before.values())

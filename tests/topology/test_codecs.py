@@ -36,7 +36,7 @@ def test_parts_are_added_in_rank_order_without_a_copy() -> None:
     rows, entries = 5, 4096
     messages, found = messages_of(rows, entries), torch.full((2 * entries,), torch.nan)
     with Made() as made:
-        Bfloat16().add_up(messages, found)
+        Bfloat16().decode_and_sum(messages, found)
     assert made.largest == 0  # the first form took FP32 (rows, entries)
     expected = torch.zeros(2 * entries)
     for row in messages.view(torch.bfloat16).float():

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from topology.comm_streams import CommStream
 
 from tests.pool import Pool
 from topology import groups
 from topology.groups import build_groups, build_tier_groups, most_groups
-from topology.lanes import Lane
 from topology.layout import Layout, Tier, plan_layout
 from topology.machines import get_machine
 
@@ -91,9 +91,9 @@ def test_a_lane_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -
     here = Stream(torch.device("cuda"))
     for name, fake in {"Stream": Stream, "stream": nullcontext, "current_stream": lambda _: here}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    lane, device = Lane(), torch.device("cuda", 1)
+    lane, device = CommStream(), torch.device("cuda", 1)
     exchanges: list[Callable[[], None]] = [lambda: run.append(1), lambda: run.append(2)]
     for exchange in exchanges:
         lane.start(exchange, device).wait()
     assert made[1:] == [(device, -1)] and run == [1, 2]
-    assert groups.LANES == 2
+    assert groups.COMM_STREAMS == 2

@@ -25,7 +25,7 @@ from topology.machines import Level, Machine
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
 # Bytes of a message of so many entries.
-CODED: list[MessageBytes | None] = [None, Bfloat16().bytes_of, BlockCode("int4", 32).bytes_of]
+CODED: list[MessageBytes | None] = [None, Bfloat16().message_bytes, BlockCode("int4", 32).message_bytes]
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
 

@@ -22,7 +22,7 @@ from topology.in_process import SimulatedReplicas
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
-from topology.traffic import Traffic
+from topology.traffic import TrafficLedger
 
 # Four ranks in pairs, in nodes, and both.
 THREE = get_machine("frontier")
@@ -50,7 +50,7 @@ def values(rank: int, n: int) -> torch.Tensor:
 def padded(n: int, name: str, replicas: int) -> int:
     """The least multiple from n on of what a codec is given."""
     codec = CODECS[name]
-    unit = replicas * (codec.unit if codec else 4)
+    unit = replicas * (codec.block_size if codec else 4)
     return -(-n // unit) * unit
 
 
@@ -79,7 +79,7 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
     results = {}
     for name, codec in CODECS.items():
         n = padded(64, name, ours.replicas)
-        ours.traffic, before = Traffic(), len(handed)
+        ours.traffic, before = TrafficLedger(), len(handed)
         chunks = [values(10 * i + rank, n) for i in range(3)]
         # The last one's errors are let go.
         errors = [torch.full((n,), torch.nan) if codec and i < 2 else None for i in range(3)]
@@ -89,7 +89,7 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
         for handle in handles:
             handle.wait()
         reduced = ours.traffic
-        ours.traffic = Traffic()
+        ours.traffic = TrafficLedger()
         part, error = values(rank, n), torch.full((n,), torch.nan) if codec else None
         ours.reduce_scatter(part, codec=codec, error=error).wait()
         own = part.view(ours.replicas, -1)[ours.replica].clone()
@@ -125,11 +125,11 @@ def carried_by(ours: ReplicaCollectives, rank: int, n: int, codec: Codec) -> tup
     mean, error = values(rank, n), torch.full((n,), torch.nan)
     brought = values(100 + rank, n // ours.replicas)
     left = brought.clone()
-    ours.all_reduce(mean, codec=codec, error=error, carried=left).wait()
+    ours.all_reduce(mean, codec=codec, error=error, carried_error=left).wait()
     return brought, left, mean, error
 
 
-def by_level(traffic: Traffic, kind: str) -> dict[str, float]:
+def by_level(traffic: TrafficLedger, kind: str) -> dict[str, float]:
     return {level: traffic.sent["replicate", level, kind] for level in ("gcd_pair", "node", "network")}
 
 
@@ -309,7 +309,7 @@ def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
 def test_what_a_codec_cannot_divide_is_refused() -> None:
     """Padding is whoever calls' business, once: blocks are never divided between messages."""
     ours, codec = DryRunCollectives(replicas=4), CODECS["int4"]
-    assert ours.granularity(codec) == 128 and ours.granularity(Bfloat16()) == 32 and ours.granularity() == 4
+    assert ours.size_multiple(codec) == 128 and ours.size_multiple(Bfloat16()) == 32 and ours.size_multiple() == 4
     for exchange_ in (ours.all_reduce, ours.reduce_scatter):
         exchange_(torch.zeros(256), codec=codec)
         with pytest.raises(AssertionError):
@@ -361,7 +361,7 @@ def united(shape: str) -> tuple[torch.Tensor, dict[str, float], float]:
     ours = collectives(shape)
     generator = torch.Generator().manual_seed(dist.get_rank())
     bits = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=generator)
-    ours.all_or(bits, kind="index").wait()
+    ours.all_reduce_or(bits, kind="index").wait()
     return bits, by_level(ours.traffic, "index"), ours.reduced_bytes(16)
 
 

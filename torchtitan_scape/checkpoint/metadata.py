@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
+from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
 
 RUN_METADATA = "run_metadata"
 # With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
@@ -23,7 +23,7 @@ class RunMetadata(Stateful):
     optimizers: asked for their counters at every save.
     """
 
-    def __init__(self, layout: Layout, config: JobConfig, residual: str, optimizers: ReplicaOptimizers) -> None:
+    def __init__(self, layout: Layout, config: JobConfig, residual: str, optimizers: ReplicaOptimizersBase) -> None:
         optimizer, options = config.optimizer, options_of(config.sync)
         simulated, levels = config.topology.simulate_replicas, config.sharding.levels
         self._optimizers = optimizers
@@ -45,7 +45,7 @@ class RunMetadata(Stateful):
             "weight_decay": optimizer.weight_decay,
             "residual": residual,
             "border": config.data.border,
-            "states": optimizers.described_states(residual),
+            "states": optimizers.describe_states(residual),
             **options.fingerprint(),
             "sharding": asdict(config.sharding),
             # Where weights, masters and states lie on three levels; 0 for none.

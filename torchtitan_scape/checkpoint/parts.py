@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.report.text import size_text
+from torchtitan_scape.core.text import size_text
+from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
 
 RESIDUALS = ("exact", "mean", "drop")
 
@@ -37,7 +37,7 @@ class RandomState(Stateful):
             torch.get_device_module(self._device).set_rng_state(loaded[f"{self._name}.device"], self._device)
 
 
-def sizes_line(optimizers: ReplicaOptimizers, residual: str) -> str:
+def sizes_line(optimizers: ReplicaOptimizersBase, residual: str) -> str:
     """What a checkpoint takes, and would take with other residuals."""
     model = 4 * sum(shard.entries for shard in optimizers.shards())
 

@@ -23,7 +23,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.sync.types import check_section, check_value
+from torchtitan_scape.core.type_checks import check_section, check_value
 
 # Keys that there were, and what to write today.
 GONE = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import COMMAND_LINE, FILES, RESOLVED, Recipe, flatten
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.files import write_whole
 
 FILE = "resolved.toml"
 _HEAD = f"""\

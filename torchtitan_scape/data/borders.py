@@ -37,7 +37,7 @@ def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[i
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
 
-class Bordered:
+class BoundaryTokenizer:
     """A tokenizer whose `encode` puts the border around a text, whatever its own template would add."""
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:

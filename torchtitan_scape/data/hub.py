@@ -9,13 +9,13 @@ from datasets import load_dataset
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 
 SECONDS = 5.0  # for the hub's first answer; the library would try for minutes
 
 
 @dataclass(frozen=True)
-class HubSet:
+class HubDataset:
     """A data set of the hub.
 
     Attributes:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from torchtitan_scape.files import sync_folder
+from torchtitan_scape.core.files import sync_folder
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -50,7 +50,7 @@ def digest_of(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Shard:
+class IndexedShard:
     """A pair as a manifest has it.
 
     Attributes:
@@ -103,7 +103,7 @@ class PairWriter:
         self._lengths.extend(lengths)
         self.tokens, self.bytes = self.tokens + len(ids), self.bytes + n_bytes
 
-    def finish(self, folder: Path) -> Shard | None:
+    def finish(self, folder: Path) -> IndexedShard | None:
         """The pair, which is on the disk and has its names then; None, and no file, where it has no token."""
         if not self.tokens:
             self.discard()
@@ -117,7 +117,7 @@ class PairWriter:
             os.replace(part, path)
         sync_folder(folder)
         sums = self._digest.hexdigest(), hashlib.sha256(index).hexdigest()
-        return Shard(self.name, self.split, len(self._lengths), self.tokens, self.bytes, *sums)
+        return IndexedShard(self.name, self.split, len(self._lengths), self.tokens, self.bytes, *sums)
 
     def discard(self) -> None:
         """Deletes what was written."""
@@ -205,7 +205,7 @@ class Pair:
         return digest_of(paths_of(self.prefix)[1])
 
 
-def damage(folder: Path, shard: Shard, dtype: np.dtype[Any], entries: int) -> str:
+def damage(folder: Path, shard: IndexedShard, dtype: np.dtype[Any], entries: int) -> str:
     """What is wrong with a shard, whose two files are read as a whole; "" where nothing is."""
     try:
         for path, size, expected in zip(

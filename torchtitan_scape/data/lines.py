@@ -24,7 +24,7 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 
 # More bad lines than this are no accident: the files have another format.
 MAX_BAD = 0.1

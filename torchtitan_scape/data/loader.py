@@ -13,7 +13,7 @@ from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.data.borders import Bordered
+from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, documents
 
 FORMAT = 1
@@ -221,7 +221,7 @@ def text_loader(
     config: Training | Validation, tokenizer: BaseTokenizer, rank: int, world: int, border: str, passes: int = 0
 ) -> TextDataLoader:
     """The loader that a section describes, for data-parallel reader `rank` of `world`."""
-    bordered: Any = Bordered(tokenizer, border)
+    bordered: Any = BoundaryTokenizer(tokenizer, border)
     data = TextDataset(config.dataset, config.dataset_path, bordered, config.seq_len, rank, world, passes)
     options: dict[str, Any] = {**asdict(config.dataloader), "batch_size": config.local_batch_size}
     return TextDataLoader(data, dp_rank=rank, dp_world_size=world, **options)

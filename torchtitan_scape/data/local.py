@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Dataset
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.data.lines import load_files, open_lines
 
 # File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_scape.data.indexed import Shard, paths_of
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.data.indexed import IndexedShard, paths_of
 
 MANIFEST, FORMAT = "manifest.json", 1
 TRAIN, VALIDATION = "train", "validation"
@@ -62,9 +62,9 @@ class Manifest:
     dtype: str
     shard_tokens: int
     held_out: float | None
-    shards: tuple[Shard, ...]
+    shards: tuple[IndexedShard, ...]
 
-    def of(self, split: str) -> list[Shard]:
+    def of(self, split: str) -> list[IndexedShard]:
         return [shard for shard in self.shards if shard.split == split]
 
     def total(self, split: str, what: str) -> int:
@@ -95,7 +95,7 @@ class Manifest:
             found = json.loads(path.read_bytes())
             if found.pop("format") != FORMAT:
                 raise ValueError
-            found["shards"] = tuple(Shard(**shard) for shard in found["shards"])
+            found["shards"] = tuple(IndexedShard(**shard) for shard in found["shards"])
             del found["splits"]
             manifest = cls(**found)
             if lacking := {"digest", "entries", "bos", "eos"} - manifest.tokenizer.keys():

@@ -18,21 +18,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_scape import device
+from torchtitan_scape.titan import device
 
 device.prepare()  # before the first import of torchtitan
 
 import numpy as np  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 
-from torchtitan_scape.command import one_line, parser_of  # noqa: E402
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
+from torchtitan_scape.core.command import one_line, parser_of  # noqa: E402
+from torchtitan_scape.core.files import write_whole  # noqa: E402
 from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
 from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, Part, Source, Work  # noqa: E402
+from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, TextSource, Work  # noqa: E402
 from torchtitan_scape.data.prepare_workers import GO_ON, run  # noqa: E402
-from torchtitan_scape.files import write_whole  # noqa: E402
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005
@@ -64,19 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sources_of(name: str, path: str | None, held_out: float | None) -> tuple[list[Source], float | None]:
+def sources_of(name: str, path: str | None, held_out: float | None) -> tuple[list[TextSource], float | None]:
     """The text for training, and for validation where the data set has its own; the share to hold out."""
     name = name.lower()
     if name not in DATASETS:
         raise ValueError(f"--dataset {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
     found, twin = DATASETS[name], DATASETS.get(f"{name}_validation")
-    sources = [Source(found.loader(path or found.path), TRAIN)]
+    sources = [TextSource(found.loader(path or found.path), TRAIN)]
     if twin is None:
         return sources, HELD_OUT if held_out is None else held_out
     if held_out is not None:
         return sources, held_out
     try:
-        return [*sources, Source(twin.loader(path or twin.path), VALIDATION)], None
+        return [*sources, TextSource(twin.loader(path or twin.path), VALIDATION)], None
     except ValueError as error:
         raise ValueError(f"{error}; or hold documents out with --validation {HELD_OUT}") from error
 
@@ -93,7 +93,7 @@ def _revision(name: str, path: str | None) -> str | None:
         return None
 
 
-def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[Part], list[Source], Encoder]:
+def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], list[TextSource], Encoder]:
     """What is to be made, known before it is made; the same for the same text, tokenizer and options."""
     name = options.dataset or "text_files"
     config = JobConfig()

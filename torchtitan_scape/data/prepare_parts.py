@@ -19,12 +19,12 @@ import pyarrow.compute
 from datasets import Dataset, IterableDataset
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.data.borders import border_ids
-from torchtitan_scape.data.indexed import PairWriter, Shard, Tokens, damage
+from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.prepared import mixed
-from torchtitan_scape.files import write_whole
 
 # Documents are encoded together up to so many, or so many characters.
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 20
@@ -36,7 +36,7 @@ Count = Callable[[int, int, int], None]  # documents, tokens and bytes of text t
 
 
 @dataclass(frozen=True)
-class Part:
+class PrepareTask:
     """A unit of work.
 
     Attributes:
@@ -72,7 +72,7 @@ class Encoder:
         return ids, [end - begin for begin, end in pairwise(ends)]
 
 
-class Source:
+class TextSource:
     """The documents of one split, numbered; those of no text are left out.
 
     sizes: bytes of each document's text, where they are known before it is read.
@@ -96,21 +96,21 @@ class Source:
         places = np.linspace(0, len(self.sizes) - 1, min(SAMPLED, len(self.sizes))).astype(int).tolist()
         return [(self.data[place]["text"] or "")[:SAMPLED_CHARACTERS] for place in places]
 
-    def parts(self, size: float) -> list[Part]:
+    def parts(self, size: float) -> list[PrepareTask]:
         """Parts of about `size` bytes of text, or a stream's files."""
         if self.sizes is None:
-            return [Part(self.split, file, file, file + 1, 0) for file in range(self.data.num_shards)]
+            return [PrepareTask(self.split, file, file, file + 1, 0) for file in range(self.data.num_shards)]
         filled = np.cumsum(self.sizes)
         total = int(filled[-1]) if len(filled) else 0
         n = max(1, -(-total // max(1, int(size))))
         cuts = np.unique([0, *np.searchsorted(filled, total * np.arange(1, n) / n), len(filled)]).tolist()
         sums = np.concatenate([[0], filled])[cuts].tolist()
         return [
-            Part(self.split, number, begin, end, sums[number + 1] - sums[number])
+            PrepareTask(self.split, number, begin, end, sums[number + 1] - sums[number])
             for number, (begin, end) in enumerate(pairwise(cuts))
         ]
 
-    def read(self, part: Part) -> Iterator[tuple[int, str]]:
+    def read(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
         """(number, text) of a part's documents. Raises ValueError where they cannot be read."""
         try:
             if self.sizes is None:
@@ -127,7 +127,7 @@ class Source:
             what = f"file {part.begin}" if self.sizes is None else f"documents {part.begin} to {part.end - 1}"
             raise ValueError(f"{what} of the {self.split} data cannot be read: {one_line(error)}") from error
 
-    def _stored(self, part: Part) -> Iterator[tuple[int, str]]:
+    def _stored(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
         for begin in range(part.begin, part.end, _ROWS):
             yield from enumerate(self.data[begin : min(part.end, begin + _ROWS)]["text"], begin)
 
@@ -171,7 +171,13 @@ class Work:
     """
 
     def __init__(
-        self, folder: Path, unfinished: Path, plan: Manifest, parts: list[Part], sources: list[Source], encoder: Encoder
+        self,
+        folder: Path,
+        unfinished: Path,
+        plan: Manifest,
+        parts: list[PrepareTask],
+        sources: list[TextSource],
+        encoder: Encoder,
     ) -> None:
         self.folder, self.unfinished, self.plan, self.parts, self.encoder = folder, unfinished, plan, parts, encoder
         self.sources = {source.split: source for source in sources}
@@ -182,24 +188,24 @@ class Work:
     def record(self, index: int) -> Path:
         return self.unfinished / f"part-{index:05d}.json"
 
-    def keep(self, index: int, shards: Sequence[Shard]) -> None:
+    def keep(self, index: int, shards: Sequence[IndexedShard]) -> None:
         write_whole(self.record(index), json.dumps([asdict(shard) for shard in shards]).encode())
 
-    def shards(self, index: int) -> list[Shard] | None:
+    def shards(self, index: int) -> list[IndexedShard] | None:
         """Of a part that is done; None of one that is not."""
         try:
-            return [Shard(**shard) for shard in json.loads(self.record(index).read_bytes())]
+            return [IndexedShard(**shard) for shard in json.loads(self.record(index).read_bytes())]
         except (OSError, ValueError, TypeError):
             return None
 
     def take_over(self, shards: Sequence[dict[str, Any]]) -> None:
         """Records of the parts of a manifest, of which a file is missing or damaged."""
-        found = [Shard(**shard) for shard in shards]
+        found = [IndexedShard(**shard) for shard in shards]
         for index, part in enumerate(self.parts):
             names = self._names(part).values()
             self.keep(index, [shard for shard in found if shard.name in names])
 
-    def _names(self, part: Part) -> dict[str, str]:
+    def _names(self, part: PrepareTask) -> dict[str, str]:
         """The shards that a part becomes, by split."""
         splits = [TRAIN, VALIDATION] if part.split == TRAIN and self.plan.held_out else [part.split]
         return {split: f"{split}-{part.number:05d}" for split in splits}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 
 SECONDS = 10.0  # between two lines of progress
 GO_ON = "the same command goes on from here"

@@ -24,7 +24,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import hash_string
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.evaluation import squad
 from torchtitan_scape.huggingface.loading import load_model
 

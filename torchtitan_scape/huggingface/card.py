@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.checkpoint.whole import Saved
+from torchtitan_scape.checkpoint import best
+from torchtitan_scape.checkpoint.whole import CheckpointInfo
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.report import best
 
 
-def card(resolved: Resolved, checkpoint: Path, saved: Saved, options: Namespace, compared: str) -> str:
+def card(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: Namespace, compared: str) -> str:
     """The text. options: `dtype` and `weights` are read. compared: what the check has found."""
     rows = "\n".join(f"| {what} | {value} |" for what, value in _rows(resolved, checkpoint, saved, options))
     return (
@@ -21,7 +21,7 @@ def card(resolved: Resolved, checkpoint: Path, saved: Saved, options: Namespace,
     )
 
 
-def _rows(resolved: Resolved, checkpoint: Path, saved: Saved, options: Namespace) -> Iterator[tuple[str, Any]]:
+def _rows(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: Namespace) -> Iterator[tuple[str, Any]]:
     config, run = resolved.config, Path(resolved.config.job.dump_folder)
     training, data = config.training, config.data
     inside = checkpoint.parent == run / config.checkpoint.folder  # else what the run's folder says is of other steps

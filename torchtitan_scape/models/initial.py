@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.sync.shards import local, plain_name
+from torchtitan_scape.core.parameters import local, plain_name
 
 
 @torch.no_grad()

@@ -108,9 +108,9 @@ class ShadowResidual:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.sent, self.kept = torch.zeros_like(like), torch.zeros_like(like)
+        self.sent, self.observed_state = torch.zeros_like(like), torch.zeros_like(like)
 
     def add(self, gradient: Tensor, density: float) -> None:
-        total = self.kept + gradient
+        total = self.observed_state + gradient
         out = largest(total, density)
-        self.sent, self.kept = torch.where(out, total, 0.0), torch.where(out, 0.0, total)
+        self.sent, self.observed_state = torch.where(out, total, 0.0), torch.where(out, 0.0, total)

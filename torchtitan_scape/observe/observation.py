@@ -14,8 +14,8 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.observe import figures
 from torchtitan_scape.observe.record import Record, Row
 from torchtitan_scape.observe.tensors import Observed, chosen, whole
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.optimizer.registry import FIRST, OPTIMIZERS
+from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
 
 Log = Callable[[dict[str, Any], int], None]
 
@@ -33,7 +33,7 @@ class Observation:
     Raises ValueError for names that match nothing.
     """
 
-    def __init__(self, config: JobConfig, optimizers: ReplicaOptimizers, log: Log) -> None:
+    def __init__(self, config: JobConfig, optimizers: ReplicaOptimizersBase, log: Log) -> None:
         self.options, self.optimizers, self._log = config.observe, optimizers, log
         self.tensors = chosen(self.options.names, optimizers.shards(), config.model.name)
         self.names = {shard.name for one in self.tensors for shard in one.shards}
@@ -49,7 +49,7 @@ class Observation:
             "replicas": str(collectives.replicas),
         }
         self.record = Record(Path(config.job.dump_folder), facts)
-        states, unsent = optimizers.described_states("exact"), optimizers.sharding.unsent.described("exact")
+        states, unsent = optimizers.describe_states("exact"), optimizers.sharding.unsent.described("exact")
         # What a method of the shard axis keeps lies by its groups, and is not looked at.
         self._has_residual = any(state["carries"] == "gradient" for kind, state in states.items() if kind not in unsent)
         # Of replicas that differ no gradient is exchanged, and what shards send in part is not the whole one.
@@ -91,7 +91,7 @@ class Observation:
         window, before = next(windows, None), self._window
         self._window, self._counts = window, step in self.options.histograms
         self._rows, resumed, self._last = {}, self._last is None, step
-        self.optimizers.watch(self if window or self._counts else None)
+        self.optimizers.observe(self if window or self._counts else None)
         if window is None:
             self._before, self._shadow = {}, {}
         elif window is not before:
@@ -137,7 +137,7 @@ class Observation:
             row.shadow, row.sent = True, math.nan
             if (shadow := self._shadow.get(one.label)) is not None:
                 shadow.add(gradient, self.options.density)
-                row.sent, row.residual = figures.norm(shadow.sent), figures.norm(shadow.kept)
+                row.sent, row.residual = figures.norm(shadow.sent), figures.norm(shadow.observed_state)
         return row
 
     @torch.no_grad()
@@ -189,10 +189,10 @@ class Observation:
 
     def _largest(self) -> dict[str, Tensor]:
         """Where the largest first moments are, by label."""
-        self.optimizers.settle()
+        self.optimizers.finish_previous_step()
         found = {}
         for one in self._moments:
-            moments = [self.optimizers.kept(shard).moment for shard in one.shards]
+            moments = [self.optimizers.observed_state(shard).moment for shard in one.shards]
             parts = [moment for moment in moments if moment is not None]
             if len(parts) == len(moments) and (values := self._whole(one, parts)) is not None:
                 found[one.label] = figures.largest(values, self.options.density)
@@ -204,7 +204,7 @@ class Observation:
         for one in self.tensors:
             total = torch.zeros((), dtype=torch.float64, device=self.optimizers.grad_norm.device)
             for shard in one.shards:
-                residuals = self.optimizers.kept(shard).residuals
+                residuals = self.optimizers.observed_state(shard).residuals
                 for residual in residuals if shard.counted else ():
                     total += residual.to(total.device).double().square().sum() / len(residuals)
             squares.append(total)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torchtitan.tools.logging import logger
 
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.observe.figures import Distribution
 
 FILE = "observations.npz"

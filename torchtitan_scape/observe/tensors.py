@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.sync.shards import Shard, is_slice, layer_of
+from torchtitan_scape.core.parameters import Shard, is_slice, layer_of
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _ALL = "layers.*."

@@ -13,17 +13,17 @@ import numpy as np
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
-from torchtitan_scape.planner.payload import payload_entries
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import WORKLOADS
+from torchtitan_scape.core.workloads import WORKLOADS
+from torchtitan_scape.methods.topk.blocks import payload_entries
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.planner.volumes import PlannedRun
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.
 EFFECTIVE_BANDWIDTH = 3.5e9
 
 
 @dataclass(frozen=True)
-class Point:
+class PaperPoint:
     """A step time of the paper, seconds. density 1 is dense AdamS. source: where it stands or how it follows."""
 
     model: str
@@ -33,7 +33,7 @@ class Point:
     source: str
 
 
-def paper_points() -> list[Point]:
+def paper_points() -> list[PaperPoint]:
     """SCAPE paper, Sections V-B and V-E, replicated form.
 
     T(4) follows from the efficiency, T(4) / (16 T(64)). End-to-end days of 100,000 steps are rounded to 0.01.
@@ -49,10 +49,10 @@ def paper_points() -> list[Point]:
         ("llama_1_8b", 0.01, 1473.45, 47.83),
     ):
         at_64 = milliseconds / 1e3
-        points.append(Point(model, density, 64, at_64, step))
-        points.append(Point(model, density, 4, efficiency / 100 * 16 * at_64, f"efficiency {efficiency} %"))
+        points.append(PaperPoint(model, density, 64, at_64, step))
+        points.append(PaperPoint(model, density, 4, efficiency / 100 * 16 * at_64, f"efficiency {efficiency} %"))
     for density, days in ((1.0, 2.47), (0.1, 1.59), (0.01, 1.40)):
-        points.append(Point("llama_500m", density, 32, days * 86400 / 100_000, f"{days} days"))
+        points.append(PaperPoint("llama_500m", density, 32, days * 86400 / 100_000, f"{days} days"))
     return points
 
 
@@ -127,7 +127,9 @@ def fit_paper() -> PaperFit:
 # ------------------------------------------------------------------------------------------ predictions
 
 
-def on_gh200(model: str, method: Method, gpus: int, compute: float, bandwidth: float, fixed: float = 0.0) -> Prediction:
+def on_gh200(
+    model: str, method: PlannedRun, gpus: int, compute: float, bandwidth: float, fixed: float = 0.0
+) -> Prediction:
     """Our step on `gpus` GH200 (one a node) with `compute` seconds on 64 of them at the paper's batch.
 
     The batch stays while every GPU has a sequence; beyond, it grows with the GPUs.
@@ -146,7 +148,7 @@ def headline(
     compute: float, bandwidth: float = EFFECTIVE_BANDWIDTH, fixed: float = 0.0
 ) -> tuple[Prediction, Prediction]:
     """Llama-1.8B on 64 GH200: (dense AdamS, SCAPE at density 0.01), with the bytes of our kernels."""
-    dense, scape = Method("adams"), Method("scape", 0.01)
+    dense, scape = PlannedRun("adams"), PlannedRun("scape", 0.01)
     return tuple(on_gh200("llama_1_8b", m, 64, compute, bandwidth, fixed) for m in (dense, scape))  # type: ignore
 
 
@@ -257,7 +259,7 @@ def _extrapolation_lines(fit: PaperFit) -> Iterator[str]:
     columns += ["the paper's AdamS", "its SCAPE 0.01"]
     yield "| " + " | ".join(columns) + " |"
     yield "| --- " * len(columns) + "|"
-    methods = (Method("adams"), Method("bf16"), Method("scape", 0.1), Method("scape", 0.01))
+    methods = (PlannedRun("adams"), PlannedRun("bf16"), PlannedRun("scape", 0.1), PlannedRun("scape", 0.01))
     for model, compute in fit.compute.items():
         for gpus in (64, 128, 256, 512, 1024, 2048, 4096):
             steps = [on_gh200(model, m, gpus, compute, fit.bandwidth).step for m in methods]

@@ -7,20 +7,20 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
-from torchtitan_scape.planner.messages import Message
-from torchtitan_scape.planner.payload import (
+from torchtitan_scape.core.workloads import Shape
+from torchtitan_scape.methods.topk.blocks import (
     Shapes,
-    chosen_at,
-    cut_of,
+    block_grid,
     demo_message_bytes,
     entries_of,
     mask_counts,
+    selected_per_block,
     tagc_index,
     tagc_packed,
     topk_message_bytes,
     whole_sizes,
 )
-from torchtitan_scape.planner.workloads import Shape
+from torchtitan_scape.planner.messages import PlannedMessage
 
 
 class Gradients(Protocol):
@@ -53,41 +53,43 @@ def compressed(method: Gradients, shapes: Shapes) -> list[Shape]:
     return [s for i, s in enumerate(shapes) if i not in method.dense and (len(s) > 1 or method.selection == "tile")]
 
 
-def topk_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[Message]:
+def topk_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     if method.density >= 1.0:
-        return [Message("reduce", 4.0 * entries_of(shapes))]
+        return [PlannedMessage("reduce", 4.0 * entries_of(shapes))]
     selected = compressed(method, shapes)
-    cuts = [cut_of(shape, method.selection, method.block) for shape in selected if math.prod(shape)]
+    cuts = [block_grid(shape, method.selection, method.block) for shape in selected if math.prod(shape)]
     whole = 4.0 * (entries_of(shapes) - entries_of(selected))
-    gathered = Message("gather", topk_message_bytes(cuts, chosen_at(cuts, method.density), method.values))
-    return [gathered, Message("reduce", whole)] if whole else [gathered]
+    gathered = PlannedMessage(
+        "gather", topk_message_bytes(cuts, selected_per_block(cuts, method.density), method.values)
+    )
+    return [gathered, PlannedMessage("reduce", whole)] if whole else [gathered]
 
 
-def sparseloco_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[Message]:
+def sparseloco_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     return [replace(m, share=1.0 / method.inner_steps) for m in topk_messages(method, shapes, replicas)]
 
 
-def tagc_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[Message]:
+def tagc_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     """Where the entries are, and as many as a union of all choices may have."""
     if method.density >= 1.0:
-        return [Message("reduce", 4.0 * entries_of(shapes))]
-    index = Message(*tagc_index(shapes, method.density, replicas))
+        return [PlannedMessage("reduce", 4.0 * entries_of(shapes))]
+    index = PlannedMessage(*tagc_index(shapes, method.density, replicas))
     packed = tagc_packed(shapes, method.density, replicas) + sum(whole_sizes(shapes))
-    return [index, Message("reduce", 4.0 * packed)]
+    return [index, PlannedMessage("reduce", 4.0 * packed)]
 
 
-def demo_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[Message]:
-    return [Message("gather", demo_message_bytes(shapes, method.k, method.block, method.values))]
+def demo_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
+    return [PlannedMessage("gather", demo_message_bytes(shapes, method.k, method.block, method.values))]
 
 
-def radius_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[Message]:
+def radius_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     """What the mask has, and every so many steps all, in which what was kept back may travel apart."""
     sizes = [math.prod(shape) for shape in compressed(method, shapes)]
     kept = sum(mask_counts(sizes, method.density, method.selection, method.block)) + entries_of(shapes) - sum(sizes)
     share = 1.0 / method.interval
     found = [(kept, 1.0 - share), (entries_of(shapes), share)]
     found += [(sum(sizes), share)] if method.clip_refresh == "fresh" else []
-    return [Message("reduce", 4.0 * entries, share=share) for entries, share in found]
+    return [PlannedMessage("reduce", 4.0 * entries, share=share) for entries, share in found]
 
 
 def radius_moved(method: Gradients) -> float:
@@ -96,8 +98,8 @@ def radius_moved(method: Gradients) -> float:
     return 16.125 + 8.0 * method.density * (1.0 - 1.0 / method.interval) + 12.0 / method.interval
 
 
-def powersgd_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[Message]:
-    return [Message("reduce", 4.0 * entries) for entries in _factors(shapes, method.rank)]
+def powersgd_messages(method: Gradients, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
+    return [PlannedMessage("reduce", 4.0 * entries) for entries in _factors(shapes, method.rank)]
 
 
 def powersgd_rank(shapes: Shapes, nbytes: float) -> int:

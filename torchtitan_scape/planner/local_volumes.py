@@ -1,4 +1,4 @@
-"""What replicas that step alone hold and move besides their optimizer's own, by the frame of `sync.local_updates`.
+"""What replicas that step alone hold and move besides their optimizer's own, by the frame of `methods.local_updates`.
 
 Plain arithmetic: no torch. n is the entries of a rank's shards; an exchange of a part of them counts by its share of
 the steps.
@@ -8,10 +8,10 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
-from torchtitan_scape.planner.messages import CODED_BLOCK, Message, coded_message
-from torchtitan_scape.planner.payload import Shapes, entries_of
+from torchtitan_scape.methods.topk.blocks import Shapes, entries_of
+from torchtitan_scape.planner.messages import CODED_BLOCK, PlannedMessage, coded_message
 
-FEW = 4  # replicas, of which owners train with all that their coding of a mean loses, see `sync.sparta`
+OWNER_ERROR_ABOVE = 4  # replicas above which `methods.sparta` keeps the owner error apart from the weights
 
 
 class Local(Protocol):
@@ -31,28 +31,28 @@ class Local(Protocol):
     def offload(self) -> tuple[str, ...]: ...
 
 
-def moved_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message]:
+def moved_messages(method: Local, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     """Of every fragment, which are taken as even where there are several."""
     hidden, share, n = method.delay > 0, 1.0 / method.inner_steps, entries_of(shapes)
     if method.wire == "float32":
         each, more = divmod(n, method.fragments)
         sizes = [each + (i < more) for i in range(method.fragments)]
-        return [Message("reduce", 4.0 * size, hidden=hidden, share=share) for size in sizes]
+        return [PlannedMessage("reduce", 4.0 * size, hidden=hidden, share=share) for size in sizes]
     part = shapes if method.fragments == 1 else [(-(-n // method.fragments),)]
     message = replace(coded_message(part, replicas, method.wire), hidden=hidden, share=share)
     return [message] * method.fragments
 
 
-def turn_messages(method: Local, shapes: Shapes, replicas: int) -> list[Message]:
+def turn_messages(method: Local, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     """Of a step, in which it is the turn of one block of entries in `inner_steps`; turns are taken as even."""
     blocks = sum(-(-math.prod(shape) // CODED_BLOCK) for shape in shapes)
     if method.wire == "float32":
-        return [Message("reduce", 4.0 * CODED_BLOCK * blocks / method.inner_steps)]
+        return [PlannedMessage("reduce", 4.0 * CODED_BLOCK * blocks / method.inner_steps)]
     return [coded_message([(-(-blocks // method.inner_steps) * CODED_BLOCK,)], replicas, method.wire)]
 
 
 def keeps_owed(method: Local, replicas: int) -> bool:
-    return method.wire != "float32" and replicas > FEW
+    return method.wire != "float32" and replicas > OWNER_ERROR_ABOVE
 
 
 def turn_memory(method: Local, shapes: Shapes, replicas: int) -> dict[str, float]:

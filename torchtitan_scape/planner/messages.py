@@ -5,11 +5,11 @@ from typing import Literal
 
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
-from torchtitan_scape.planner.payload import Shapes, chunks_by_size, coded_by
+from torchtitan_scape.methods.topk.blocks import Shapes, chunks_by_size, coded_by
 
 
 @dataclass(frozen=True)
-class Message:
+class PlannedMessage:
     """A collective of all replicas.
 
     nbytes: what each of them brings to it, FP32 where it is added up.
@@ -50,7 +50,7 @@ class Message:
                 return all_gather_stages(tiers, self.nbytes, flat)
 
 
-def coded_message(shapes: Shapes, replicas: int, wire: str, block: int = CODED_BLOCK) -> Message:
+def coded_message(shapes: Shapes, replicas: int, wire: str, block: int = CODED_BLOCK) -> PlannedMessage:
     """The mean of all entries in a block code, in the chunks that they go in."""
     chunks = tuple(chunks_by_size(shapes, replicas, block).items())
-    return Message("reduce", 4.0 * sum(n * k for n, k in chunks), wire, block=block, chunks=chunks)
+    return PlannedMessage("reduce", 4.0 * sum(n * k for n, k in chunks), wire, block=block, chunks=chunks)

@@ -9,7 +9,7 @@ from typing import Any
 
 from topology.links import Links
 from topology.machines import Device
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.volumes import PlannedRun
 
 STORED = Path(__file__).resolve().parents[2] / "results" / "gpu"
 AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kernels out"
@@ -19,7 +19,7 @@ AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kern
 class Rate:
     """Bytes/s that (the pass that fills the payload, the other passes) of a step moved, of those that they must move.
 
-    kind: as `Method.kind`. entries: of the model.
+    kind: as `PlannedRun.kind`. entries: of the model.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class PassRates:
     factor: float = 1.0
     scaled: str = ""
 
-    def of(self, method: Method) -> tuple[float, float]:
+    def of(self, method: PlannedRun) -> tuple[float, float]:
         """Bytes/s of (the pass that fills the payload, the other passes).
 
         Of the setting that is nearest: the kind, whether the wire has a code, density, and the largest model. Passes

@@ -22,33 +22,33 @@ from typing import Any
 
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.command import Parser
-from torchtitan_scape.planner.advice import (
+from torchtitan_scape.core.command import Parser
+from torchtitan_scape.core.workloads import local_shapes
+from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
     DENSE,
     SPARSE,
     Advice,
     Candidate,
-    Case,
+    PlanRequest,
     advise,
     break_even_bandwidth,
     by_nodes,
     candidates,
     fastest,
-    leaner,
+    lower_memory_variants,
     make_case,
 )
-from torchtitan_scape.planner.cost import Assumptions, Prediction
 from torchtitan_scape.planner.pass_rates import for_device
-from torchtitan_scape.planner.shard_axis import Form, forms, lines
+from torchtitan_scape.planner.shard_axis import ShardAxisVariant, forms, lines
+from torchtitan_scape.planner.step import Assumptions, Prediction
 from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
-from torchtitan_scape.planner.workloads import local_shapes
 
 # ---------------------------------------------------------------------------------------------- words
 
 
-def report(case: Case) -> Iterator[str]:
+def report(case: PlanRequest) -> Iterator[str]:
     """The answer, in lines."""
     advice = advise(case)
     yield from _question(case)
@@ -63,7 +63,7 @@ def report(case: Case) -> Iterator[str]:
     yield from _losses(case, advice)
 
 
-def _question(case: Case) -> Iterator[str]:
+def _question(case: PlanRequest) -> Iterator[str]:
     w, a, device = case.workload, case.assumptions, case.machine.device
     yield (
         f"{w.name}, {w.parameters / 1e9:.2f} G parameters, on {case.nodes} node(s) of {case.machine.name}: "
@@ -87,7 +87,7 @@ def _question(case: Case) -> Iterator[str]:
     )
 
 
-def _answer(case: Case, advice: Advice) -> Iterator[str]:
+def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
     p, dense = advice.sparse.prediction, advice.dense.prediction
     percent = 100 * (advice.gain - 1)
     if advice.compress:
@@ -133,7 +133,7 @@ def _answer(case: Case, advice: Advice) -> Iterator[str]:
     )
 
 
-def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
+def _keys(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
     method, layout = chosen.method, chosen.layout
     yield "[training]"
     yield f"global_batch_size = {case.batch}"
@@ -156,7 +156,7 @@ def _keys(case: Case, chosen: Candidate) -> Iterator[str]:
         yield f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value:g}"
 
 
-def _table(case: Case) -> Iterator[str]:
+def _table(case: PlanRequest) -> Iterator[str]:
     yield (
         "Every method on its fastest layout that fits (ms; bf16, which this trainer does not have, Muon, and replicas "
         "that step alone, sparta, are compared in time only):"
@@ -175,20 +175,20 @@ def _table(case: Case) -> Iterator[str]:
         )
 
 
-def _leaner(case: Case, advice: Advice) -> Iterator[str]:
+def _leaner(case: PlanRequest, advice: Advice) -> Iterator[str]:
     """Nothing where there is no leaner form."""
-    if not leaner(case, advice.sparse):
+    if not lower_memory_variants(case, advice.sparse):
         return
     shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
     yield "With less memory, on the same layout (docs/memory.md; copies to the host as fast as data sheets have it):"
-    for c in (advice.sparse, *leaner(case, advice.sparse)):
+    for c in (advice.sparse, *lower_memory_variants(case, advice.sparse)):
         host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
         yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
     yield ""
 
 
-def _losses(case: Case, advice: Advice) -> Iterator[str]:
+def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
     yield "Where compression would lose:"
     candidate, sparse = fastest(case, CODED), advice.sparse.prediction
     coded = candidate.prediction
@@ -230,7 +230,7 @@ def _title(p: Prediction) -> str:
 # ----------------------------------------------------------------------------------------------- JSON
 
 
-def as_json(case: Case) -> dict[str, Any]:
+def as_json(case: PlanRequest) -> dict[str, Any]:
     """Everything `report` says, and every candidate. Seconds and bytes."""
     advice = advise(case)
     bandwidth = break_even_bandwidth(case, advice)
@@ -258,14 +258,14 @@ def as_json(case: Case) -> dict[str, Any]:
     }
 
 
-def _forms_as_json(case: Case, found: Sequence[Form]) -> list[dict[str, Any]]:
+def _forms_as_json(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> list[dict[str, Any]]:
     return [
         {"form": form.title, "detail": form.detail, "network_bytes": form.network} | _as_dict(case, form.candidate)
         for form in found
     ]
 
 
-def _as_dict(case: Case, candidate: Candidate) -> dict[str, Any]:
+def _as_dict(case: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     p, layout = candidate.prediction, candidate.layout
     return {
         "method": p.method.name,
@@ -286,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--machine", default="vista", help="a preset of topology/machines.py")
     add("--nodes", type=int, default=1)
-    add("--model", default="llama_1_8b", help="a workload of torchtitan_scape/planner/workloads.py")
+    add("--model", default="llama_1_8b", help="a workload of torchtitan_scape/core/workloads.py")
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
     add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
     add("--kernels", type=Path, help="speed.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from topology.layout import Layout, plan_layout
-from torchtitan_scape.planner.advice import SPARSE, Candidate, Case, bandwidth_of, of_largest_micro_batch
-from torchtitan_scape.planner.cost import Prediction, predict
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.candidates import SPARSE, Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
+from torchtitan_scape.planner.step import Prediction, predict
+from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 
 WANTED = 1.5  # of a gain: below it the report says what stands against it
 SCAPE = next(m for m in SPARSE if (m.density, m.wire) == (0.05, "int4"))  # 1.1 % of the bytes
@@ -20,7 +20,7 @@ FSDP, LEVELS = "FSDP", "three levels"
 
 
 @dataclass(frozen=True)
-class Form:
+class ShardAxisVariant:
     """A shard axis with a method between replicas.
 
     title: of the shard axis; detail: what it is set to. network: bytes that a rank sends between nodes in a step.
@@ -30,7 +30,7 @@ class Form:
     detail: str
     candidate: Candidate
     network: float
-    predict: Callable[[Case], Prediction]
+    predict: Callable[[PlanRequest], Prediction]
 
     @property
     def prediction(self) -> Prediction:
@@ -40,11 +40,11 @@ class Form:
     def name(self) -> str:
         return f"{self.title}{' ' if self.detail else ''}{self.detail}, {self.prediction.method.name}"
 
-    def memory_short(self, case: Case) -> bool:
+    def memory_short(self, case: PlanRequest) -> bool:
         return self.candidate.memory > case.capacity
 
 
-def forms(case: Case, shard: int) -> list[Form]:
+def forms(case: PlanRequest, shard: int) -> list[ShardAxisVariant]:
     """Of one replica on every `shard` ranks that follow each other, with the largest micro-batch that fits.
 
     The first is dense with FSDP's own collectives, gradients of replicas overlapped. Three levels want a shard axis in
@@ -55,7 +55,7 @@ def forms(case: Case, shard: int) -> list[Form]:
     layout = plan_layout(
         case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
     )
-    dense = Method("adams", overlap=True)
+    dense = PlannedRun("adams", overlap=True)
     found = [_of(case, layout, FSDP, "", method) for method in (dense, SCAPE)]
     plan, detail = _zeropp(layout)
     found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (dense, SCAPE)]
@@ -77,24 +77,24 @@ def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
     return ShardPlan("int8", secondary=True, gradients=codes, hops=1 + two), f"int8 + secondary, {'+'.join(codes)}"
 
 
-def _levels(layout: Layout, w: int, summed: float, method: Method) -> tuple[str, Method, None, LevelsPlan]:
+def _levels(layout: Layout, w: int, summed: float, method: PlannedRun) -> tuple[str, PlannedRun, None, LevelsPlan]:
     gathered, told = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
     plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, told)
     return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, None, plan
 
 
 def _of(
-    case: Case,
+    case: PlanRequest,
     layout: Layout,
     title: str,
     detail: str,
-    method: Method,
+    method: PlannedRun,
     sharding: ShardPlan | None = None,
     levels: LevelsPlan | None = None,
-) -> Form:
+) -> ShardAxisVariant:
     rows = flat_rows(case.workload, layout.shard)
 
-    def predicted(case: Case, micro_batch: int) -> Prediction:
+    def predicted(case: PlanRequest, micro_batch: int) -> Prediction:
         options: dict[str, Any] = {"assumptions": case.assumptions, "sharding": sharding, "levels": levels}
         found = predict(method, case.workload, layout, case.links, batch=case.batch, micro_batch=micro_batch, **options)
         kept = shard_memory(sharding, rows, layout) if sharding is not None else {}
@@ -109,10 +109,10 @@ def _of(
         sent = shard_bytes(sharding or ShardPlan(), rows, layout, micro_batches)
     network = chosen.prediction.sent.get("network", 0.0)
     network += sum(nbytes for (level, _), nbytes in sent.items() if level == "network")
-    return Form(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
+    return ShardAxisVariant(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
 
 
-def lines(case: Case, found: Sequence[Form]) -> Iterator[str]:
+def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]:
     """The forms as a table, and what three levels with SCAPE gain on the first of them, or do not."""
     layout, first = found[0].candidate.layout, found[0].prediction
     yield (
@@ -138,7 +138,7 @@ def lines(case: Case, found: Sequence[Form]) -> Iterator[str]:
         yield from _why(case, found[0], min(sparse, key=lambda form: (form.memory_short(case), form.prediction.step)))
 
 
-def _why(case: Case, base: Form, form: Form) -> Iterator[str]:
+def _why(case: PlanRequest, base: ShardAxisVariant, form: ShardAxisVariant) -> Iterator[str]:
     """What stands against a gain of `WANTED`, where it is less."""
     p, q = base.prediction, form.prediction
     gain = p.step / q.step

@@ -7,6 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from torchtitan_scape.core.workloads import Workload, local_shapes
+from torchtitan_scape.methods.scape.cost import (
+    scape_host_bytes,
+    scape_host_link_bytes,
+    scape_memory,
+    scape_messages,
+    scape_passes,
+    scape_simulated,
+)
+from torchtitan_scape.methods.topk.blocks import Shapes, coded_by, entries_of, tagc_packed, width
+from torchtitan_scape.optimizers.cost import muon_flops, muon_memory, muon_parts, muon_passes
 from torchtitan_scape.planner.gradient_volumes import (
     compressed,
     demo_messages,
@@ -27,22 +38,11 @@ from torchtitan_scape.planner.local_volumes import (
     turn_messages,
     turn_moved,
 )
-from torchtitan_scape.planner.messages import Message, coded_message
-from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_parts, muon_passes
-from torchtitan_scape.planner.payload import Shapes, coded_by, entries_of, tagc_packed, width
-from torchtitan_scape.planner.scape_volumes import (
-    scape_host_bytes,
-    scape_host_link_bytes,
-    scape_memory,
-    scape_messages,
-    scape_passes,
-    scape_simulated,
-)
-from torchtitan_scape.planner.workloads import Workload, local_shapes
+from torchtitan_scape.planner.messages import PlannedMessage, coded_message
 
 
 @dataclass(frozen=True)
-class Method:
+class PlannedRun:
     """Who synchronises the replicas, and how.
 
     kind: "adamw", "adams", "muon" or "signsgd" (FP32 gradients), "bf16" (BF16 gradients, AdamS), "topk", "tagc",
@@ -63,7 +63,7 @@ class Method:
     selection: of top-k, by "block", "tensor" or, as "sparseloco" does, "tile": see `payload.cut_of`; of "radius", one
         of the first two.
     feedback: of "quantized", whether what the code loses is kept.
-    inner_steps, fragments, delay, outer_momentum: of local updates, as in `sync.local_updates`.
+    inner_steps, fragments, delay, outer_momentum: of local updates, as in `methods.local_updates`.
     overlap: chunks of gradients go out as the last backward pass leaves them.
     """
 
@@ -140,7 +140,7 @@ def _short(dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Volumes:
+class MethodCost:
     """A method's closed form. All functions take (method, this rank's shapes, replicas); bytes.
 
     messages: of a step, one after the other.
@@ -148,8 +148,8 @@ class Volumes:
         output written once.
     memory: what a rank's device holds by kind, parameters, gradients and the optimizer's state included.
     simulated: the same where a process holds all replicas; None where it is no more, as gradients are added up.
-    option: the field of `Method` that says how much is sent.
-    recipe: keys of its section of a recipe, each with the field of `Method` that has its value; empty for dense.
+    option: the field of `PlannedRun` that says how much is sent.
+    recipe: keys of its section of a recipe, each with the field of `PlannedRun` that has its value; empty for dense.
     overlaps: it goes out in chunks that may overlap with the backward pass.
     flops: of the optimizer's products of matrices. parts: of what is dealt to the ranks of a replica for them and comes
         back, (who has it, bytes that each rank has of it). Both of (whole shapes, those ranks); None for none.
@@ -157,54 +157,56 @@ class Volumes:
         between device and host, both directions together. None where nothing does.
     """
 
-    messages: Callable[[Method, Shapes, int], list[Message]]
-    passes: Callable[[Method, Shapes, int], tuple[float, float]]
-    memory: Callable[[Method, Shapes, int], dict[str, float]]
-    simulated: Callable[[Method, Shapes, int], dict[str, float]] | None = None
+    messages: Callable[[PlannedRun, Shapes, int], list[PlannedMessage]]
+    passes: Callable[[PlannedRun, Shapes, int], tuple[float, float]]
+    memory: Callable[[PlannedRun, Shapes, int], dict[str, float]]
+    simulated: Callable[[PlannedRun, Shapes, int], dict[str, float]] | None = None
     option: str = ""
     recipe: dict[str, str] = field(default_factory=dict)
     overlaps: bool = False
     flops: Callable[[Shapes, int], float] | None = None
     parts: Callable[[Shapes, int], list[tuple[int, float]]] | None = None
-    host: Callable[[Method, Shapes, int], dict[str, float]] | None = None
-    host_link: Callable[[Method, Shapes, int], tuple[float, float]] | None = None
+    host: Callable[[PlannedRun, Shapes, int], dict[str, float]] | None = None
+    host_link: Callable[[PlannedRun, Shapes, int], tuple[float, float]] | None = None
 
 
-def messages(method: Method, shapes: Shapes, replicas: int) -> list[Message]:
+def messages(method: PlannedRun, shapes: Shapes, replicas: int) -> list[PlannedMessage]:
     return VOLUMES[method.kind].messages(method, _seen(method, shapes), replicas)
 
 
-def optimizer_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
-    """`Volumes.passes` of a method."""
+def optimizer_bytes(method: PlannedRun, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    """`MethodCost.passes` of a method."""
     return VOLUMES[method.kind].passes(method, _seen(method, shapes), replicas)
 
 
-def optimizer_flops(method: Method, shapes: Shapes, ranks: int) -> float:
-    """`Volumes.flops` of a method, or of the optimizer that it is in front of."""
+def optimizer_flops(method: PlannedRun, shapes: Shapes, ranks: int) -> float:
+    """`MethodCost.flops` of a method, or of the optimizer that it is in front of."""
     of = VOLUMES[method.kind].flops or VOLUMES[method.optimizer].flops
     return of(shapes, ranks) if of else 0.0
 
 
-def dealt_parts(method: Method, shapes: Shapes, ranks: int) -> list[tuple[int, float]]:
-    """`Volumes.parts` of a method, or of the optimizer that it is in front of; of one rank nothing."""
+def dealt_parts(method: PlannedRun, shapes: Shapes, ranks: int) -> list[tuple[int, float]]:
+    """`MethodCost.parts` of a method, or of the optimizer that it is in front of; of one rank nothing."""
     of = VOLUMES[method.kind].parts or VOLUMES[method.optimizer].parts
     return of(shapes, ranks) if of and ranks > 1 else []
 
 
-def host_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
-    """`Volumes.host` of a method."""
+def host_bytes(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
+    """`MethodCost.host` of a method."""
     of = VOLUMES[method.kind].host
     return of(method, _seen(method, shapes), replicas) if of else {}
 
 
-def host_link_bytes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
-    """`Volumes.host_link` of a method."""
+def host_link_bytes(method: PlannedRun, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    """`MethodCost.host_link` of a method."""
     of = VOLUMES[method.kind].host_link
     return of(method, _seen(method, shapes), replicas) if of else (0.0, 0.0)
 
 
-def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
-    """Estimated memory of a rank's device by kind, bytes: `Volumes.memory`, and what the model needs besides."""
+def memory_bytes(
+    method: PlannedRun, workload: Workload, shard: int, replicas: int, micro_batch: int
+) -> dict[str, float]:
+    """Estimated memory of a rank's device by kind, bytes: `MethodCost.memory`, and what the model needs besides."""
     shapes = _seen(method, local_shapes(workload.shapes(), shard))
     kinds = VOLUMES[method.kind].memory(method, shapes, replicas)
     if method.overlap and replicas > 1:  # all at once: the gradients in chunks, and what a code loses of them
@@ -212,13 +214,13 @@ def memory_bytes(method: Method, workload: Workload, shard: int, replicas: int, 
     return kinds | {"working copy": workload.working_bytes(), "activations": workload.activation_bytes(micro_batch)}
 
 
-def simulated_memory_bytes(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+def simulated_memory_bytes(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
     """Memory of a rank that holds all replicas, by kind, bytes; without activations and FSDP's working copy."""
     volumes = VOLUMES[method.kind]
     return (volumes.simulated or volumes.memory)(method, _seen(method, shapes), replicas)
 
 
-def _seen(method: Method, shapes: Shapes) -> Shapes:
+def _seen(method: PlannedRun, shapes: Shapes) -> Shapes:
     """What is `dense` as if it had one dimension."""
     return [(math.prod(shape),) if i in method.dense else shape for i, shape in enumerate(shapes)]
 
@@ -226,16 +228,16 @@ def _seen(method: Method, shapes: Shapes) -> Shapes:
 # ------------------------------------------------------------------------ methods in front of an optimizer
 
 
-def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volumes:
+def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> MethodCost:
     """Of a method that sends every entry; bytes a parameter. copies: of the gradients, in the dtype that is sent."""
 
-    def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    def memory(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
         n = entries_of(shapes)
         kinds = {"parameters": 4.0 * n, "gradients": 4.0 * n} | ({"state": state * n} if state else {})
         return kinds | ({"BF16 gradients": copies * n} if copies else {})
 
-    return Volumes(
-        messages=lambda method, shapes, replicas: [Message("reduce", sent * entries_of(shapes))],
+    return MethodCost(
+        messages=lambda method, shapes, replicas: [PlannedMessage("reduce", sent * entries_of(shapes))],
         passes=lambda method, shapes, replicas: (0.0, moved * entries_of(shapes)),
         memory=memory,
         overlaps=True,
@@ -243,23 +245,23 @@ def _whole(sent: float, moved: float, state: float, copies: float = 0.0) -> Volu
 
 
 def _with_residual(
-    messages: Callable[[Method, Shapes, int], list[Message]],
-    moved: Callable[[Method], float],
+    messages: Callable[[PlannedRun, Shapes, int], list[PlannedMessage]],
+    moved: Callable[[PlannedRun], float],
     option: str,
     recipe: dict[str, str],
-    kept: Callable[[Method, Shapes], int] | None = None,
+    kept: Callable[[PlannedRun, Shapes], int] | None = None,
     masks: float = 0.0,
     overlaps: bool = False,
-    packed: Callable[[Method, Shapes, int], int] | None = None,
-) -> Volumes:
+    packed: Callable[[PlannedRun, Shapes, int], int] | None = None,
+) -> MethodCost:
     """Of a method that keeps what it did not send, of `kept` entries, by default of all that it compresses. Bytes a
     parameter: moved, besides the optimizer's own passes; masks, of what is compressed. packed: entries that
     are reduced in a buffer of their own."""
 
-    def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    def passes(method: PlannedRun, shapes: Shapes, replicas: int) -> tuple[float, float]:
         return 0.0, moved(method) * entries_of(shapes) + sum(optimizer_of(method).passes(method, shapes, replicas))
 
-    def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    def memory(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
         entries = entries_of(compressed(method, shapes))
         residual = 4.0 * (kept(method, shapes) if kept else entries)
         kinds = optimizer_of(method).memory(method, shapes, replicas)
@@ -270,37 +272,37 @@ def _with_residual(
         held = replicas * gathered + (4.0 * packed(method, shapes, replicas) if packed else 0.0)
         return kinds | ({"messages": held} if held else {})
 
-    def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    def simulated(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
         kinds = memory(method, shapes, replicas)
         # All messages reach every replica, and all are there before one of them is added.
         own = ("gradients", "residual", "masks", "messages")
         return kinds | {kind: replicas * kinds[kind] for kind in own if kind in kinds}
 
-    def optimizer_of(method: Method) -> Volumes:
+    def optimizer_of(method: PlannedRun) -> MethodCost:
         return VOLUMES[method.optimizer]
 
-    return Volumes(messages, passes, memory, simulated, option, recipe, overlaps)
+    return MethodCost(messages, passes, memory, simulated, option, recipe, overlaps)
 
 
 # ------------------------------------------------------------------------------------------- local updates
 
 
 def _local(
-    messages: Callable[[Method, Shapes, int], list[Message]],
+    messages: Callable[[PlannedRun, Shapes, int], list[PlannedMessage]],
     option: str,
     recipe: dict[str, str],
     sparse: bool = False,
     turns: bool = False,
-) -> Volumes:
+) -> MethodCost:
     """Of replicas that step alone and exchange what they have moved. sparse: the largest of it; the rest is kept.
     turns: a part in every step."""
 
-    def passes(method: Method, shapes: Shapes, replicas: int) -> tuple[float, float]:
+    def passes(method: PlannedRun, shapes: Shapes, replicas: int) -> tuple[float, float]:
         own = sum(VOLUMES[method.optimizer].passes(method, shapes, replicas))
         kept = TOPK_MOVED / method.inner_steps if sparse else turn_moved(method, replicas) if turns else 0.0
         return 0.0, own + (local_moved(method) + kept) * entries_of(shapes)
 
-    def memory(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    def memory(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
         kept = (turn_memory if turns else local_memory)(method, shapes, replicas)
         kinds = VOLUMES[method.optimizer].memory(method, shapes, replicas) | kept
         if sparse:
@@ -308,10 +310,10 @@ def _local(
             kinds |= {"residual": 4.0 * entries_of(shapes), "messages": replicas * sent}
         return kinds
 
-    def simulated(method: Method, shapes: Shapes, replicas: int) -> dict[str, float]:
+    def simulated(method: PlannedRun, shapes: Shapes, replicas: int) -> dict[str, float]:
         return {kind: replicas * nbytes for kind, nbytes in memory(method, shapes, replicas).items()}
 
-    return Volumes(
+    return MethodCost(
         messages, passes, memory, simulated, option, recipe, host=local_host_bytes, host_link=local_host_link_bytes
     )
 
@@ -327,7 +329,7 @@ def _local(
 # scale them, 8 to code and decode; with error feedback 12 for the residual added and 16 for what the code loses. What
 # an owner does is of n/N entries and left out.
 TOPK_MOVED = 28.0
-VOLUMES: dict[str, Volumes] = {
+VOLUMES: dict[str, MethodCost] = {
     "adamw": _whole(sent=4.0, moved=44.0, state=8.0),
     "adams": _whole(sent=4.0, moved=36.0, state=4.0),
     "muon": replace(_whole(4.0, 0.0, 0.0), passes=muon_passes, memory=muon_memory, flops=muon_flops, parts=muon_parts),
@@ -365,7 +367,7 @@ VOLUMES: dict[str, Volumes] = {
         kept=lambda method, shapes: entries_of(shapes) if method.feedback else 0,
         overlaps=True,
     ),
-    "scape": Volumes(
+    "scape": MethodCost(
         scape_messages,
         scape_passes,
         scape_memory,

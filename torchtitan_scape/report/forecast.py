@@ -9,18 +9,18 @@ from torchtitan.tools.logging import logger
 
 from topology.layout import Layout, simulated_layout
 from topology.links import Links
-from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
-from torchtitan_scape.planner.levels_volumes import LevelsPlan
-from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
-from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
-from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
-from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
+from torchtitan_scape.core.workloads import Shape, Workload, local_shapes
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.planner.volumes import PlannedRun, simulated_memory_bytes
+from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
+from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.titan import device
 
 
-def method_of(config: JobConfig) -> Method:
+def method_of(config: JobConfig) -> PlannedRun:
     """The config's method as the cost model knows it. Its TrainSpec must be registered."""
     options = options_of(config.sync)
     names = getattr(options, "dense_names", None)  # of some methods
@@ -30,7 +30,7 @@ def method_of(config: JobConfig) -> Method:
 
 def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
     """The config's three levels as the closed forms know them; None for none."""
-    sums = METHODS[config.sync.method].adds_up
+    sums = METHODS[config.sync.method].is_linear
     return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
 
 
@@ -117,7 +117,7 @@ class Forecast:
                 micro_batch=config.training.local_batch_size,
                 sharding=sharding,
             )
-            for method, sharding in ((method_of(config), plan), (Method("adams"), None))
+            for method, sharding in ((method_of(config), plan), (PlannedRun("adams"), None))
         )
         return cls(simulated, run, dense)
 

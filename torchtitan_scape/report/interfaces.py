@@ -9,8 +9,8 @@ from torchtitan.tools.logging import logger
 
 from topology.interfaces import RankBytes, compare, read_interfaces
 from topology.layout import Layout
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.report.text import size_text
+from torchtitan_scape.core.text import size_text
+from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
 
 
 class InterfaceCount:
@@ -31,7 +31,7 @@ class InterfaceCount:
     is below 5 %; below that it is not.
     """
 
-    def __init__(self, layout: Layout, optimizers: ReplicaOptimizers) -> None:
+    def __init__(self, layout: Layout, optimizers: ReplicaOptimizersBase) -> None:
         self._layout, self._optimizers = layout, optimizers
         self.first = 1  # steps before it stay outside
         self._steps = 0
@@ -85,7 +85,7 @@ class InterfaceCount:
 
     def _look(self) -> tuple[dict[tuple[str, str], float], dict[str, int]]:
         """Bytes so far, while all ranks are silent: counted by this rank, by level and kind; sent by its interfaces."""
-        self._optimizers.settle()
+        self._optimizers.finish_previous_step()
         dist.barrier()
         moved = read_interfaces()
         assert moved is not None

@@ -5,13 +5,13 @@ from typing import Any
 
 from topology.groups import most_groups
 from topology.layout import Layout
-from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.planner.sharding import shard_memory
-from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
-from torchtitan_scape.planner.workloads import local_shapes
+from torchtitan_scape.core.text import kinds_text, size_text
+from torchtitan_scape.core.workloads import local_shapes
+from torchtitan_scape.planner.volumes import PlannedRun, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of, workload_of
-from torchtitan_scape.report.text import kinds_text, size_text
+from torchtitan_scape.sharding.cost import shard_memory
+from torchtitan_scape.titan import device
 
 # Of the model's shape and the recomputation chosen: not known as bytes of tensors are.
 ESTIMATED = ("working copy", "activations", "shard messages")
@@ -42,7 +42,7 @@ class MemoryReport:
         levels = levels_of(config, layout)
         shards = levels.spread if levels else layout.shard * layout.context * layout.tensor
 
-        def kinds_of(method: Method) -> dict[str, float]:
+        def kinds_of(method: PlannedRun) -> dict[str, float]:
             kinds = memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size)
             return levels.memory(workload.shapes(), kinds) if levels else kinds
 
@@ -52,7 +52,7 @@ class MemoryReport:
         host = host_bytes(method, shapes, layout.replicate)
         preset, against = layout.machine.device, ""
         hierarchical = config.topology.exchange == "hierarchical"
-        groups = most_groups(layout, hierarchical, options_of(config.sync).stages_one_ring())
+        groups = most_groups(layout, hierarchical, options_of(config.sync).needs_comm_streams())
         values = "float32" if method.sharded else method.values  # what a top-k message has is no state
         plain = replace(method, update="replicated", values=values, weights="float32", offload=())
         if method != plain:

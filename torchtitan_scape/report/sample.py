@@ -18,7 +18,7 @@ from torchtitan_scape.data.borders import border_ids
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
 
 
-class Run(Protocol):
+class SampleView(Protocol):
     """What is asked of a trainer."""
 
     job_config: JobConfig
@@ -33,7 +33,7 @@ class Run(Protocol):
     def _model_shown(self) -> AbstractContextManager[None]: ...
 
 
-def log_samples(trainer: Run) -> None:
+def log_samples(trainer: SampleView) -> None:
     """Logs `sample.characters` characters of each kind, from what is validated. A collective call over all ranks."""
     n = trainer.job_config.sample.characters
     if n and trainer.layout.context > 1:
@@ -46,7 +46,7 @@ def log_samples(trainer: Run) -> None:
 
 
 @torch.no_grad()
-def _sample(trainer: Run, characters: int) -> list[str]:
+def _sample(trainer: SampleView, characters: int) -> list[str]:
     """Text of that many characters for each of TEMPERATURES, the same on all ranks.
 
     A row of tokens each, from a document's beginning; no document ends in it. All ranks take the same forward passes,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.sync.timing import PhaseTimer
+from torchtitan_scape.core.timing import PhaseTimer
 
 # Of a step: ranks whose waits differ by less are equally fast.
 LEAST_SHARE = 0.05

@@ -11,24 +11,24 @@ from torchtitan.tools.logging import logger
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.planner.sharding import dealt_stages, mean_gathers, shard_bytes
+from torchtitan_scape.core.text import sent_text, shards_text, size_text
+from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
 from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
-from torchtitan_scape.report.metrics import ReplicaMetrics
-from torchtitan_scape.report.text import sent_text, shards_text, size_text
 from torchtitan_scape.sharding.base import UPDATE
+from torchtitan_scape.sharding.cost import dealt_stages, mean_gathers, shard_bytes
+from torchtitan_scape.trainer.metrics import ReplicaMetrics
 
 
-class Run(Protocol):
+class SummaryView(Protocol):
     """What is asked of a trainer."""
 
     job_config: JobConfig
     layout: Layout
     device: torch.device
     gradient_accumulation_steps: int
-    optimizers: ReplicaOptimizers
+    optimizers: ReplicaOptimizersBase
     metrics_processor: ReplicaMetrics
     interfaces: InterfaceCount
     forecast: Forecast | None
@@ -47,9 +47,9 @@ class Run(Protocol):
     def described(self) -> str: ...
 
 
-def summarise(trainer: Run) -> None:
+def summarise(trainer: SummaryView) -> None:
     """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
-    trainer.optimizers.settle()
+    trainer.optimizers.finish_previous_step()
     traffic = trainer.optimizers.collectives.traffic
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
     own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
@@ -126,7 +126,7 @@ def summarise(trainer: Run) -> None:
         logger.info(line)
 
 
-def report_dry_run(trainer: Run) -> None:
+def report_dry_run(trainer: SummaryView) -> None:
     """What a step of this run would send, known without taking one."""
     sent, dense = trainer.optimizers.planned_bytes(), trainer.optimizers.dense_bytes()
     logger.info("Dry run: everything was built, nothing was trained")
@@ -140,7 +140,7 @@ def report_dry_run(trainer: Run) -> None:
         logger.info(line)
 
 
-def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
+def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]:
     """Bytes a step and rank, by level and kind, in closed form."""
     on_cpu = trainer.device.type == "cpu" and trainer.job_config.comm.mode != "fake_backend"
     plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)

@@ -21,19 +21,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from topology.circles import Circle, ShardLedger
 from topology.groups import LevelGroups, ShardGroups
 from topology.primitives import all_gather_into, reduce_scatter_into
-from topology.traffic import Traffic
-from torchtitan_scape.sharding.unsent import Unsent
-from torchtitan_scape.sync.shards import plain_name
+from topology.shard_collectives import Circle, ShardLedger
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.parameters import plain_name
+from torchtitan_scape.sharding.unsent import ResidualStore
 
 # Kinds of bytes in the ledger.
 WEIGHTS, GRADIENTS, UPDATE, INDEX = KINDS = ("weights", "gradients", "update", "index")
 
 
 @dataclass(frozen=True)
-class Segment:
+class ParameterSlice:
     """A parameter's stretch of a row: `size` entries from `start` on, padding included. dims: of the parameter."""
 
     name: str
@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class FlatGroup:
+class ShardedParamGroup:
     """One of FSDP2's parameter groups.
 
     name: of its modules, for messages. number: among the model's groups, in the order of the modules.
@@ -53,8 +53,8 @@ class FlatGroup:
 
     name: str
     number: int
-    gathered: tuple[Segment, ...]
-    reduced: tuple[Segment, ...]
+    gathered: tuple[ParameterSlice, ...]
+    reduced: tuple[ParameterSlice, ...]
     modules: tuple[FSDPModule, ...]
 
     def check_gather(self, output: Tensor, own: Tensor, group: ProcessGroup, ranks: int) -> None:
@@ -86,12 +86,12 @@ class FlatGroup:
             )
 
 
-def entries(segments: Sequence[Segment]) -> int:
+def entries(segments: Sequence[ParameterSlice]) -> int:
     """Of a row."""
     return sum(segment.size for segment in segments)
 
 
-def flat_groups(model: nn.Module) -> list[FlatGroup]:
+def flat_groups(model: nn.Module) -> list[ShardedParamGroup]:
     """The parameter groups of a model after `fully_shard`, each once: modules that were sharded together share one."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters(remove_duplicate=False)}
     found: dict[int, tuple[Any, list[str], list[FSDPModule]]] = {}
@@ -101,29 +101,29 @@ def flat_groups(model: nn.Module) -> list[FlatGroup]:
             _, titles, modules = found.setdefault(id(state), (state, [], []))
             titles.append(plain_name(f"{name}.").rstrip(".") or "the model's root")
             modules.append(module)
-    groups: list[FlatGroup] = []
+    groups: list[ShardedParamGroup] = []
     for state, titles, modules in found.values():
         # None for a module without parameters of its own. torch 2.13 has a list besides, of one where no shard
         # placement of one's own is used.
         if (group := state._fsdp_param_group) is not None:
             gathered = _row(group.fsdp_params, names)
             reduced = _row([p for p in group.fsdp_params if p.sharded_param.requires_grad], names)
-            groups.append(FlatGroup("+".join(titles), len(groups), gathered, reduced, tuple(modules)))
+            groups.append(ShardedParamGroup("+".join(titles), len(groups), gathered, reduced, tuple(modules)))
     return groups
 
 
-def _row(parameters: Sequence[Any], names: dict[int, str]) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
+def _row(parameters: Sequence[Any], names: dict[int, str]) -> tuple[ParameterSlice, ...]:
+    segments: list[ParameterSlice] = []
     start = 0
     for one in parameters:
         size, own = one.padded_sharded_param_size.numel(), one.sharded_param
-        segments.append(Segment(names.get(id(own), "?"), start, size, own.ndim))
+        segments.append(ParameterSlice(names.get(id(own), "?"), start, size, own.ndim))
         start += size
     return tuple(segments)
 
 
 @dataclass
-class Moment:
+class TrainPosition:
     """Where the run is: by it keys are made that a resumed run repeats, and some send with the last micro-batch alone.
 
     step: from 1 on. micro_batch: of the step, from 0 on. last: whether it is the step's last one.
@@ -141,7 +141,7 @@ class Moment:
         return int.from_bytes(digest, "little") >> 2 | 1 << 62
 
 
-class Gather(Protocol):
+class AllGatherHook(Protocol):
     """What stands in for FSDP2's all-gather of one group."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
@@ -153,7 +153,7 @@ class Gather(Protocol):
         """
 
 
-class Reduce(Protocol):
+class ReduceScatterHook(Protocol):
     """What stands in for FSDP2's reduce-scatter of one group."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
@@ -171,7 +171,7 @@ class Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class DenseGather(Allocates):
+class CountedAllGather(Allocates):
     """FSDP2's own all-gather, counted."""
 
     def __init__(self, circle: Circle, ledger: ShardLedger) -> None:
@@ -182,7 +182,7 @@ class DenseGather(Allocates):
         return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class DenseReduce(Allocates):
+class CountedReduceScatter(Allocates):
     """FSDP2's own reduce-scatter, counted.
 
     gloo's moves as many bytes as an all-reduce: on a CPU parts are exchanged, and FP32 is added in rank order.
@@ -211,7 +211,7 @@ def add_rows(rows: Tensor, out: Tensor) -> None:
         out += row
 
 
-class Version:
+class WeightsVersion:
     """Which weights there are: what is kept of another version is stale. The same on all ranks, at the same place."""
 
     def __init__(self) -> None:
@@ -236,10 +236,10 @@ class Version:
             self.changed()
 
 
-class Kept:
+class WeightsCache:
     """What was received, for as long as the weights are of the version that it was received of."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: WeightsVersion) -> None:
         self._version = version
         self._kept: tuple[int, Tensor] | None = None
 
@@ -267,8 +267,8 @@ class Sharding:
     def __init__(
         self, groups: ShardGroups | LevelGroups | None = None, ledger: ShardLedger | None = None, seed: int = 0
     ) -> None:
-        self.groups, self.ledger = groups, ledger or ShardLedger(Traffic())
-        self.moment, self.version, self.unsent = Moment(seed), Version(), Unsent()
+        self.groups, self.ledger = groups, ledger or ShardLedger(TrafficLedger())
+        self.moment, self.version, self.unsent = TrainPosition(seed), WeightsVersion(), ResidualStore()
 
     def before_micro_batch(self, step: int, micro_batch: int, last: bool) -> None:
         """To be called before every forward pass of training."""
@@ -284,7 +284,7 @@ class Sharding:
         return self.ledger.uncounted()
 
 
-def install(flat: FlatGroup, gather: Gather, reduce: Reduce) -> None:
+def install(flat: ShardedParamGroup, gather: AllGatherHook, reduce: ReduceScatterHook) -> None:
     """Hands a group its stand-ins. Modules of one group share them, so that nothing is done twice."""
     module: Any = flat.modules[0]
     module.set_custom_all_gather(gather)

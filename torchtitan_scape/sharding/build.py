@@ -7,26 +7,26 @@ import torch.nn as nn
 
 from kernels import block_code
 from kernels.codec.codes import BlockCode
-from topology.circles import ShardLedger
 from topology.groups import ShardGroups, build_shard_groups
 from topology.layout import Layout
-from topology.traffic import Traffic
+from topology.shard_collectives import ShardLedger
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.parameters import local
 from torchtitan_scape.sharding.base import (
-    DenseGather,
-    DenseReduce,
-    FlatGroup,
-    Gather,
-    Reduce,
+    AllGatherHook,
+    CountedAllGather,
+    CountedReduceScatter,
+    ReduceScatterHook,
+    ShardedParamGroup,
     Sharding,
     flat_groups,
     install,
 )
-from torchtitan_scape.sharding.messages import RowMessages
+from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
-from torchtitan_scape.sharding.unsent import Residuals
-from torchtitan_scape.sharding.zeropp import MessageGather, MessageReduce
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.sharding.unsent import ShardResiduals
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 
 
 def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> ShardGroups:
@@ -38,7 +38,7 @@ def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> 
 
 
 def build_sharding(
-    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: Traffic, *, kernels: str, seed: int
+    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: TrafficLedger, *, kernels: str, seed: int
 ) -> Sharding:
     """Installs the stand-ins on a model after `fully_shard`, before its first forward pass.
 
@@ -47,16 +47,16 @@ def build_sharding(
     sharding = Sharding(groups, ShardLedger(traffic), seed)
     ledger, device = sharding.ledger, local(next(model.parameters())).device
 
-    def gather(flat: FlatGroup) -> Gather:
+    def gather(flat: ShardedParamGroup) -> AllGatherHook:
         if not groups.gathers:
-            return DenseGather(groups.whole, ledger)
+            return CountedAllGather(groups.whole, ledger)
         code = None if options.weights == "dense" else _code(kernels, options.weights, options.weights_block)
-        rows, keeps = RowMessages(flat.gathered, code), sharding.version if options.secondary else None
-        return MessageGather(flat, groups.gathers, rows, ledger, keeps)
+        rows, keeps = RowCodec(flat.gathered, code), sharding.version if options.secondary else None
+        return QuantizedAllGather(flat, groups.gathers, rows, ledger, keeps)
 
-    def reduce(flat: FlatGroup) -> Reduce:
+    def reduce(flat: ShardedParamGroup) -> ReduceScatterHook:
         if not groups.reductions:
-            return DenseReduce(groups.whole, ledger)
+            return CountedReduceScatter(groups.whole, ledger)
         if options.sparse:
             (circle,) = groups.reductions
             return TagcReduce(flat, circle, options.tagc, ledger, sharding.moment, kernels, device)
@@ -64,16 +64,16 @@ def build_sharding(
         codes = [
             _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
         ]
-        rows = [RowMessages(flat.reduced, code, options.turns) for code in codes]
+        rows = [RowCodec(flat.reduced, code, options.turns) for code in codes]
         keyed = sharding.moment if options.rounding == "stochastic" else None
-        return MessageReduce(flat, groups.reductions, rows, ledger, keyed)
+        return QuantizedReduceScatter(flat, groups.reductions, rows, ledger, keyed)
 
     reductions = []
     for flat in flat_groups(model):
         reductions.append(reduce(flat))
         install(flat, gather(flat), reductions[-1])
     if options.sparse:
-        sharding.unsent = Residuals(reductions)
+        sharding.unsent = ShardResiduals(reductions)
     return sharding
 
 

@@ -16,15 +16,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from topology.circles import Circle
 from topology.collectives import ReplicaCollectives
+from topology.shard_collectives import Circle
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
+from torchtitan_scape.core.parameters import SliceParameter, stored
 from torchtitan_scape.sharding.base import Sharding
-from torchtitan_scape.sharding.levels_gradients import PieceReduce
-from torchtitan_scape.sharding.levels_layout import RowLayout, Slice
-from torchtitan_scape.sharding.levels_update import UpdateGather
-from torchtitan_scape.sync.consistency import Shared, check_replicas_equal
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
-from torchtitan_scape.sync.shards import SliceParameter, stored
+from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
+from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
+from torchtitan_scape.sharding.levels_update import WeightAllGather
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -41,15 +41,15 @@ class LevelGroup:
     parameters: Named
     cut: int
     place: int
-    reduce: PieceReduce
-    update: UpdateGather
-    whole: UpdateGather
+    reduce: SliceReduceScatter
+    update: WeightAllGather
+    whole: WeightAllGather
 
     def weights(self) -> list[Tensor]:
         """Flat, of what FSDP2 keeps."""
         return [stored(parameter).view(-1) for _, parameter in self.parameters]
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[MasterSlice]:
         return self.layout.slices(self.cut, [weight.numel() for weight in self.weights()])
 
 
@@ -80,7 +80,7 @@ class Master:
         ]
 
 
-class Levels:
+class ThreeLevelState:
     """All groups of a model.
 
     Args:
@@ -101,14 +101,14 @@ class Levels:
         groups: Sequence[LevelGroup],
         sharding: Sharding,
         nodes: Circle | None,
-        holders: ReplicaCollectives,
+        weight_peers: ReplicaCollectives,
         keeps_bits: bool,
         bf16: bool,
     ) -> None:
-        self.groups, self.sharding, self._nodes, self._holders = groups, sharding, nodes, holders
+        self.groups, self.sharding, self._nodes, self._weight_peers = groups, sharding, nodes, weight_peers
         self._keeps_bits = keeps_bits
         self._model = {name: parameter for group in groups for name, parameter in group.parameters}
-        holders.broadcast_from_first([stored(parameter) for parameter in self._model.values()])
+        weight_peers.broadcast_from_first([stored(parameter) for parameter in self._model.values()])
         self.masters = [Master(group) for group in groups]
         if bf16:
             hold_in_bfloat16(model, scaled=False)
@@ -162,10 +162,10 @@ class Levels:
 
     def check_consistency(self, device: torch.device, step: int, repair: bool) -> None:
         """Compares weights over all ranks that hold the same. Raises ReplicasDifferError as `check_replicas_equal`."""
-        if self._holders.replicas == 1 or self._holders.is_fake:
+        if self._weight_peers.replicas == 1 or self._weight_peers.is_fake:
             return
-        shared = [Shared(name, [(None, stored(parameter))]) for name, parameter in self._model.items()]
-        if not check_replicas_equal(self._holders, shared, device, step, repair):
+        shared = [ReplicatedTensors(name, [(None, stored(parameter))]) for name, parameter in self._model.items()]
+        if not check_replicas_equal(self._weight_peers, shared, device, step, repair):
             self.sharding.version.changed()
 
 

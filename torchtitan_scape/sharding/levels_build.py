@@ -7,22 +7,29 @@ import torch.nn as nn
 
 from kernels import block_code
 from kernels.codec.codes import BlockCode
-from topology.circles import Circle, ShardLedger
 from topology.groups import LevelGroups, ReplicaGroups
 from topology.layout import Layout
 from topology.process_groups import collectives_of
-from topology.traffic import Traffic
-from torchtitan_scape.sharding.base import DenseGather, FlatGroup, Gather, Sharding, flat_groups, install
-from torchtitan_scape.sharding.levels import LevelGroup, Levels
-from torchtitan_scape.sharding.levels_gather import KeptGather
-from torchtitan_scape.sharding.levels_gradients import PieceReduce
+from topology.shard_collectives import Circle, ShardLedger
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.parameters import plain_name
+from torchtitan_scape.sharding.base import (
+    AllGatherHook,
+    CountedAllGather,
+    ShardedParamGroup,
+    Sharding,
+    flat_groups,
+    install,
+)
+from torchtitan_scape.sharding.levels import LevelGroup, ThreeLevelState
+from torchtitan_scape.sharding.levels_gather import SecondaryAllGather
+from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK
-from torchtitan_scape.sharding.levels_update import UpdateGather
-from torchtitan_scape.sharding.messages import RowMessages
+from torchtitan_scape.sharding.levels_update import WeightAllGather
+from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
-from torchtitan_scape.sharding.zeropp import MessageGather
-from torchtitan_scape.sync.shards import plain_name
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather
 
 _DTYPES = {"int8": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -32,13 +39,13 @@ def build_levels(
     options: ShardingOptions,
     layout: Layout,
     groups: LevelGroups,
-    traffic: Traffic,
+    traffic: TrafficLedger,
     *,
     sums: bool,
     bf16: bool,
     kernels: str,
     seed: int,
-) -> Levels:
+) -> ThreeLevelState:
     """Of a model after `fully_shard` over the w ranks and initialisation, before its first forward pass.
 
     layout: the run's. sums: gradients are summed across nodes here, so that the optimizer gets sub-pieces; else it gets
@@ -75,9 +82,9 @@ def build_levels(
             LevelGroup(
                 rows,
                 [(s.name, parameters[s.name]) for s in row],
-                cut=groups.pairs.place * nodes + (groups.nodes.place if sums else 0),
-                place=groups.weights.place,
-                reduce=PieceReduce(
+                cut=groups.pairs.group_rank * nodes + (groups.nodes.group_rank if sums else 0),
+                place=groups.weights.group_rank,
+                reduce=SliceReduceScatter(
                     flat,
                     rows,
                     groups.weights.size,
@@ -89,17 +96,19 @@ def build_levels(
                     turned=options.turns,
                     stochastic=options.rounding == "stochastic",
                 ),
-                update=UpdateGather(rows, over, told, _DTYPES[update], ledger),
-                whole=UpdateGather(rows, over, None, _DTYPES[update], ledger),
+                update=WeightAllGather(rows, over, told, _DTYPES[update], ledger),
+                whole=WeightAllGather(rows, over, None, _DTYPES[update], ledger),
             )
         )
         install(flat, _gather(flat, options, groups, sharding, kernels), found[-1].reduce)
         if groups.weights.size == 1:  # nothing else is called then
             module: Any = flat.modules[0]
             module.set_all_reduce_hook(found[-1].reduce.hook)
-    holders = collectives_of(ReplicaGroups(groups.holders, groups.weights.group, options.levels.inner(layout)))
-    return Levels(
-        model, found, sharding, groups.nodes if sums else None, holders, keeps_bits=update == "int8", bf16=bf16
+    weight_peers = collectives_of(
+        ReplicaGroups(groups.weight_peers, groups.weights.group, options.levels.inner(layout))
+    )
+    return ThreeLevelState(
+        model, found, sharding, groups.nodes if sums else None, weight_peers, keeps_bits=update == "int8", bf16=bf16
     )
 
 
@@ -115,15 +124,17 @@ def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[t
     return [(circle, codes[0]) for circle in (inner, outer) if circle.size > 1]
 
 
-def _gather(flat: FlatGroup, options: ShardingOptions, groups: LevelGroups, sharding: Sharding, kernels: str) -> Gather:
+def _gather(
+    flat: ShardedParamGroup, options: ShardingOptions, groups: LevelGroups, sharding: Sharding, kernels: str
+) -> AllGatherHook:
     coded = options.weights != "dense"
     code = block_code(kernels, options.weights, options.weights_block, torch.float32) if coded else None
     if options.levels.secondary:
-        rows = RowMessages(flat.gathered, code)
-        return KeptGather(flat, groups.weights, rows, groups.kept, sharding.ledger, sharding.version)
+        rows = RowCodec(flat.gathered, code)
+        return SecondaryAllGather(flat, groups.weights, rows, groups.kept, sharding.ledger, sharding.version)
     if code is None:
-        return DenseGather(groups.weights, sharding.ledger)
-    return MessageGather(flat, [groups.weights], RowMessages(flat.gathered, code), sharding.ledger)
+        return CountedAllGather(groups.weights, sharding.ledger)
+    return QuantizedAllGather(flat, [groups.weights], RowCodec(flat.gathered, code), sharding.ledger)
 
 
 def check_levels(options: ShardingOptions, layout: Layout) -> None:

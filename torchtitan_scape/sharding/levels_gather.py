@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.common.wire import on_wire
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import WEIGHTS, Allocates, FlatGroup, Kept, Version
-from torchtitan_scape.sharding.messages import RowMessages
+from kernels.common.wire import padded_bytes
+from topology.shard_collectives import Circle, ShardLedger
+from torchtitan_scape.sharding.base import WEIGHTS, Allocates, ShardedParamGroup, WeightsCache, WeightsVersion
+from torchtitan_scape.sharding.messages import RowCodec
 
 
-class KeptGather(Allocates):
+class SecondaryAllGather(Allocates):
     """Of one parameter group.
 
     Args:
@@ -27,30 +27,30 @@ class KeptGather(Allocates):
 
     def __init__(
         self,
-        flat: FlatGroup,
+        flat: ShardedParamGroup,
         circle: Circle,
-        rows: RowMessages,
+        rows: RowCodec,
         keepers: Circle,
         ledger: ShardLedger,
-        version: Version,
+        version: WeightsVersion,
     ) -> None:
         self._flat, self._circle, self._rows, self._keepers, self._ledger = flat, circle, rows, keepers, ledger
-        self._kept = Kept(version)
+        self._kept = WeightsCache(version)
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
         """For FSDP2; see `base.Gather`."""
-        ranks, size = self._circle.size, self._rows.bytes_of(input_tensor.dtype)
+        ranks, size = self._circle.size, self._rows.message_bytes(input_tensor.dtype)
         self._flat.check_gather(output_tensor, input_tensor, group, ranks)
-        part = on_wire(-(-ranks * size // self._keepers.size))
+        part = padded_bytes(-(-ranks * size // self._keepers.size))
         every = torch.zeros(part * self._keepers.size, dtype=torch.uint8, device=input_tensor.device)
         if (part_kept := self._kept.get()) is None:
             own = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)
-            self._rows.encode(self._rows.cut(input_tensor), own)
+            self._rows.encode(self._rows.split(input_tensor), own)
             self._circle.gather(own, every[: ranks * size], self._ledger, WEIGHTS)
-            self._kept.keep(every.view(-1, part)[self._keepers.place].clone())
+            self._kept.keep(every.view(-1, part)[self._keepers.group_rank].clone())
         else:
             self._keepers.gather(part_kept, every, self._ledger, WEIGHTS)
         if dist.get_backend() == "fake":  # what has been received is no message

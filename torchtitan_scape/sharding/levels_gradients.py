@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.codec.codes import BlockCode
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, Allocates, FlatGroup, Moment
+from topology.shard_collectives import Circle, ShardLedger
+from torchtitan_scape.sharding.base import GRADIENTS, Allocates, ShardedParamGroup, TrainPosition
 from torchtitan_scape.sharding.levels_layout import RowLayout
-from torchtitan_scape.sharding.levels_messages import CutMessages
-from torchtitan_scape.sharding.messages import Parts, RowMessages, hop
+from torchtitan_scape.sharding.levels_messages import SliceCodec
+from torchtitan_scape.sharding.messages import Parts, RowCodec, hop
 
 
-class PieceReduce(Allocates):
+class SliceReduceScatter(Allocates):
     """Of one parameter group: its piece of the gradient of all micro-batches of a step.
 
     Args:
@@ -43,12 +43,12 @@ class PieceReduce(Allocates):
 
     def __init__(
         self,
-        flat: FlatGroup,
+        flat: ShardedParamGroup,
         layout: RowLayout,
         ranks: int,
         hops: Sequence[tuple[Circle, BlockCode | None]],
         ledger: ShardLedger,
-        moment: Moment,
+        moment: TrainPosition,
         device: torch.device,
         across: BlockCode | None = None,
         turned: bool = False,
@@ -57,13 +57,13 @@ class PieceReduce(Allocates):
         self._flat, self._layout, self._ranks = flat, layout, ranks
         self._ledger, self._moment, self._stochastic = ledger, moment, stochastic
         self._turned = next((code for _, code in hops if code is not None), None) if turned else None
-        self._hops: list[tuple[Circle, RowMessages]] = []
+        self._hops: list[tuple[Circle, RowCodec]] = []
         cuts, rows = layout.cuts, ranks
         for circle, code in hops:
             # Of every row so many parts go out, and what comes in is a part of one row.
             cuts, rows = cuts // (circle.size // rows), 1
-            self._hops.append((circle, CutMessages(layout, cuts, code)))
-        self._across = CutMessages(layout, 1, across)
+            self._hops.append((circle, SliceCodec(layout, cuts, code)))
+        self._across = SliceCodec(layout, 1, across)
         self.buffer = torch.zeros(layout.nodes, layout.sub_piece, dtype=torch.float32, device=device)
 
     @torch.no_grad()
@@ -92,14 +92,14 @@ class PieceReduce(Allocates):
         key = partial(self._key, len(self._hops))
         (own,) = hop(partial(_of, parts), 1, nodes, self._across, self.buffer.device, self._ledger, GRADIENTS, key)
         if dist.get_backend() == "fake":
-            return self.buffer[nodes.place]  # what has been received is no message
+            return self.buffer[nodes.group_rank]  # what has been received is no message
         return torch.cat(own)
 
     def _add(self, flat: Tensor) -> None:
         layout = self._layout
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
         if self._turned is not None:
-            self._turned.turn(coded)
+            self._turned.hadamard_(coded)
         for number, (circle, rows) in enumerate(self._hops):
             parts = list(zip(_by_rank(coded, circle), _by_rank(raw, circle), strict=True))
             key = partial(self._key, number)
@@ -108,7 +108,7 @@ class PieceReduce(Allocates):
         if dist.get_backend() == "fake":
             return  # what has been received is no message
         if self._turned is not None:
-            self._turned.turn(coded)
+            self._turned.hadamard_(coded)
         for into, what in zip(layout.parts(self.buffer), (coded, raw), strict=True):
             into += what.reshape(into.shape)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Slice(NamedTuple):
+class MasterSlice(NamedTuple):
     """Entries [start, stop) of a tensor's part of a row, which begin at `at` in a cut. Empty: three zeros."""
 
     start: int
@@ -87,13 +87,13 @@ class RowLayout:
         """Of (n, sub_piece) the coded parts (n, cut_coded) and the raw ones (n, cut_raw), as views."""
         return cuts[:, : self.cut_coded], cuts[:, self.cut_coded :]
 
-    def slices(self, cut: int, sizes: Sequence[int]) -> list[Slice]:
+    def slices(self, cut: int, sizes: Sequence[int]) -> list[MasterSlice]:
         """What each tensor has in a cut. sizes: its entries on this rank, which may be fewer than in other rows."""
-        found = [Slice(0, 0, 0)] * len(self.sizes)
+        found = [MasterSlice(0, 0, 0)] * len(self.sizes)
         for section, length, at in ((self.coded, self.cut_coded, 0), (self.raw, self.cut_raw, self.cut_coded)):
             begin, end = cut * length, (cut + 1) * length
             for number, first in zip(section.tensors, section.firsts, strict=True):
                 start, stop = max(begin, first), min(end, first + sizes[number])
                 if start < stop:
-                    found[number] = Slice(start - first, stop - first, at + start - begin)
+                    found[number] = MasterSlice(start - first, stop - first, at + start - begin)
         return found

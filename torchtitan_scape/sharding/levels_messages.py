@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 from kernels.codec.codes import BlockCode
-from torchtitan_scape.sharding.base import Segment
+from torchtitan_scape.sharding.base import ParameterSlice
 from torchtitan_scape.sharding.levels_layout import RowLayout
-from torchtitan_scape.sharding.messages import Parts, RowMessages
+from torchtitan_scape.sharding.messages import Parts, RowCodec
 
 
-class CutMessages(RowMessages):
+class SliceCodec(RowCodec):
     """Of so many cuts that follow each other. Without a code both parts travel in the dtype that they have."""
 
     def __init__(self, layout: RowLayout, count: int, code: BlockCode | None) -> None:
         coded, raw = count * layout.cut_coded, count * layout.cut_raw
-        super().__init__([Segment("coded", 0, coded, 2), Segment("raw", coded, raw, 1)], code)
+        super().__init__([ParameterSlice("coded", 0, coded, 2), ParameterSlice("raw", coded, raw, 1)], code)
         self._sizes = coded, raw
 
     def encode(self, parts: Parts, message: Tensor, key: int | None = None) -> None:
@@ -25,8 +25,8 @@ class CutMessages(RowMessages):
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:
         return self._told_apart(super().decode(messages, dtype))
 
-    def add_up(self, messages: Tensor) -> Parts:
-        return self._told_apart(super().add_up(messages))
+    def decode_and_sum(self, messages: Tensor) -> Parts:
+        return self._told_apart(super().decode_and_sum(messages))
 
     def _told_apart(self, parts: Parts) -> Parts:
         if self.code is not None:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.codec.codes import BlockCode
-from topology.circles import Circle, ShardLedger
+from topology.shard_collectives import Circle, ShardLedger
 from torchtitan_scape.sharding.base import UPDATE
-from torchtitan_scape.sharding.levels_layout import RowLayout, Slice
-from torchtitan_scape.sharding.levels_messages import CutMessages
+from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
+from torchtitan_scape.sharding.levels_messages import SliceCodec
 
 
-class UpdateGather:
+class WeightAllGather:
     """Of one parameter group.
 
     Args:
@@ -41,11 +41,11 @@ class UpdateGather:
     ) -> None:
         self._layout, self._circles, self._ledger = layout, circles, ledger
         self._differs, self._dtype = code is not None, torch.float32 if code is not None else dtype
-        self._messages = CutMessages(layout, 1, code)
+        self._messages = SliceCodec(layout, 1, code)
 
     @torch.no_grad()
     def __call__(
-        self, master: Tensor, slices: Sequence[Slice], weights: Sequence[Tensor], applied: Tensor | None
+        self, master: Tensor, slices: Sequence[MasterSlice], weights: Sequence[Tensor], applied: Tensor | None
     ) -> None:
         """Brings all weights of this rank's row up to date. A collective call.
 
@@ -72,7 +72,7 @@ class UpdateGather:
 
     def _gather(self, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """FP32 (coded.entries,) and (raw.entries,): what every cut's rank tells of it."""
-        message = torch.empty(self._messages.bytes_of(self._dtype), dtype=torch.uint8, device=own[1].device)
+        message = torch.empty(self._messages.message_bytes(self._dtype), dtype=torch.uint8, device=own[1].device)
         self._messages.encode((own[0].to(self._dtype), own[1].to(self._dtype)), message)
         for circle in self._circles:
             output = torch.empty(circle.size * message.numel(), dtype=torch.uint8, device=message.device)

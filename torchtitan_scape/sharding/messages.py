@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from kernels.codec.codes import BlockCode
-from kernels.common.wire import on_wire
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import Segment, add_rows, entries
+from kernels.common.wire import padded_bytes
+from topology.shard_collectives import Circle, ShardLedger
+from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 
 Parts = tuple[Tensor, Tensor]
 """Of a row: what is coded, FP32 (q,), filled up to whole blocks, and what goes raw, (r,)."""
 
 
-class RowMessages:
+class RowCodec:
     """Rows, (m,) each, to messages and back.
 
     Args:
         segments: of the row, in their order.
         code: of those of 2 or more dimensions; None for messages that are raw throughout.
-        turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before it is; `paste` turns back.
+        turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before it is; `assemble` turns back.
 
     Norms and biases, of 1 dimension, always go raw: their entries are of another size than a matrix's.
     """
 
-    def __init__(self, segments: Sequence[Segment], code: BlockCode | None = None, turned: bool = False) -> None:
+    def __init__(self, segments: Sequence[ParameterSlice], code: BlockCode | None = None, turned: bool = False) -> None:
         self.code, self._turned, self._row = code, turned, entries(segments)
-        unit = code.unit if code else 1
+        unit = code.block_size if code else 1
         self._coded: list[tuple[int, int, int, int]] = []  # place in the row and in what is coded, entries, filled up
         self._raw: list[tuple[int, int]] = []  # place in the row, entries
         self.coded_entries = 0
@@ -47,13 +47,13 @@ class RowMessages:
             else:
                 self._raw.append((segment.start, segment.size))
         self.raw_entries = sum(size for _, size in self._raw)
-        self._coded_bytes = code.bytes_of(self.coded_entries) if code else 0
+        self._coded_bytes = code.message_bytes(self.coded_entries) if code else 0
 
-    def bytes_of(self, dtype: torch.dtype) -> int:
+    def message_bytes(self, dtype: torch.dtype) -> int:
         """Of a message of a row of this dtype."""
-        return self._coded_bytes + on_wire(self.raw_entries * dtype.itemsize)
+        return self._coded_bytes + padded_bytes(self.raw_entries * dtype.itemsize)
 
-    def cut(self, row: Tensor) -> Parts:
+    def split(self, row: Tensor) -> Parts:
         """The parts of a row (m,); what is raw may be the row itself."""
         coded = torch.empty(self.coded_entries, dtype=torch.float32, device=row.device)
         if self._coded:
@@ -69,7 +69,7 @@ class RowMessages:
             return coded, row
         return coded, torch.cat([row[start : start + size] for start, size in self._raw] or [row[:0]])
 
-    def paste(self, parts: Parts, row: Tensor) -> None:
+    def assemble(self, parts: Parts, row: Tensor) -> None:
         """row (m,) becomes what the parts, which may be overwritten, say."""
         coded, raw = parts
         targets = [row[start : start + size] for start, size in self._raw]
@@ -101,13 +101,13 @@ class RowMessages:
     def unpack(self, messages: Iterable[Tensor], rows: Tensor) -> None:
         """rows (k, m) become what as many messages say. One after the other: decoded, a row takes 4 bytes an entry."""
         for message, row in zip(messages, rows, strict=True):
-            self.paste(self.decode(message, row.dtype), row)
+            self.assemble(self.decode(message, row.dtype), row)
 
-    def add_up(self, messages: Tensor) -> Parts:
+    def decode_and_sum(self, messages: Tensor) -> Parts:
         """The sum of messages (k, bytes), in FP32 and in their order; what is raw there is FP32."""
         coded = torch.empty(self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
-            self.code.add_up(messages[:, : self._coded_bytes], coded)
+            self.code.decode_and_sum(messages[:, : self._coded_bytes], coded)
         raw = torch.empty(self.raw_entries, dtype=torch.float32, device=messages.device)
         if self.raw_entries:
             add_rows(self._raw_of(messages, torch.float32), raw)
@@ -119,10 +119,10 @@ class RowMessages:
 
     def _turn(self, coded: Tensor) -> None:
         if self._turned and self.code is not None:
-            self.code.turn(coded)
+            self.code.hadamard_(coded)
 
 
-def gather_across(own: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> Tensor:
+def gather_between_nodes(own: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> Tensor:
     """The messages, (members of the last circle, bytes), of the ranks of this one's place across nodes, or of all."""
     outermost = circles[-1]
     output = torch.empty(outermost.size, own.numel(), dtype=own.dtype, device=own.device)
@@ -130,8 +130,8 @@ def gather_across(own: Tensor, circles: Sequence[Circle], ledger: ShardLedger, k
     return output
 
 
-def gather_inside(messages: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> list[Tensor]:
-    """The messages of all ranks in their order, from what `gather_across` has brought: they go round the node."""
+def gather_within_node(messages: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> list[Tensor]:
+    """All-gather within the node the messages that `gather_between_nodes` received. Returns all ranks' messages."""
     if len(circles) == 1:
         return list(messages)
     inside = circles[0]
@@ -143,7 +143,7 @@ def gather_inside(messages: Tensor, circles: Sequence[Circle], ledger: ShardLedg
 def sum_over(
     flat: Tensor,
     circles: Sequence[Circle],
-    rows: Sequence[RowMessages],
+    rows: Sequence[RowCodec],
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int, int], int | None],
@@ -156,7 +156,7 @@ def sum_over(
     inside, *across = circles
     # The ranks of this one's place in other nodes get theirs by way of it.
     sums = hop(
-        lambda place, node: rows[0].cut(flat[node * inside.size + place]),
+        lambda place, node: rows[0].split(flat[node * inside.size + place]),
         flat.shape[0] // inside.size,
         inside,
         rows[0],
@@ -179,18 +179,18 @@ def hop(
     part: Callable[[int, int], Parts],
     count: int,
     circle: Circle,
-    rows: RowMessages,
+    rows: RowCodec,
     device: torch.device,
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int], int | None],
 ) -> list[Parts]:
     """The sums over a circle of what each of its ranks has for this one. part: of (rank, which of its `count` rows)."""
-    size = rows.bytes_of(torch.float32)
+    size = rows.message_bytes(torch.float32)
     messages = torch.empty(circle.size, count, size, dtype=torch.uint8, device=device)
     for place in range(circle.size):
         for number in range(count):
             rows.encode(part(place, number), messages[place, number], key(place * count + number))
     received = torch.empty_like(messages)
     circle.exchange(messages.view(circle.size, -1), received.view(circle.size, -1), ledger, kind)
-    return [rows.add_up(received[:, number]) for number in range(count)]
+    return [rows.decode_and_sum(received[:, number]) for number in range(count)]

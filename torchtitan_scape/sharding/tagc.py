@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from kernels import finite_check, tagc_passes
-from kernels.common.wire import on_wire
+from kernels.common.wire import padded_bytes
 from kernels.scape.reference import unpack_bits
 from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
 from kernels.tagc.index import (
@@ -25,12 +25,12 @@ from kernels.tagc.index import (
     sum_bytes,
     to_nibbles,
     to_offsets,
-    unite,
-    unite_offsets,
+    union_of_bitmaps,
+    union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, FlatGroup, Moment, add_rows
+from topology.shard_collectives import Circle, ShardLedger
+from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import LEAST_BLOCKS, TagcShardingOptions
 
 TURNS = 4  # sketches that are used in turn: entries that do not come apart in one do in the next
@@ -56,11 +56,11 @@ class TagcReduce(Allocates):
 
     def __init__(
         self,
-        flat: FlatGroup,
+        flat: ShardedParamGroup,
         circle: Circle,
         options: TagcShardingOptions,
         ledger: ShardLedger,
-        moment: Moment,
+        moment: TrainPosition,
         backend: str,
         device: torch.device,
     ) -> None:
@@ -105,25 +105,25 @@ class TagcReduce(Allocates):
 
     def slices(self, row: Tensor | None = None) -> dict[str, Tensor]:
         """By parameter, the stretch of a row of the residual, by default of this rank's own."""
-        row = self.residual[self._circle.place] if row is None else row
+        row = self.residual[self._circle.group_rank] if row is None else row
         return {s.name: row[at : at + s.size] for s, at in zip(self.compressed, self.starts, strict=True)}
 
-    def add_up(self) -> Tensor:
+    def decode_and_sum(self) -> Tensor:
         """This rank's row of the residuals of all ranks. A collective call, not counted: for checkpoints."""
         own = torch.empty_like(self.residual[0])
         with self._ledger.uncounted():
             self._sum(self.residual, own)
         return own
 
-    def send_all(self) -> None:
+    def request_full_exchange(self) -> None:
         """Makes the last exchange of the next step whole."""
         self._send_all = True
 
     def all_is_sent(self) -> None:
-        """The residual goes with this step, see `updated`."""
+        """The residual goes with this step, see `after_optimizer_step`."""
         self._sent_all = True
 
-    def updated(self, applied: Tensor) -> None:
+    def after_optimizer_step(self, applied: Tensor) -> None:
         """After a step, bool () whether it was applied: then nothing is left of what was sent whole.
 
         Waits for the device, where something was.
@@ -209,11 +209,11 @@ class TagcReduce(Allocates):
             coded = to_offsets(chosen, self._options.chosen)
             arrived = coded.new_empty(ranks, coded.numel())
             circle.gather(coded, arrived.view(-1), self._ledger, INDEX)
-            return chosen if fake else unite_offsets(arrived, ranks * self.blocks, self._options.chosen)
+            return chosen if fake else union_of_offsets(arrived, ranks * self.blocks, self._options.chosen)
         told = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
         received, whole = torch.empty_like(told).view(ranks, -1), torch.empty_like(told)
         circle.exchange(told.view(ranks, -1), received, self._ledger, INDEX)
-        circle.gather((unite if self._index == "bits" else sum_bytes)(received), whole, self._ledger, INDEX)
+        circle.gather((union_of_bitmaps if self._index == "bits" else sum_bytes)(received), whole, self._ledger, INDEX)
         if fake:
             return chosen
         return from_nibbles(whole) if self._index == "nibble_sum" else whole
@@ -225,7 +225,7 @@ class TagcReduce(Allocates):
         packed.view(ranks, -1)[:, 0].masked_fill_(self._bad, torch.nan)  # a row's first entry of the index
         received = torch.empty_like(packed)
         self._circle.exchange(packed.view(ranks, -1), received.view(ranks, -1), self._ledger, GRADIENTS)
-        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.place], own)
+        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.group_rank], own)
 
     def _through_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, own: Tensor) -> None:
         if self._options.left_over == "keep":
@@ -242,7 +242,7 @@ class TagcReduce(Allocates):
         self._sum(cells.view(len(cells), -1), total.view(-1))
         poison = total.sum() * 0.0  # NaN where any cell has it, whether an entry is read there or not
         estimate = self._options.left_over == "estimate"
-        self._passes.unfold(total, index[self._circle.place], sketch, estimate, own)
+        self._passes.unfold(total, index[self._circle.group_rank], sketch, estimate, own)
         own[:1] += poison
 
     def _sum(self, rows: Tensor, own: Tensor) -> None:
@@ -266,7 +266,7 @@ class TagcReduce(Allocates):
 
 def _on_wire(entries: int) -> int:
     """FP32 entries, filled up."""
-    return on_wire(4 * entries) // 4
+    return padded_bytes(4 * entries) // 4
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.sync.base import State
-from torchtitan_scape.sync.pending import Reader
-from torchtitan_scape.sync.shards import Shard, store_gradient
+from torchtitan_scape.core.parameters import Shard, store_gradient
+from torchtitan_scape.methods.interface import State
+from torchtitan_scape.methods.pending import CheckpointReader
 
 KIND = "shard_residual"
 
 
-class Unsent:
+class ResidualStore:
     """Nothing is kept: by FSDP2's own collectives, and by codes."""
 
     def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
@@ -28,14 +28,14 @@ class Unsent:
         return []
 
     def described(self, residual: str) -> dict[str, dict[str, Any]]:
-        """For a checkpoint's record, see `sync.base.State.describe`."""
+        """For a checkpoint's record, see `methods.interface.State.describe`."""
         return {}
 
     def sizes(self, residual: str) -> dict[str, int]:
         """Bytes in a checkpoint, by kind."""
         return {}
 
-    def loading(self, reader: Reader, shards: Sequence[Shard]) -> list[State]:
+    def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
         """Before a checkpoint is taken: tensors by parameter that receive what is pending there.
 
         Raises ValueError where ranks' own residuals were saved, and cannot be taken.
@@ -43,13 +43,13 @@ class Unsent:
         refuse_exact(reader.saved["states"], "has no [sharding] that keeps any")
         return []
 
-    def send_all(self) -> None:
+    def request_full_exchange(self) -> None:
         """Makes the next step's exchange whole, so that nothing is kept after it."""
 
     def as_gradients(self, shards: Sequence[Shard]) -> None:
         """Makes it the gradients of a step that has no backward pass. A collective call."""
 
-    def updated(self, applied: Tensor) -> None:
+    def after_optimizer_step(self, applied: Tensor) -> None:
         """After a step, bool () whether it was applied."""
 
     def squares(self) -> Tensor | None:
@@ -57,7 +57,7 @@ class Unsent:
         return None
 
 
-class Residuals(Unsent):
+class ShardResiduals(ResidualStore):
     """Of the groups of a model: every rank has some of all rows, (S, n) a group.
 
     Made of stand-ins as `sharding.tagc.TagcReduce` is.
@@ -71,7 +71,7 @@ class Residuals(Unsent):
             return []
         if residual == "exact":
             return [self._exact()]
-        sums = {name: one for group in self._groups for name, one in group.slices(group.add_up()).items()}
+        sums = {name: one for group in self._groups for name, one in group.slices(group.decode_and_sum()).items()}
         return [self._by_parameter(sums, shards)]
 
     def described(self, residual: str) -> dict[str, dict[str, Any]]:
@@ -87,7 +87,7 @@ class Residuals(Unsent):
             return {}
         return {KIND: 4 * sum(rows[residual](group) * group.residual.shape[1] for group in self._groups)}
 
-    def loading(self, reader: Reader, shards: Sequence[Shard]) -> list[State]:
+    def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
         what = reader.saved["states"].get(KIND)
         for group in self._groups:
             group.residual.zero_()
@@ -99,9 +99,9 @@ class Residuals(Unsent):
         own = {name: one for group in self._groups for name, one in group.slices().items()}
         return [self._by_parameter(own, shards)]
 
-    def send_all(self) -> None:
+    def request_full_exchange(self) -> None:
         for group in self._groups:
-            group.send_all()
+            group.request_full_exchange()
 
     def as_gradients(self, shards: Sequence[Shard]) -> None:
         (sums,) = self.states("mean", shards)
@@ -111,9 +111,9 @@ class Residuals(Unsent):
         for group in self._groups:
             group.all_is_sent()
 
-    def updated(self, applied: Tensor) -> None:
+    def after_optimizer_step(self, applied: Tensor) -> None:
         for group in self._groups:
-            group.updated(applied)
+            group.after_optimizer_step(applied)
 
     def squares(self) -> Tensor | None:
         total = torch.zeros((), dtype=torch.float64, device=self._groups[0].residual.device) if self._groups else None
@@ -124,12 +124,12 @@ class Residuals(Unsent):
 
     def _exact(self) -> State:
         tensors = {group.name: group.residual for group in self._groups}
-        return State(KIND, tensors, own=False, carries="gradient", by_parameter=False)
+        return State(KIND, tensors, per_replica=False, on_migration="gradient", by_parameter=False)
 
     def _by_parameter(self, rows: dict[str, Tensor], shards: Sequence[Shard]) -> State:
         """Of local shapes: a stretch of a row has zeros after its parameter's last entry."""
         found = {s.name: rows[s.name][: s.size].view(s.local_shape) for s in shards if s.name in rows}
-        return State(KIND, found, own=False, carries="gradient")
+        return State(KIND, found, per_replica=False, on_migration="gradient")
 
     def _lies(self) -> dict[str, list[Any]]:
         """By group: ranks, and the compressed parameters in their order. As JSON has it."""

@@ -17,12 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, WEIGHTS, Allocates, FlatGroup, Kept, Moment, Version
-from torchtitan_scape.sharding.messages import RowMessages, gather_across, gather_inside, sum_over
+from topology.shard_collectives import Circle, ShardLedger
+from torchtitan_scape.sharding.base import (
+    GRADIENTS,
+    WEIGHTS,
+    Allocates,
+    ShardedParamGroup,
+    TrainPosition,
+    WeightsCache,
+    WeightsVersion,
+)
+from torchtitan_scape.sharding.messages import RowCodec, gather_between_nodes, gather_within_node, sum_over
 
 
-class MessageGather(Allocates):
+class QuantizedAllGather(Allocates):
     """Stands in for the all-gather of one group.
 
     Args:
@@ -33,14 +41,14 @@ class MessageGather(Allocates):
 
     def __init__(
         self,
-        flat: FlatGroup,
+        flat: ShardedParamGroup,
         circles: Sequence[Circle],
-        rows: RowMessages,
+        rows: RowCodec,
         ledger: ShardLedger,
-        keeps: Version | None = None,
+        keeps: WeightsVersion | None = None,
     ) -> None:
         self._flat, self._circles, self._rows, self._ledger = flat, circles, rows, ledger
-        self._kept = Kept(keeps) if keeps is not None else None
+        self._kept = WeightsCache(keeps) if keeps is not None else None
 
     @torch.no_grad()
     def __call__(
@@ -49,7 +57,7 @@ class MessageGather(Allocates):
         ranks = group.size()
         self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._circles))
         messages = self._across(input_tensor)
-        every = gather_inside(messages, self._circles, self._ledger, WEIGHTS)
+        every = gather_within_node(messages, self._circles, self._ledger, WEIGHTS)
         if dist.get_backend(group) == "fake":  # what has been received is no message
             output_tensor.zero_()
             return
@@ -59,15 +67,15 @@ class MessageGather(Allocates):
         """What has come over the last circle, now or before."""
         if self._kept is not None and (kept := self._kept.get()) is not None:
             return kept
-        own = torch.empty(self._rows.bytes_of(row.dtype), dtype=torch.uint8, device=row.device)
-        self._rows.encode(self._rows.cut(row), own)
-        messages = gather_across(own, self._circles, self._ledger, WEIGHTS)
+        own = torch.empty(self._rows.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
+        self._rows.encode(self._rows.split(row), own)
+        messages = gather_between_nodes(own, self._circles, self._ledger, WEIGHTS)
         if self._kept is not None:
             self._kept.keep(messages)
         return messages
 
 
-class MessageReduce(Allocates):
+class QuantizedReduceScatter(Allocates):
     """Stands in for the reduce-scatter of one group. FP32 inside; a flat of another dtype is converted once.
 
     Args:
@@ -77,11 +85,11 @@ class MessageReduce(Allocates):
 
     def __init__(
         self,
-        flat: FlatGroup,
+        flat: ShardedParamGroup,
         circles: Sequence[Circle],
-        rows: Sequence[RowMessages],
+        rows: Sequence[RowCodec],
         ledger: ShardLedger,
-        moment: Moment | None = None,
+        moment: TrainPosition | None = None,
     ) -> None:
         self._flat, self._circles, self._rows, self._ledger, self._moment = flat, circles, rows, ledger, moment
 
@@ -95,7 +103,7 @@ class MessageReduce(Allocates):
         if dist.get_backend(group) == "fake":
             output_tensor.zero_()
             return
-        self._rows[0].paste(parts, output_tensor)
+        self._rows[0].assemble(parts, output_tensor)
 
     def _key(self, hop: int, message: int) -> int | None:
         return None if self._moment is None else self._moment.key(hop, dist.get_rank(), self._flat.number, message)

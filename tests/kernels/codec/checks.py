@@ -70,7 +70,7 @@ def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: 
         sums = [torch.full((blocks * block,), NAN, device=device) for _ in range(2)]
         for code, value, total in zip((twin, kernel), values, sums, strict=True):
             code.decode(given, value)
-            code.add_up(given, total)
+            code.decode_and_sum(given, total)
         assert same(*values) and same(*sums)
 
 
@@ -81,6 +81,6 @@ def check_rounding_follows(name: str, block: int, rows: int, blocks: int, device
     for key in (1 << 62, (1 << 63) - 1):
         assert torch.equal(twin.encode(x, key=key), kernel.encode(x, key=key))
     turned = [x.clone(), x.clone()]
-    twin.turn(turned[0])
-    kernel.turn(turned[1])
+    twin.hadamard_(turned[0])
+    kernel.hadamard_(turned[1])
     assert same(*turned)

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import block_code
 from kernels.codec.codes import BlockCode
 from kernels.codec.formats import FORMATS, message_bytes
-from kernels.codec.reference import LEAST, SPLIT
+from kernels.codec.reference import MIN_SCALE, SPLIT
 from tests.kernels.codec.checks import INF, LARGEST, NAN, blocks_of, ordinary, rows_of, same
 
 SCALES = [torch.bfloat16, torch.float32]
@@ -37,7 +37,7 @@ def test_errors_are_within_the_bound(name: str, scale: torch.dtype) -> None:
             third = torch.maximum(step / 8, x.abs() * (1 + 2.0**-20) / 3)
             floats = {"e2m1": torch.maximum(step / 2, x.abs()) / 2, "e3m0": third}
             half = floats.get(name, step / 2)
-            bound = half if most >= LEAST else torch.full_like(x, LEAST)
+            bound = half if most >= MIN_SCALE else torch.full_like(x, MIN_SCALE)
             assert bool(((out[0] - x).abs() <= bound).all()), kind
 
 
@@ -81,7 +81,7 @@ def test_what_is_not_finite_poisons_its_block_alone(name: str, scale: torch.dtyp
         x[0, place] = value
     messages, out, total = code.encode(x), torch.empty_like(x), torch.empty(x.shape[1])
     code.decode(messages, out)
-    code.add_up(messages, total)
+    code.decode_and_sum(messages, total)
     hit = torch.zeros(37, dtype=torch.bool)
     hit[[1, 4, 6]] = True
     for values in (out[0], total):
@@ -145,7 +145,7 @@ def test_sums_go_by_rows() -> None:
     code, rows = BlockCode("int8", 32), torch.tensor([[127.0 * 2**26], [127.0], [-127.0 * 2**26]]).repeat(1, 32)
     for order, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 127.0)):
         out = torch.empty(32)
-        code.add_up(code.encode(rows[order]), out)
+        code.decode_and_sum(code.encode(rows[order]), out)
         assert bool((out == expected).all())
 
 
@@ -159,11 +159,11 @@ def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
         held = blocks * (8 * form.bits + form.scales * scale.itemsize)
         size = -(-held // 16) * 16
         message = code.encode(torch.ones(rows, 64 * blocks))
-        assert message.shape == (rows, size) and size == code.bytes_of(64 * blocks)
+        assert message.shape == (rows, size) and size == code.message_bytes(64 * blocks)
         assert size == message_bytes(name, 64 * blocks, 64, scale.itemsize)
         assert not bool(message[:, held:].any())
         out = torch.full((64 * blocks,), NAN)
-        code.add_up(message, out)
+        code.decode_and_sum(message, out)
         assert torch.allclose(out, torch.full_like(out, rows), rtol=2.0**-7)
 
 
@@ -186,8 +186,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     code = BlockCode("int4", 32)
     with pytest.raises(ValueError, match="48 entries in blocks of 32; fill them up with zeros to whole blocks"):
         code.encode(torch.ones(2, 48))
-    for give in (lambda: code.decode(torch.zeros(1, 32).byte(), torch.ones(1, 64)), lambda: code.bytes_of(1)):
+    for give in (lambda: code.decode(torch.zeros(1, 32).byte(), torch.ones(1, 64)), lambda: code.message_bytes(1)):
         with pytest.raises(ValueError, match=r"messages of 32 bytes; those of 64 entries have 48|1 entries in blocks"):
             give()
     with pytest.raises(ValueError, match="messages of 16 bytes; those of 64 entries have 48"):
-        code.add_up(torch.zeros(1, 16).byte(), torch.ones(64))
+        code.decode_and_sum(torch.zeros(1, 16).byte(), torch.ones(64))

@@ -69,12 +69,12 @@ def test_the_turn_is_hadamard_and_its_own_inverse() -> None:
     signs = np.array([[(-1) ** bin(i & j).count("1") for j in range(32)] for i in range(32)], dtype=np.float64)
     expected = torch.from_numpy(signs @ x.view(3, 32).double().numpy().T / math.sqrt(32)).T.reshape(-1)
     turned = x.clone()
-    code.turn(turned)
+    code.hadamard_(turned)
     torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-6)
-    code.turn(turned)
+    code.hadamard_(turned)
     torch.testing.assert_close(turned, x, rtol=0, atol=1e-6)
     x[5] = NAN
-    code.turn(x)
+    code.hadamard_(x)
     assert x[:32].isnan().all() and x[32:].isfinite().all()  # its block is known as not finite still
     with pytest.raises(ValueError, match="multiple of 32"):
-        code.turn(torch.zeros(33))
+        code.hadamard_(torch.zeros(33))

@@ -28,9 +28,9 @@ from tests.kernels.checks import (
     check_step,
     check_wires,
 )
+from tests.methods.scape import test_simulated
+from tests.methods.scape.test_observed import Seen
 from tests.replicas import run_replicas
-from tests.sync.scape import test_simulated
-from tests.sync.scape.test_observed import Seen
 from tests.toy import draw, flat, gradient, make_scape, train
 from torchtitan_scape import Scape
 
@@ -73,8 +73,8 @@ def cases(draw: Any, **fixed: Any) -> Case:
         offset=draw(st.sampled_from([0, 0, 1])),
         parameter_offset=draw(st.sampled_from([0, 0, 1])),
         chunk_entries=draw(st.sampled_from([0, 1, 30])),
-        granularity=draw(st.sampled_from([1, 4])),
-        carries=draw(st.booleans()),
+        chunk_multiple=draw(st.sampled_from([1, 4])),
+        keeps_wire_error=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
     )
     return Case(**{**options, **fixed})

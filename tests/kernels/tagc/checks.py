@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels import tagc_passes
 from kernels.tagc import reference, triton_passes
 from kernels.tagc.formats import BLOCK
-from kernels.tagc.index import unite
+from kernels.tagc.index import union_of_bitmaps
 from kernels.tagc.sketch import Sketch
 
 
@@ -29,7 +29,7 @@ def check_packed(n: int, k: int, ties: bool, device: str = "cpu") -> None:
     given = [values(n, seed, ties).to(device) for seed in (0, 1)]
     own = [twin.select(x, k) for x in given]
     assert all(torch.equal(kernels.select(x, k), bits) for x, bits in zip(given, own, strict=True))
-    index = unite(torch.stack(own))
+    index = union_of_bitmaps(torch.stack(own))
     for capacity in (2 * k, k):  # there may be less room than the index needs
         packed = torch.full((2, 2, blocks, capacity), torch.nan, device=device)
         for rank, x in enumerate(given):

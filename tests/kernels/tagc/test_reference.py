@@ -16,8 +16,8 @@ from kernels.tagc.index import (
     sum_bytes,
     to_nibbles,
     to_offsets,
-    unite,
-    unite_offsets,
+    union_of_bitmaps,
+    union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch, murmur3
 from tests.kernels.tagc.checks import values
@@ -58,7 +58,7 @@ def test_what_is_sent_and_what_is_left_are_what_was_there(ranks: int, n: int, k:
     """On every rank, and the owner has the sum of what was sent: to the last bit."""
     given = [values(n, seed) for seed in range(ranks)]
     own = [reference.select(x, k) for x in given]
-    index, room = unite(torch.stack(own)), formats.capacity(k / BLOCK, ranks)
+    index, room = union_of_bitmaps(torch.stack(own)), formats.capacity(k / BLOCK, ranks)
     union = torch.tensor([any(choices) for choices in zip(*(chosen(x, k) for x in given), strict=True)])[:n]
     assert torch.equal(unpack_bits(index, n), union)
     packed, sent = torch.empty(ranks, -(-n // BLOCK), room), []
@@ -75,7 +75,7 @@ def test_what_is_sent_and_what_is_left_are_what_was_there(ranks: int, n: int, k:
 
 def test_all_entries_are_dense() -> None:
     given = [values(BLOCK + 10, seed) for seed in range(3)]
-    index = unite(torch.stack([reference.select(x, BLOCK) for x in given]))
+    index = union_of_bitmaps(torch.stack([reference.select(x, BLOCK) for x in given]))
     packed = torch.empty(3, 2, formats.capacity(1.0, 3))
     for x, out in zip(given, packed, strict=True):
         left = x.clone()
@@ -94,7 +94,7 @@ def test_the_index_is_the_union_of_all_choices(k: int) -> None:
     coded = torch.stack([to_offsets(bits, k) for bits in own])
     assert coded.shape[1] == formats.index_bytes(k / BLOCK, 8)
     counted = from_nibbles(sum_bytes(torch.stack([to_nibbles(bits) for bits in own])))
-    for index in (unite(own), unite_offsets(coded, 8, k), counted):
+    for index in (union_of_bitmaps(own), union_of_offsets(coded, 8, k), counted):
         assert torch.equal(unpack_bits(index, 8 * BLOCK), union)
     summed = unpack_bits(sum_bytes(own), 8 * BLOCK)
     assert (union & ~summed).any() and (summed & ~union).any()
@@ -151,7 +151,7 @@ def test_what_a_sketch_cannot_tell_is_known_beforehand(k: int, ratio: float) -> 
     """Left out, the rest arrives: nothing is lost, however full the sketch is."""
     blocks, ranks = 9, 2
     sketch, given = Sketch.of(blocks, ratio, torch.device("cpu")), [values(blocks * BLOCK, s, True) for s in (0, 1)]
-    index = unite(torch.stack([reference.select(x, k) for x in given]))
+    index = union_of_bitmaps(torch.stack([reference.select(x, k) for x in given]))
     will = reference.solvable(index, sketch)
     assert torch.equal(unpack_bits(will, blocks * BLOCK).view(-1, BLOCK), peeled(index, sketch))
     cells = torch.empty(ranks, sketch.rows, BLOCK)
@@ -167,7 +167,7 @@ def test_a_sketch_is_lossless_where_it_says_so() -> None:
     """Two ranks, 512 blocks, half an entry a cell: every entry of the union comes out, up to rounding."""
     sketch = Sketch.of(512, 2.0, torch.device("cpu"))
     given = [values(512 * BLOCK, seed) for seed in (0, 1)]
-    index = unite(torch.stack([reference.select(x, 130) for x in given]))
+    index = union_of_bitmaps(torch.stack([reference.select(x, 130) for x in given]))
     assert torch.equal(reference.solvable(index, sketch), index)
     cells = torch.zeros(sketch.rows, BLOCK)
     for x in given:

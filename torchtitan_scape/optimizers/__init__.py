@@ -1,0 +1,1 @@
+"""The optimizers and what they cost."""
