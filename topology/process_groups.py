@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives, gathered_scalars, objects_of
-from topology.comm_streams import CommStream, Handle
+from topology.comm_stream import CommStream, Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.primitives import all_gather_into, reduce_scatter_into

@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from topology.comm_streams import Handle
+from topology.comm_stream import Handle
 from torch import Tensor
 
 from scripts.common import write

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from topology.comm_streams import CommStream
+from topology.comm_stream import CommStream
 
 from tests.pool import Pool
 from topology import groups
