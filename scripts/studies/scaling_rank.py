@@ -31,11 +31,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from topology.comm_stream import Handle
 from torch import Tensor
 
 from scripts.common import write
 from scripts.studies.scaling_peers import PEERS, unwrapped
+from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import Ring
 from topology.primitives import all_gather_into

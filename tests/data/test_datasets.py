@@ -23,7 +23,8 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa:
 
 from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import validation_batches, validator  # noqa: E402
+from torchtitan_scape.data import validation_batches  # noqa: E402
+from torchtitan_scape.trainer import validator  # noqa: E402
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from topology.comm_stream import CommStream
 
 from tests.pool import Pool
 from topology import groups
+from topology.comm_stream import CommStream
 from topology.groups import build_groups, build_tier_groups, most_groups
 from topology.layout import Layout, Tier, plan_layout
 from topology.machines import get_machine
