@@ -397,7 +397,7 @@ def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
         begun.append(len(overlap._arriving))
         return rest(overlap)
 
-    with patch.object(BackwardOverlap, "rest", counted):
+    with patch.object(BackwardOverlap, "start_remaining", counted):
         return {**train(folder, arguments, nan_at=3), "begun": begun}
 
 

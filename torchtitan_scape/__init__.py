@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_scape.methods.scape.method import Scape
     from torchtitan_scape.methods.scape.options import ScapeOptions
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.replica.guard import NonFiniteGradientError
+    from torchtitan_scape.replica.scape import Scape
 
 __all__ = ["AdamS", "NonFiniteGradientError", "Scape", "ScapeOptions"]
 
 _PLACES = {
     "AdamS": "optimizers.adams",
     "NonFiniteGradientError": "replica.guard",
-    "Scape": "methods.scape.method",
+    "Scape": "replica.scape",
     "ScapeOptions": "methods.scape.options",
 }
 

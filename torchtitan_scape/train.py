@@ -48,7 +48,7 @@ from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
 from torchtitan_scape.observe.observation import Observation  # noqa: E402
 from torchtitan_scape.optimizers.registry import check_layout  # noqa: E402
 from torchtitan_scape.replica.guard import NonFiniteGradientError  # noqa: E402
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase  # noqa: E402
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer  # noqa: E402
 from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of  # noqa: E402
 from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
 from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
@@ -62,6 +62,7 @@ from torchtitan_scape.sharding.levels_build import check_levels  # noqa: E402
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer  # noqa: E402
 from torchtitan_scape.trainer.end_of_data import EndOfDataSync  # noqa: E402
 from torchtitan_scape.trainer.metrics import ReplicaMetrics  # noqa: E402
+from torchtitan_scape.trainer.optimizers import TitanOptimizers  # noqa: E402
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims  # noqa: E402
 from torchtitan_scape.trainer.specs import register, whole_model  # noqa: E402
 
@@ -73,7 +74,7 @@ class ScapeTrainer(Trainer):
     """TorchTitan's Trainer. It adds the layout, who clips, timing, the resume check and the summary."""
 
     job_config: JobConfig
-    optimizers: ReplicaOptimizersBase
+    optimizers: TitanOptimizers
     metrics_processor: ReplicaMetrics
     checkpointer: ReplicaCheckpointer
     dataloader: TextDataLoader | SimulatedDataLoader | PreparedDataLoader
@@ -115,10 +116,10 @@ class ScapeTrainer(Trainer):
             self._check_vocabulary()
         if job_config.checkpoint.enable:
             self._attach_checkpointer()
-        self.optimizers.timer.enabled = True
+        self.replica_optimizer.timer.enabled = True
         self.observation: Observation | None = None
         if job_config.observe.enable:
-            self.observation = Observation(job_config, self.optimizers, self.metrics_processor.logger.log)
+            self.observation = Observation(job_config, self.replica_optimizer, self.metrics_processor.logger.log)
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
@@ -130,11 +131,15 @@ class ScapeTrainer(Trainer):
                 Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared}
             )
             self.checkpointer.spared = self.best.checkpoint_step
-        self.interfaces = InterfaceCount(self.layout, self.optimizers)
+        self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
         self._data_end = EndOfDataSync()
         self.ran_out = False
+
+    @property
+    def replica_optimizer(self) -> ReplicaOptimizer:
+        return self.optimizers.replica
 
     def _resolve_options(self, config: JobConfig) -> None:
         """What the method's options leave to the model: all that follows sees what was chosen."""
@@ -195,11 +200,11 @@ class ScapeTrainer(Trainer):
     def _attach_checkpointer(self) -> None:
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
-        record = RunMetadata(self.layout, self.job_config, options.residual, self.optimizers)
+        record = RunMetadata(self.layout, self.job_config, options.residual, self.replica_optimizer)
         replicas = None
-        if self.optimizers.levels is not None:
+        if self.replica_optimizer.levels is not None:
             own = self.layout.coordinates(dist.get_rank())["replicate"]
-            replicas = (1, 0) if self.optimizers.collectives.replicas == 1 else (self.layout.replicate, own)
+            replicas = (1, 0) if self.replica_optimizer.collectives.replicas == 1 else (self.layout.replicate, own)
         frame = GlobalLayout(mesh, self.simulated, replicas)
         self.checkpointer.attach(record, frame, options.fallback, self.device)
 
@@ -214,14 +219,14 @@ class ScapeTrainer(Trainer):
         number = self._micro_batches % self.gradient_accumulation_steps
         self._micro_batches += 1
         last = number + 1 == self.gradient_accumulation_steps
-        self.optimizers.sharding.before_micro_batch(self.step, number, last)
+        self.replica_optimizer.sharding.before_micro_batch(self.step, number, last)
         if last:
-            self.optimizers.before_last_backward()
-        with self.optimizers.timer.phase("forward_backward"):
+            self.replica_optimizer.prepare_last_backward()
+        with self.replica_optimizer.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
         # A replica's micro-batches follow each other.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
-            self.optimizers.stash_replica_gradients()
+            self.replica_optimizer.stash_replica_gradients()
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -233,26 +238,28 @@ class ScapeTrainer(Trainer):
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
         if flushes:
             self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
-            self.optimizers.request_full_exchange()
+            self.replica_optimizer.request_full_exchange()
         self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
         if self.observation is not None:
             self.observation.before_step(self.step)
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
-        norm_to_come = patch.object(dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.optimizers.grad_norm)
+        norm_to_come = patch.object(
+            dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.replica_optimizer.grad_norm
+        )
         try:
             with (
                 norm_to_come,
                 patch.object(dist_utils, "dist_sum", self._data_end.first_sum(dist_utils.dist_sum)),
-                timed_token_count(self.optimizers.timer),
+                timed_token_count(self.replica_optimizer.timer),
             ):
                 super().train_step(data_iterator)
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
-        if flushes and not self.optimizers.guard.last_applied():
-            self.optimizers.flush()  # the step that was to send all was skipped
+        if flushes and not self.replica_optimizer.guard.last_applied():
+            self.replica_optimizer.flush()  # the step that was to send all was skipped
         if self.observation is not None:
             self.observation.after_step()
         interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
@@ -263,8 +270,8 @@ class ScapeTrainer(Trainer):
         if self.steps_taken == 1:
             # TorchTitan shortens its own groups' timeout after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
-            self.optimizers.collectives.groups.set_timeout(timeout)
-            self.optimizers.sharding.set_timeout(timeout)
+            self.replica_optimizer.collectives.groups.set_timeout(timeout)
+            self.replica_optimizer.sharding.set_timeout(timeout)
             if self.step > 1:  # a resumed run has no step 1, after which TorchTitan does this
                 dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(self._a_step_follows())
@@ -280,7 +287,7 @@ class ScapeTrainer(Trainer):
     def should_continue_training(self) -> bool:
         """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
         more = super().should_continue_training()
-        if more and self.shutdown is not None and self.optimizers.guard.stop_agreed:
+        if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
             self._check_replicas()
             self.shutdown.stop_here(self)
         return more
@@ -289,7 +296,7 @@ class ScapeTrainer(Trainer):
     def _model_shown(self) -> Iterator[None]:
         """What is to be validated, and exported, in the model."""
         self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
-        with self.optimizers.sharding.uncounted(), self.optimizers.shared_weights():
+        with self.replica_optimizer.sharding.uncounted(), self.replica_optimizer.shared_weights():
             yield
 
     def _validated(self, step: int, loss: float) -> None:
@@ -302,19 +309,19 @@ class ScapeTrainer(Trainer):
         if self.observation is not None:
             self.observation.write()  # what a run that goes on from there does not see again
         if self.job_config.sync.consistency_interval:
-            self.optimizers.check_consistency(self.step)
+            self.replica_optimizer.check_consistency(self.step)
 
     def train(self) -> None:
         super().train()
         if self.observation is not None:
             self.observation.write()
-            self.optimizers.observe(None)
+            self.replica_optimizer.observe(None)
         if self.ran_out:
             logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)
             if self.steps_taken and self.job_config.sync.flush_at_end:
                 self.checkpointer.maybe_wait_for_staging()
-                self.optimizers.flush()
+                self.replica_optimizer.flush()
                 saved = False
             if self.steps_taken and not saved:
                 self._check_replicas()

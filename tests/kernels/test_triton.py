@@ -106,7 +106,7 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
     calls: list[tuple[str, bool]] = []
 
     def note(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
-        calls.append((kernel.fn.__name__, constants.get("EASY", False)))
+        calls.append((kernel.fn.__name__, constants.get("ALIGNED_TILE", False)))
 
     monkeypatch.setattr(launching, "launch", note)
     layout = BlockLayout((8192,), 1024, 1)

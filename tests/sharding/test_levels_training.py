@@ -76,7 +76,7 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
         kept.append(optimizers)
         spread(optimizers, levels)
 
-    with patch.object(ReplicaOptimizersBase, "spread", keep), patch.object(ThreeLevelState, "before_step", spoil):
+    with patch.object(ReplicaOptimizersBase, "attach_levels", keep), patch.object(ThreeLevelState, "before_step", spoil):
         found = train(folder, arguments)
     slices = kept[0].levels.parameters if kept[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}

@@ -6,34 +6,22 @@ the model with its moments, what was pending in the first one.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.checkpoint.migration import copy_shared, fill_of_this_shard
-from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.methods.interface import Method, State
 from torchtitan_scape.methods.pending import NO_MOMENT, REPLICA_WEIGHTS, CheckpointReader, beta1_of
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
-
-
-class Replica(Protocol):
-    """`optimizer.local.OneLocal`."""
-
-    @property
-    def shards(self) -> list[Shard]: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def moments(self) -> dict[str, dict[str, Tensor]]: ...
-    def steps(self) -> list[Tensor]: ...
+from torchtitan_scape.replica.simulation import ReplicaWeights
 
 
 @torch.no_grad()
 def load_local(
-    each: Sequence[Replica],
+    each: Sequence[ReplicaWeights],
     methods: Sequence[Method],
     device: torch.device,
     reader: CheckpointReader,
@@ -45,7 +33,7 @@ def load_local(
     whole.
     """
     entry = METHODS[reader.saved["method"]]
-    from_local = entry.method is not None and entry.method.local
+    from_local = entry.method.per_replica_weights
     lost = moments = False
     for number, shard, kinds in reader:
         name = shard.name
@@ -105,7 +93,7 @@ def _for_each(
     return list(values) if reader.same_count else [reader.mean(values)] * replicas
 
 
-def _put_own(each: Sequence[Replica], number: int, name: str, values: dict[str, list[Tensor]]) -> None:
+def _put_own(each: Sequence[ReplicaWeights], number: int, name: str, values: dict[str, list[Tensor]]) -> None:
     """Parameters, where they were saved, and moments."""
     for one, parameter in zip(each, values.get(REPLICA_WEIGHTS, ()), strict=False):
         own = stored(one.shards[number].parameter)
@@ -113,7 +101,9 @@ def _put_own(each: Sequence[Replica], number: int, name: str, values: dict[str, 
     _put_moments(each, name, values.get(FIRST), values.get(SECOND))
 
 
-def _put_moments(each: Sequence[Replica], name: str, first: list[Tensor] | None, second: list[Tensor] | None) -> None:
+def _put_moments(
+    each: Sequence[ReplicaWeights], name: str, first: list[Tensor] | None, second: list[Tensor] | None
+) -> None:
     """As far as the optimizers keep them of this parameter. None: there are none to take."""
     for i, one in enumerate(each):
         if name not in one.moments.get(FIRST, {}):
@@ -127,7 +117,7 @@ def _put_moments(each: Sequence[Replica], name: str, first: list[Tensor] | None,
 
 
 def _put_pending(
-    each: Sequence[Replica],
+    each: Sequence[ReplicaWeights],
     number: int,
     name: str,
     states: Sequence[list[State]],

@@ -22,11 +22,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
+from torchtitan_scape.checkpoint.state import (
+    dense_state,
+    needs_second_moment,
+    saved_weights,
+    shard_key,
+    states,
+)
 from torchtitan_scape.core.parameters import Shard as LocalShard
 from torchtitan_scape.core.parameters import is_slice, local
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 # Of weights beside their masters, in names.
 _WEIGHTS = "weights"
@@ -111,25 +118,25 @@ def _dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
 
 
 class OptimizerCheckpoint(Stateful):
-    """The optimizer's state and the method's for `dcp.save`; `ReplicaOptimizersBase.load` takes them back."""
+    """The optimizer's state and the method's for `dcp.save`; `checkpoint.loading.load` loads them."""
 
-    def __init__(self, optimizers: ReplicaOptimizersBase, frame: GlobalLayout, residual: str) -> None:
+    def __init__(self, optimizers: ReplicaOptimizer, frame: GlobalLayout, residual: str) -> None:
         self._optimizers, self._frame, self._residual = optimizers, frame, residual
 
     def state_dict(self) -> dict[str, Any]:
         self._optimizers.finish_previous_step()
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
-        found = self._frame.of_optimizer(self._optimizers.optimizer_state(), parameters)
-        for name, (parameter, bits) in self._optimizers.weights_saved().items():
+        found = self._frame.of_optimizer(dense_state(self._optimizers), parameters)
+        for name, (parameter, bits) in saved_weights(self._optimizers).items():
             found[f"{_WEIGHTS}.{name}"] = self._frame.whole(parameter, _own_storage(bits))
         total = self._frame.replicas * self._frame.simulated
-        for state in self._optimizers.states(self._residual):
+        for state in states(self._optimizers, self._residual):
             for name, values in state.tensors.items():
                 if state.packed:
                     values = state.entries(name, local(parameters[name]).shape)
                 values, key = _own_storage(values), f"{state.kind}.{name}"
                 if not state.by_parameter:
-                    found[self._optimizers.of_this_shard(key)] = values
+                    found[shard_key(self._optimizers, key)] = values
                 elif state.per_replica:
                     found[key] = self._frame.rows(parameters[name], values, total)
                 else:
@@ -137,7 +144,7 @@ class OptimizerCheckpoint(Stateful):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("it is loaded by ReplicaOptimizers.load")
+        raise NotImplementedError("it is loaded by checkpoint.loading.load")
 
 
 def _own_storage(values: Tensor) -> Tensor:
@@ -155,25 +162,25 @@ class ModelCheckpoint(Stateful):
     own: the model as TorchTitan saves it; what is loaded goes into it.
     """
 
-    def __init__(self, own: Any, optimizers: ReplicaOptimizersBase, frame: GlobalLayout) -> None:
-        self.per_replica, self._optimizers, self._frame = own, optimizers, frame
+    def __init__(self, own: Any, optimizers: ReplicaOptimizer, frame: GlobalLayout) -> None:
+        self.own, self._optimizers, self._frame = own, optimizers, frame
 
     def state_dict(self) -> dict[str, Any]:
-        shared = self._optimizers.model_saved()
+        shared = self._optimizers.saved_model()
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
-        found: dict[str, Any] = dict(self.per_replica.state_dict())
+        found: dict[str, Any] = dict(self.own.state_dict())
         return found | {name: self._frame.whole(parameters[name], _own_storage(shared[name])) for name in shared}
 
     def room(self) -> dict[str, Any]:
         """What a checkpoint's model is read into: the model's tensors, or the masters that its weights are made of."""
-        found = dict(self.per_replica.state_dict())
+        found = dict(self.own.state_dict())
         for shard in self._optimizers.shards():
             if is_slice(shard.parameter):
                 found[shard.name] = self._frame.whole(shard.parameter, shard.parameter.detach())
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.per_replica.load_state_dict({k: v for k, v in state_dict.items() if not isinstance(v, FlatSlices)})
+        self.own.load_state_dict({k: v for k, v in state_dict.items() if not isinstance(v, FlatSlices)})
         self._optimizers.model_loaded()
 
 
@@ -184,9 +191,7 @@ class StateReader:
     replicas: of that run.
     """
 
-    def __init__(
-        self, path: str, saved: dict[str, Any], optimizers: ReplicaOptimizersBase, frame: GlobalLayout
-    ) -> None:
+    def __init__(self, path: str, saved: dict[str, Any], optimizers: ReplicaOptimizer, frame: GlobalLayout) -> None:
         self.path, self.saved, self.frame = path, saved, frame
         self._optimizers, self._shards = optimizers, optimizers.shards()
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
@@ -220,11 +225,11 @@ class StateReader:
 
     def fill_weights(self) -> None:
         """Reads weights that do not follow from their masters, as far as there are such here and they were saved."""
-        saved = self._optimizers.weights_saved()
+        saved = saved_weights(self._optimizers)
         keys = {f"{_WEIGHTS}.{name}": self.frame.whole(parameter, bits) for name, (parameter, bits) in saved.items()}
         if keys and all(self.has(key) for key in keys):
             load_into(self.path, {"optimizer": keys})
-            self._optimizers.weights_loaded()
+            self._optimizers.sharding.version.changed()
 
     def model(self, shard: LocalShard) -> Tensor:
         """The parameter itself, FP32 (n,)."""
@@ -238,7 +243,7 @@ class StateReader:
         if not of_shard:
             return True
         keys = {f"{s.kind}.{name}": t for s in of_shard for name, t in s.tensors.items()}
-        named = {self._optimizers.of_this_shard(key): values for key, values in keys.items()}
+        named = {shard_key(self._optimizers, key): values for key, values in keys.items()}
         there = {key: values for key, values in named.items() if self.has(key)}
         self.fill(there)
         return len(there) == len(named)
@@ -274,7 +279,7 @@ class StateReader:
         return f"optimizer.{key}" in self._kinds
 
     def _read(self, shards: Sequence[LocalShard]) -> list[dict[str, Tensor]]:
-        moments = (FIRST, SECOND) if self._optimizers.needs_second_moment(self.saved["optimizer"]) else (FIRST,)
+        moments = (FIRST, SECOND) if needs_second_moment(self._optimizers, self.saved["optimizer"]) else (FIRST,)
         rooms: list[dict[str, Tensor]] = []
         keys: dict[str, Tensor] = {}
         for shard in shards:

@@ -54,8 +54,9 @@ def check_config(config: JobConfig, device_type: str) -> None:
     simulated, why = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
     if simulated > 1 and why:
         raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {why}")
-    synchronises = METHODS[method].method
-    if config.sharding.sparse and (synchronises is None or synchronises.local or simulated > 1):
+    synchronizes = METHODS[method].method
+    differs = synchronizes.per_replica_weights or synchronizes.holds_optimizer_state
+    if config.sharding.sparse and (differs or simulated > 1):
         raise ValueError(
             f"[sharding] gradients = {config.sharding.gradients!r} with [sync] method = {method!r} and "
             f"simulate_replicas = {simulated}: what the shard axis keeps would differ from replica to replica; set "

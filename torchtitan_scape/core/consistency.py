@@ -19,8 +19,6 @@ from torch import Tensor
 
 from kernels.scape.reference import unpack_bits
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.parameters import Shard, local, stored
-from torchtitan_scape.methods.interface import State
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +48,6 @@ class ReplicatedTensors:
     name: str | None
     parts: list[tuple[str | None, Tensor]]
     on_mask: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-
-
-def replicated_by_optimizer(
-    optimizer: torch.optim.Optimizer, shards: Sequence[Shard], kept: Sequence[State]
-) -> list[ReplicatedTensors]:
-    """The parameters and all the optimizer's state, and what a method keeps that is not a replica's own."""
-    found = []
-    for shard in shards:
-        parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
-        parts += ((key, local(value)) for key, value in _state(optimizer, shard))
-        parts += ((state.kind, state.tensors[shard.name]) for state in kept if shard.name in state.tensors)
-        found.append(ReplicatedTensors(shard.name, parts))
-    return found
-
-
-def _state(optimizer: torch.optim.Optimizer, shard: Shard) -> list[tuple[str, Tensor]]:
-    return sorted((key, value) for key, value in optimizer.state[shard.parameter].items() if isinstance(value, Tensor))
 
 
 # -------------------------------------------------------------------------------------------------- hashes

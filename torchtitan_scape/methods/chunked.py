@@ -11,7 +11,7 @@ from topology.chunks import double_buffered
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import Chunk, chunks_of
-from torchtitan_scape.methods.interface import CollectiveCall, Method, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import CollectiveCall, GradientMethod, MethodContext, StepInfo
 
 
 class ChunkInFlight(NamedTuple):
@@ -21,7 +21,7 @@ class ChunkInFlight(NamedTuple):
     take: Callable[[StepInfo], None]
 
 
-class ChunkedMethod(Method):
+class ChunkedMethod(GradientMethod):
     """The gradients as one stream, the last parameter's first, cut into chunks that are exchanged each for itself.
 
     How the stream is cut follows from the shapes alone, and a chunk's exchange from its own gradients and state: chunks
@@ -31,11 +31,12 @@ class ChunkedMethod(Method):
 
     supports_overlap = True
 
-    def __init__(self, setting: MethodContext, options: Any, codec: Codec | None = None) -> None:
+    def __init__(self, context: MethodContext, options: Any, codec: Codec | None = None) -> None:
         """codec: of the exchange; every parameter begins at a multiple of its unit, so that none shares a scale."""
-        super().__init__(setting, options)
+        super().__init__(context, options)
         self.codec = codec
-        sizes = [shard.size for shard in setting.shards]
+        self.overlap: Any = None  # `methods.overlap.BackwardOverlap`, if chunks start during the backward pass
+        sizes = [shard.size for shard in context.shards]
         self.chunks = chunks_of(sizes, self.collectives.chunk_entries, codec.block_size if codec else 1)
 
     def begin(self) -> None:
@@ -75,7 +76,12 @@ class ChunkedMethod(Method):
         return ChunkInFlight(handle, take)
 
     def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
-        """Through the buffers of two chunks: while one is on its way the next is filled."""
+        """Exchange through the buffers of two chunks: one is filled while the other is in flight.
+
+        Chunks that the backward pass has started are waited for instead.
+        """
+        if self.overlap is not None and self.overlap.under_way:
+            return self.overlap.take(step)
         self.begin()
         started = (self.start_chunk(number, gradients) for number in range(len(self.chunks)))
         double_buffered((arriving.handle, partial(arriving.take, step)) for arriving in started)

@@ -1,41 +1,52 @@
-"""The seam: what a method of the replicate axis is.
+"""The interface of a synchronization method of the replicate axis.
 
-A method takes one replica's gradients and gives the synchronised ones, and keeps what it did not send. It is written
-for one replica, talks through `ReplicaCollectives` alone, which counts its bytes, and declares what it keeps. The
-container, checkpoints, the consistency check, the memory report and the forecast read that, and know no method by name.
+A method is written for one replica. It communicates through `ReplicaCollectives` alone, which counts its bytes, and
+declares its state as `State` objects. The replica optimizer, checkpoints, the consistency check and the memory report
+read these declarations and know no method by name.
 
-Units: a replica's gradient times `MethodContext.scale` is in mean units: the replicas' average is the global gradient.
-Residuals and the result of `synchronize` are in the same units.
+Units: a replica's gradient times `MethodContext.gradient_scale` is in mean units: the average over replicas is the
+global gradient. Residuals and synchronized gradients are in the same units.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.scape.reference import pack_bits, unpack_bits
 from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.observer import Observer
+from torchtitan_scape.core.parameters import Shard, local, store_gradient, stored
+from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.methods.update import clip, norm_over_model, update
+
+# The kind of state that contains the weights of replicas that differ.
+REPLICA_WEIGHTS = "own_parameters"
 
 
 @dataclass(frozen=True)
 class State:
-    """One kind of what a method keeps between steps, as it lies: changed in place by steps, and by whoever loads it.
+    """One kind of tensor that a method keeps between steps. Steps and loading change the tensors in place.
 
-    kind: its name in checkpoints, for example "residual".
-    tensors: by parameter's name, of the parameter's local shape unless not `by_parameter`.
-    own: every replica has its own numbers; else all hold the same bits, which the consistency check compares.
-    carries: what becomes of it under another layout, replica count or method.
-        "gradient": what was not delivered yet, FP32 in mean units. The mean over replicas counts and is never lost.
-        "displacement": the same of parameters, anchor minus parameter, of a method whose replicas differ.
-        "model": what such replicas share, FP32: validated, exported and saved as the model in the place of a parameter.
-        "copy": goes on where the next run has a state of that kind.
-        "rebuild": is dropped, and the next exchange is whole.
-    by_parameter: else the tensors are of this shard, of shapes of their own, for the same layout alone.
-    packed: a bit of each entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. A checkpoint has bytes.
+    Attributes:
+        kind: its name in checkpoints, for example "residual".
+        tensors: by parameter name, of the parameter's local shape if `by_parameter`.
+        per_replica: True if every replica has its own values; else all hold the same bits (checked by the consistency
+            check).
+        on_migration: the treatment under another layout, replica count or method.
+            "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
+            "displacement": pending changes of the weights, anchor minus weight, of a method with per-replica weights.
+            "model": the FP32 weights that replicas share, saved, validated and exported as the model.
+            "copy": copied if the next run has a state of that kind.
+            "rebuild": dropped, and the next exchange is complete.
+        by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
+        packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
     """
 
     kind: str
@@ -45,25 +56,34 @@ class State:
     by_parameter: bool = True
     packed: bool = False
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether it holds an update that was not delivered yet."""
+        return self.on_migration in ("gradient", "displacement")
+
     def describe(self) -> dict[str, Any]:
-        """For a checkpoint's record, as plain values."""
+        """Return the description in a checkpoint's record, as plain values."""
         return {"own": self.per_replica, "carries": self.on_migration, "by_parameter": self.by_parameter}
 
     def entries(self, name: str, shape: torch.Size) -> Tensor:
-        """What is kept of a parameter, of its local `shape`: the tensor itself unless `packed`."""
-        kept = self.tensors[name]
-        return unpack_bits(kept, shape.numel()).view(shape).byte() if self.packed else kept
+        """Return a parameter's values in its local `shape`: the tensor itself unless `packed`."""
+        values = self.tensors[name]
+        return unpack_bits(values, shape.numel()).view(shape).byte() if self.packed else values
 
     def load_entries(self, name: str, values: Tensor) -> None:
-        """Takes back what `entries` gave, of any shape."""
-        kept = self.tensors[name]
-        kept.copy_(packed_bits(values.bool().view(-1)).to(kept.device) if self.packed else values.view(kept.shape))
+        """Load the result of `entries`, of any shape."""
+        target = self.tensors[name]
+        target.copy_(
+            packed_bits(values.bool().view(-1)).to(target.device) if self.packed else values.view(target.shape)
+        )
 
 
 class StepInfo(NamedTuple):
-    """number: of attempted steps, this one included; the same on all ranks, known to the host.
+    """One optimizer step.
 
-    applied: bool (), on the device: no rank's gradient had a NaN. It gates every write of state.
+    Attributes:
+        number: attempted steps including this one, from 1; the same on all ranks, a host integer.
+        applied: bool () on the device; False if any gradient on any rank is not finite. It gates every write of state.
     """
 
     number: int
@@ -86,107 +106,323 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodContext:
-    """What a method is made of, beside its own section of the configuration.
+    """Everything a method receives apart from its options.
 
-    shards: the parameters, whose gradients `synchronize` is given in this order.
-    optimizer: what updates the parameters: its rates and moments are there to be read.
-    scale: makes a local gradient one in mean units: the number of replicas where the loss was divided by the global
-        token count, so that their gradients are to be summed; else 1.
-    steps: of the run, for what begins after a share of them.
-    kernels: what runs passes over tensors: "auto", "triton" or "torch".
+    Attributes:
+        shards: this rank's parameter shards; gradients are passed in this order.
+        collectives: communication with the other replicas.
+        optimizer: the optimizer that updates `shards`; a method may read its rates and moments.
+        gradient_scale: converts a local gradient into mean units: the number of replicas if the loss was divided by
+            the global token count, else 1.
+        total_steps: steps of the run, for schedules that depend on them; 0 if unknown.
+        kernels: "auto", "triton" or "torch".
+        max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
+        grad_norm: FP32 (), written by `step`: the norm of the synchronized gradient before clipping.
+        clip_factor: FP32 (), written by `step`: the factor by which the gradient was scaled.
+        timer: measures the phases of a step.
     """
 
     shards: Sequence[Shard]
     collectives: ReplicaCollectives
     optimizer: torch.optim.Optimizer
-    scale: float = 1.0
-    steps: int = 0
+    gradient_scale: float = 1.0
+    total_steps: int = 0
     kernels: str = "auto"
+    max_norm: float | None = None
+    grad_norm: Tensor = field(default=None)  # type: ignore[assignment]  # None: a tensor of its own
+    clip_factor: Tensor = field(default=None)  # type: ignore[assignment]
+    timer: PhaseTimer = field(default=None)  # type: ignore[assignment]  # None: a timer that is off
+
+    def __post_init__(self) -> None:
+        device = self.shards[0].device if self.shards else torch.device("cpu")
+        defaults: dict[str, Callable[[], Any]] = {
+            "grad_norm": lambda: torch.zeros((), dtype=torch.float32, device=device),
+            "clip_factor": lambda: torch.ones((), dtype=torch.float32, device=device),
+            "timer": lambda: PhaseTimer(device),
+        }
+        for name, make in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, make())
 
 
-class Method:
-    """What replicas tell each other. Mathematics in functions on local tensors.
+class Method(ABC):
+    """One replica's side of a synchronization method.
 
-    Made of a Setting and its own `Options`; all state is made in `__init__`.
+    Create all state in `__init__`, and change it in place. The mathematics belongs in functions on local tensors.
 
-    local: whether replicas differ between exchanges. Then a replica clips and updates by its own gradient,
-        `synchronize` is not called, and `after_optimizer_step` exchanges the change of the parameters. One of its
-        states has `on_migration` = "model".
-    overlaps: whether gradients may go out while the backward pass leaves them, see `methods.chunked`.
+    Class attributes:
+        gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
+        per_replica_weights: True if the replicas' weights differ between exchanges. One of the states then has
+            `on_migration` = "model".
+        supports_overlap: True if the exchange can start while the backward pass is running (`methods.chunked`).
+        holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
+            supplies the rates alone.
     """
 
-    local: ClassVar[bool] = False
+    gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
+    per_replica_weights: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
+    holds_optimizer_state: ClassVar[bool] = False
 
-    def __init__(self, setting: MethodContext, options: Any) -> None:
-        self.setting, self.options, self.collectives = setting, options, setting.collectives
+    def __init__(self, context: MethodContext, options: Any) -> None:
+        self.context, self.options, self.collectives = context, options, context.collectives
+        self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
         self._full_exchange_requested = False
 
-    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
-        """What the optimizer takes, FP32 (n,) a shard, equal to the last bit on all replicas. A collective call.
+    @classmethod
+    def prepare_model(cls, model: nn.Module, options: Any) -> None:
+        """Convert the model's parameters, before the optimizer is built on them."""
 
-        gradients: FP32 (n,) a shard, this replica's; free to be overwritten. Where not `step.applied` they may have
-            NaNs and the result means nothing, but no state changes.
+    @abstractmethod
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        """Synchronize, clip and update. Collective.
+
+        Args:
+            gradients: flat (n,), one per shard, of `gradient_dtype`; they may be overwritten. They may contain NaN if
+                not `info.applied`; then no state may change.
+            info: the step's number, and the flag that gates every write.
         """
-        raise NotImplementedError
 
-    def start(self, gradients: list[Tensor], step: StepInfo) -> Callable[[], list[Tensor]]:
-        """Begins an exchange; what it returns waits for it, and gives what `synchronize` gives. Both collective calls.
-
-        Meanwhile replicas may tell each other other things, and the gradients are not to be touched. Here nothing
-        happens before the result is asked for.
-        """
-        return lambda: self.synchronize(gradients, step)
-
-    def after_optimizer_step(self, step: StepInfo) -> None:
-        """After the optimizer's update: for a mask that follows from it, say. A collective call."""
-
-    def states(self) -> list[State]:
-        """All that steps to come depend on, the tensors themselves; waits for what is in flight."""
-        return []
-
-    def allocate(self, kind: str, name: str) -> None:
-        """Before a checkpoint is taken that has such a state of a parameter: of what exists at times only."""
+    def finish_previous_step(self, applied: bool) -> None:
+        """Wait for exchanges that the previous step started; commit their result, or drop it if not `applied`."""
 
     def request_full_exchange(self) -> None:
-        """Makes the next exchange whole: nothing is pending after it."""
+        """Make the next exchange complete, so that nothing stays pending. Collective."""
         self._full_exchange_requested = True
 
     def take_full_exchange_request(self) -> bool:
-        """Return and clear the request of `request_full_exchange`. The method calls it once per exchange."""
-        asked, self._full_exchange_requested = self._full_exchange_requested, False
-        return asked
+        """Return and clear the request of `request_full_exchange`. A method calls it once per exchange."""
+        requested, self._full_exchange_requested = self._full_exchange_requested, False
+        return requested
 
-    def scale_to_mean(self, gradients: list[Tensor]) -> None:
-        """Times `setting.scale`, in place."""
-        if self.setting.scale != 1.0:
-            torch._foreach_mul_(gradients, self.setting.scale)
+    # ---------------------------------------------------------------------------------------------- state
 
-    def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
-        """FP64 () a shard: of what `synchronize` gave, by whose norm over the model it is clipped."""
-        return list(torch._foreach_norm(gradients, 2, torch.float64))
+    def states(self) -> list[State]:
+        """Return all tensors that later steps depend on, themselves and not copies. Waits for running exchanges."""
+        return []
+
+    def declared_states(self) -> list[State]:
+        """Return the states that a checkpoint may contain, without communication; tensors may be missing."""
+        return self.states()
+
+    def checkpoint_states(self, residual: str) -> list[State]:
+        """Return the states for a checkpoint. Collective.
+
+        Args:
+            residual: "exact", "mean" or "drop", as in `[checkpoint] residual`. The caller averages or drops the states
+                of single replicas; a method overrides this if it has another form for them.
+        """
+        return self.states()
+
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        """Return the bytes in a checkpoint by kind, over all ranks. No communication."""
+        entries = {shard.name: shard.entries for shard in self.context.shards}
+        sizes: dict[str, int] = {}
+        for state in self.declared_states():
+            if not state.by_parameter or state.on_migration == "model" or (residual == "drop" and state.is_pending):
+                continue
+            rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
+            sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
+        return sizes
+
+    def allocate(self, kind: str, name: str) -> None:
+        """Create a parameter's state that exists only at times, before it is loaded."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the state that is not a tensor, as plain values for a checkpoint's record."""
+        return {}
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        """Return the tensors that must be bitwise equal on all replicas, after `finish_previous_step`."""
+        shared = [state for state in self.states() if not state.per_replica]
+        found = []
+        for shard in self.context.shards:
+            parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
+            state = self.context.optimizer.state[shard.parameter]
+            parts += ((key, local(value)) for key, value in sorted(state.items()) if isinstance(value, Tensor))
+            parts += ((s.kind, s.tensors[shard.name]) for s in shared if shard.name in s.tensors)
+            found.append(ReplicatedTensors(shard.name, parts))
+        return found
+
+    # -------------------------------------------------------------------------------------------- reports
+
+    def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
+        """Return a parameter's first moment and its pending update, FP32 (n,); None where there is none. Collective."""
+        moment = self.context.optimizer.state.get(shard.parameter, {}).get("exp_avg")
+        states = [s for s in self.states() if s.on_migration == "gradient" and shard.name in s.tensors]
+        residual = torch.stack([s.tensors[shard.name].view(-1) for s in states]).sum(0) if states else None
+        return None if moment is None else local(moment).view(-1), residual
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the last step for the log, after `finish_previous_step`. Collective.
+
+        "density" is the fraction of the entries that a step sends. "residual_norm" is the norm of the pending updates,
+        as the root mean square over replicas.
+        """
+        figures = {"density": self.density()}
+        pending = [state for state in self.states() if state.on_migration == "gradient"]
+        if pending:
+            counted = {shard.name for shard in self.context.shards if shard.counted}
+            squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
+            for values in (t for state in pending for name, t in state.tensors.items() if name in counted):
+                squares += values.double().square().sum()
+            figures["residual_norm"] = self.root_mean_square(squares)
+        return figures
+
+    def root_mean_square(self, squares: Tensor) -> float:
+        """Return the root of a sum of squares over all ranks, divided by the number of replicas. Collective."""
+        return (self.collectives.sum_over_all(squares) / self.collectives.replicas).item() ** 0.5
 
     def collective_calls(self) -> list[CollectiveCall]:
-        """The exchanges of a step, warm-up over, and in which share of the steps: arithmetic of shapes and options."""
+        """Return the collectives of a step after the warm-up, and the fraction of the steps that contain each."""
         raise NotImplementedError
 
     def planned_bytes(self) -> float:
-        """Bytes this rank sends in a step, warm-up over, in the mean."""
+        """Return the bytes that this rank sends per step after the warm-up, on average."""
         return sum(
-            m.share * self.collectives.planned_bytes(m.collective, m.size, m.codec) for m in self.collective_calls()
+            call.share * self.collectives.planned_bytes(call.collective, call.size, call.codec)
+            for call in self.collective_calls()
         )
 
+    def payload_chunks(self) -> int:
+        """Return the number of messages that carry the payload of a step."""
+        return 1
+
     def density(self) -> float:
-        """Share of the entries that a step sends, warm-up over; for the log."""
+        """Return the fraction of the entries that a step sends after the warm-up."""
         return 1.0
+
+    def _observe(self, gradients: Sequence[Tensor], info: StepInfo) -> None:
+        if self.observer is not None:
+            with self.context.timer.phase("observe"):
+                by_name = dict(zip((shard.name for shard in self.context.shards), gradients, strict=True))
+                self.observer.synchronised(by_name.__getitem__, info.applied)
+
+
+class GradientMethod(Method):
+    """A method that synchronizes gradients: synchronize -> norm -> clip -> optimizer.step -> after_optimizer_step.
+
+    Of replicas that one process simulates, only the writer (`collectives.is_writer`) clips and updates: all share one
+    set of weights.
+    """
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        context, phase = self.context, self.context.timer.phase
+        with phase("exchange"):
+            gradients = self.synchronize(gradients, info)
+        if self.collectives.is_writer:
+            self._observe(gradients, info)
+            with phase("clip"):
+                norms = self.gradient_norms(gradients)
+                context.grad_norm.copy_(
+                    norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
+                )
+                if context.max_norm is not None:
+                    context.clip_factor.copy_(clip(gradients, context.grad_norm, context.max_norm))
+                for shard, gradient in zip(context.shards, gradients, strict=True):
+                    store_gradient(shard, gradient)
+            with phase("update"):
+                update(context.optimizer, info.applied)
+        with phase("exchange"):
+            self.after_optimizer_step(info)
+
+    @abstractmethod
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        """Return the synchronized gradients, FP32 (n,) per shard, bitwise equal on all replicas. Collective.
+
+        Args:
+            gradients: this replica's, FP32 (n,) per shard; they may be overwritten.
+            info: see `Method.step`.
+        """
+
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        """Start an exchange; the returned function waits for it and returns the result of `synchronize`. Collective.
+
+        Other collectives may run in between, and the gradients must not be changed. By default nothing happens before
+        the returned function is called.
+        """
+        return lambda: self.synchronize(gradients, info)
+
+    def after_optimizer_step(self, info: StepInfo) -> None:
+        """Run after the optimizer's update, for example to select the next mask. Collective."""
+
+    def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the norms that clipping uses, FP64 () per shard; by default those of the synchronized gradients."""
+        return list(torch._foreach_norm(gradients, 2, torch.float64))
+
+    def scale_to_mean(self, gradients: list[Tensor]) -> None:
+        """Multiply by `context.gradient_scale`, in place."""
+        if self.context.gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, self.context.gradient_scale)
+
+
+class LocalMethod(Method):
+    """A method whose replicas train alone between exchanges: norm -> clip -> optimizer.step -> exchange.
+
+    Every replica scales, clips and updates by its own gradient, with an optimizer of its own.
+    """
+
+    per_replica_weights = True
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        context, phase = self.context, self.context.timer.phase
+        with phase("clip"):
+            torch._foreach_mul_(gradients, context.gradient_scale)
+            self._observe(gradients, info)
+            norms = torch._foreach_norm(gradients, 2, torch.float64)
+            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
+            if context.max_norm is not None:
+                context.clip_factor.copy_(clip(gradients, norm, context.max_norm))
+            context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
+            for shard, gradient in zip(context.shards, gradients, strict=True):
+                store_gradient(shard, gradient)
+        with phase("update"):
+            update(context.optimizer, info.applied)
+        with phase("exchange"):
+            self.exchange(info)
+
+    @abstractmethod
+    def exchange(self, info: StepInfo) -> None:
+        """Exchange the replicas' weights or displacements, if this step does. Collective."""
+
+    @cached_property
+    def _idle_states(self) -> list[State]:
+        return self.states()
+
+    def declared_states(self) -> list[State]:
+        """Return the states while no exchange is running. The first call must come before the first step."""
+        return self._idle_states
+
+    def anchors(self) -> dict[str, Tensor]:
+        """Return the weights that replicas share, by name: validated, exported and saved as the model."""
+        return next(state.tensors for state in self.declared_states() if state.on_migration == "model")
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        shared = [state for state in self.states() if not state.per_replica and state.by_parameter]
+        return [
+            ReplicatedTensors(
+                s.name, [(state.kind, state.tensors[s.name]) for state in shared if s.name in state.tensors]
+            )
+            for s in self.context.shards
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Return "density" and "residual_norm", here the distance between the anchor and this replica's weights."""
+        anchors = self.anchors()
+        pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
+        squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
+        for shard in (shard for shard in self.context.shards if shard.counted):
+            weights = stored(shard.parameter).double()
+            distance = anchors[shard.name].to(weights.device) - weights
+            for tensors in (tensors for tensors in pending if shard.name in tensors):
+                distance += tensors[shard.name].to(weights.device)
+            squares += distance.square().sum()
+        return {"density": self.density(), "residual_norm": self.root_mean_square(squares)}
 
 
 @dataclass
 class ErrorFeedback:
-    """What a replica has not delivered yet, FP32 of the local shapes in mean units; zeros at the start.
-
-    Most methods with error feedback keep one of these.
-    """
+    """The pending update of a replica: FP32 tensors of the local shapes in mean units, initially zero."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -195,7 +431,7 @@ class ErrorFeedback:
         return cls({s.name: torch.zeros(s.local_shape, dtype=torch.float32, device=s.device) for s in shards})
 
     def clear(self, applied: Tensor) -> None:
-        """All of it has been sent, unless not `applied`."""
+        """Set all residuals to zero if `applied`, bool ()."""
         for residual in self.tensors.values():
             masked_copy_(residual, 0.0, applied)
 
@@ -204,15 +440,15 @@ class ErrorFeedback:
 
 
 def packed_bits(bits: Tensor) -> Tensor:
-    """bool (n,) as uint8 (ceil(n / 8),), entry i in bit i % 8 of byte i // 8."""
+    """Return bool (n,) as uint8 (ceil(n / 8),), with entry i in bit i % 8 of byte i // 8."""
     return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
 
 
-def masked_copy_(kept: Tensor, new: Tensor | float, applied: Tensor) -> None:
-    """kept = new, unless not `applied`, bool ()."""
-    if applied.is_cpu:  # the host sees it at once
+def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:
+    """Copy `source` to `target` if `applied`, bool (), without waiting for the device."""
+    if applied.is_cpu:  # reading it costs nothing
         if applied:
-            kept.copy_(new.view(kept.shape)) if isinstance(new, Tensor) else kept.fill_(new)
+            target.copy_(source.view(target.shape)) if isinstance(source, Tensor) else target.fill_(source)
         return
-    value = new if isinstance(new, Tensor) else torch.full_like(kept, new)
-    torch.where(applied, value.view(kept.shape), kept, out=kept)
+    value = source if isinstance(source, Tensor) else torch.full_like(target, source)
+    torch.where(applied, value.view(target.shape), target, out=target)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, layer_of, stored
 from torchtitan_scape.methods.dense.method import Dense, DenseOptions
-from torchtitan_scape.methods.interface import CollectiveCall, Method, MethodContext, State, StepInfo
+from torchtitan_scape.methods.interface import (
+    CollectiveCall,
+    GradientMethod,
+    LocalMethod,
+    MethodContext,
+    State,
+    StepInfo,
+)
 from torchtitan_scape.methods.options import FREE, MethodOptions
 from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
 
@@ -45,12 +52,12 @@ class LocalOptions(MethodOptions):
         self.require(0.0 <= self.outer_momentum < 1.0, "outer_momentum", "it must lie in [0, 1)")
 
 
-def averaged_by(code: str) -> Callable[[MethodContext], Method]:
+def averaged_by(code: str) -> Callable[[MethodContext], GradientMethod]:
     """The codec that averages whole displacements, which travel by this code; what it loses is let go."""
     if code == "float32":
-        return lambda setting: Dense(setting, DenseOptions())
+        return lambda context: Dense(context, DenseOptions())
     options = QuantizedOptions(code=code, error_feedback=False)  # type: ignore[arg-type]
-    return lambda setting: Quantized(setting, options)
+    return lambda context: Quantized(context, options)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class _Fragment:
 
     number: int
     shards: list[Shard]
-    codec: Method
+    codec: GradientMethod
 
 
 @dataclass
@@ -124,7 +131,7 @@ class _FragmentInFlight:
         return self.means
 
 
-class LocalUpdates(Method):
+class LocalUpdates(LocalMethod):
     """After the update of a step, for the fragments whose turn it is (theta: this replica's parameters):
 
     1. D_i = anchor - theta_i; the codec begins the mean D of all D_i;
@@ -136,38 +143,36 @@ class LocalUpdates(Method):
     after that at the earliest. The host asks for that, and waits for the device, at those steps alone.
 
     Args:
-        codec: makes the method that averages displacements, of a Setting of one fragment's shards. What it keeps as
-            undelivered gradients is undelivered displacements here.
+        codec: builds the method that averages the displacements, from the context of one fragment's shards. Its
+            pending gradients are pending displacements here.
         host: anchor and outer momentum lie in host memory.
     """
 
-    local = True
-
     def __init__(
         self,
-        setting: MethodContext,
+        context: MethodContext,
         options: MethodOptions,
         schedule: FragmentSchedule,
         outer: OuterOptimizer,
-        codec: Callable[[MethodContext], Method],
+        codec: Callable[[MethodContext], GradientMethod],
         host: bool = False,
     ) -> None:
-        super().__init__(setting, options)
+        super().__init__(context, options)
         self.schedule, self.outer = schedule, outer
-        self._anchors = {s.name: _kept(stored(s.parameter), host) for s in setting.shards}
+        self._anchors = {s.name: _kept(stored(s.parameter), host) for s in context.shards}
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()} if outer.momentum else {}
-        if host and self._momenta and setting.shards[0].device.type == "cuda":
+        if host and self._momenta and context.shards[0].device.type == "cuda":
             self._momenta = {name: v.pin_memory() for name, v in self._momenta.items()}
         self._fragments: list[_Fragment] = []
         for number in range(schedule.fragments):
-            shards = [s for s in setting.shards if schedule.fragment_of(s.name) == number]
+            shards = [s for s in context.shards if schedule.fragment_of(s.name) == number]
             if shards:  # a model may have fewer layers
-                made = codec(replace(setting, shards=shards, scale=1.0))
+                made = codec(replace(context, shards=shards, gradient_scale=1.0))
                 self._fragments.append(_Fragment(number, shards, made))
         self._flights: list[_FragmentInFlight] = []
         self._whole = False
 
-    def after_optimizer_step(self, step: StepInfo) -> None:
+    def exchange(self, step: StepInfo) -> None:
         whole, self._whole = self._whole, False
         for flight in self._flights:
             if flight.lands is None:
@@ -239,7 +244,7 @@ class LocalUpdates(Method):
             applied=step.applied.clone()
         )  # the container's tensor is of a later step when this is taken
         # At once it goes through the buffers of few chunks.
-        take = Method.start(fragment.codec, moved, step) if at_once else fragment.codec.start(moved, step)
+        take = GradientMethod.start(fragment.codec, moved, step) if at_once else fragment.codec.start(moved, step)
         flight = _FragmentInFlight(fragment, fragment.shards, step.number + self.schedule.delay, take)
         self._flights.append(flight)
         return flight

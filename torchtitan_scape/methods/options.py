@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
+from topology.layout import Layout
 from torchtitan_scape.core.type_checks import check_section
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
@@ -56,6 +57,17 @@ class MethodOptions(Options):
         """The options with what they leave to the model chosen; themselves where there is no such thing.
 
         shapes: of a rank's shards. Raises ValueError where nothing can be chosen.
+        """
+        return self
+
+    def resolve_for_links(self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int) -> Self:
+        """Return the options with defaults chosen that depend on the links between replicas.
+
+        Args:
+            shapes: of this rank's shards.
+            layout: of the run, simulated replicas included.
+            rank: this rank.
+            levels: levels of the exchange, as communicators were built.
         """
         return self
 

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.methods.interface import State
+from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 
-# Kind of state: the parameters of replicas that differ, each its own.
-REPLICA_WEIGHTS = "own_parameters"
 NO_MOMENT = "with beta1 = 0, or an optimizer without it, no first moment"
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_scape.methods.demo.method import Demo, DemoOptions
 from torchtitan_scape.methods.dense.method import Dense, DenseOptions
@@ -13,8 +12,8 @@ from torchtitan_scape.methods.pending import ImportedState, import_state
 from torchtitan_scape.methods.powersgd.method import Powersgd, PowersgdOptions
 from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
 from torchtitan_scape.methods.radius.method import Radius, RadiusOptions
-from torchtitan_scape.methods.scape.build import make_scape
 from torchtitan_scape.methods.scape.loading import import_scape_state
+from torchtitan_scape.methods.scape.method import ScapeMethod
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparseloco.method import Sparseloco, SparselocoOptions
 from torchtitan_scape.methods.sparta.method import Sparta, SpartaOptions
@@ -28,8 +27,7 @@ class MethodEntry:
     """A method by its name in `[sync] method`.
 
     options: its section of the configuration. optimizers: the `[optimizer] name`s it goes with.
-    method: made of a `Setting` and the options, or
-    optimizer: makes an optimizer that is the method as well and owns the whole step.
+    method: its class.
     incoming: what a checkpoint of it says to any method: see `methods.pending.import_state`.
     pieces: it is right for parameters that are flat pieces of others, as those on three levels are.
     adds_up: a method that is linear in the gradient and keeps nothing; simulated replicas' gradients may be added up by
@@ -38,8 +36,7 @@ class MethodEntry:
 
     options: type[MethodOptions]
     optimizers: tuple[str, ...]
-    method: type[Method] | None = None
-    optimizer: Callable[..., Any] | None = None
+    method: type[Method]
     incoming: Callable[..., ImportedState] = import_state
     is_linear: bool = False
     supports_flat_slices: bool = False
@@ -47,7 +44,7 @@ class MethodEntry:
     @property
     def supports_overlap(self) -> bool:
         """Whether it goes with `[sync] overlap`."""
-        return self.method is not None and self.method.supports_overlap
+        return self.method.supports_overlap
 
 
 # With which a method goes that only asks for gradients, or parameters that have moved.
@@ -55,9 +52,7 @@ ANY = ("AdamW", "AdamS", "Muon", "SignSGD")
 
 METHODS = {
     "dense": MethodEntry(DenseOptions, ANY, Dense, is_linear=True, supports_flat_slices=True),
-    "scape": MethodEntry(
-        ScapeOptions, ("AdamS",), optimizer=make_scape, incoming=import_scape_state, supports_flat_slices=True
-    ),
+    "scape": MethodEntry(ScapeOptions, ("AdamS",), ScapeMethod, incoming=import_scape_state, supports_flat_slices=True),
     "topk": MethodEntry(TopkOptions, ANY, Topk),
     "tagc": MethodEntry(TagcOptions, ANY, Tagc),
     "powersgd": MethodEntry(PowersgdOptions, ANY, Powersgd),

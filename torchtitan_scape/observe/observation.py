@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.tools.logging import logger
 
+from torchtitan_scape.checkpoint.state import describe_states
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.observe import figures
 from torchtitan_scape.observe.record import Record, Row
 from torchtitan_scape.observe.tensors import Observed, chosen, whole
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 Log = Callable[[dict[str, Any], int], None]
 
@@ -33,7 +34,7 @@ class Observation:
     Raises ValueError for names that match nothing.
     """
 
-    def __init__(self, config: JobConfig, optimizers: ReplicaOptimizersBase, log: Log) -> None:
+    def __init__(self, config: JobConfig, optimizers: ReplicaOptimizer, log: Log) -> None:
         self.options, self.optimizers, self._log = config.observe, optimizers, log
         self.tensors = chosen(self.options.names, optimizers.shards(), config.model.name)
         self.names = {shard.name for one in self.tensors for shard in one.shards}
@@ -49,7 +50,7 @@ class Observation:
             "replicas": str(collectives.replicas),
         }
         self.record = Record(Path(config.job.dump_folder), facts)
-        states, unsent = optimizers.describe_states("exact"), optimizers.sharding.unsent.described("exact")
+        states, unsent = describe_states(optimizers, "exact"), optimizers.sharding.unsent.described("exact")
         # What a method of the shard axis keeps lies by its groups, and is not looked at.
         self._has_residual = any(state["carries"] == "gradient" for kind, state in states.items() if kind not in unsent)
         # Of replicas that differ no gradient is exchanged, and what shards send in part is not the whole one.

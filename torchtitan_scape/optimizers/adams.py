@@ -23,7 +23,8 @@ class AdamS(Optimizer):
     Args as in `torch.optim.AdamW`; `params` may be plain tensors or DTensors, named or not. A parameter
     without a gradient is left as it is. `found_inf`, a tensor set from outside as a gradient scaler sets it,
     skips the step where it is not 0, on the device, with nothing written. `kernels` is "auto" (one Triton launch
-    on a GPU, PyTorch on a CPU), "triton" or "torch".
+    on a GPU, PyTorch on a CPU), "triton" or "torch". With
+    `allocate_state=False` it supplies its rates to a method that performs the update itself, and cannot step.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class AdamS(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         kernels: str = "auto",
+        allocate_state: bool = True,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
+        self._allocates_state = allocate_state
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
         self._step_supports_amp_scaling = True  # as PyTorch's fused optimizers say that they mind `found_inf`
@@ -50,7 +53,7 @@ class AdamS(Optimizer):
         """As in torch. All state exists at once: checkpoint helpers would otherwise make it by taking a step."""
         super().add_param_group(param_group)
         self._shards = collect_shards(self.param_groups)
-        for parameter in self.param_groups[-1]["params"]:
+        for parameter in self.param_groups[-1]["params"] if self._allocates_state else ():
             self.state[parameter] = {
                 "exp_avg": torch.zeros_like(parameter, dtype=torch.float32).detach(),
                 "step": torch.zeros((), dtype=torch.float64, device=local(parameter).device),
@@ -71,6 +74,7 @@ class AdamS(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step. Returns the closure's value, None without one."""
+        assert self._allocates_state, "this AdamS supplies rates alone: the method performs the update"
         loss = None
         if closure is not None:
             with torch.enable_grad():

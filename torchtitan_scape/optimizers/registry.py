@@ -36,8 +36,8 @@ def _adamw(named: Any, *, implementation: str, kernels: str, count: Any, **rates
     return torch.optim.AdamW(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
-def _adams(named: Any, *, implementation: str, kernels: str, count: Any, **rates: Any) -> Optimizer:
-    return AdamS(named, **rates, kernels=kernels)
+def _adams(named: Any, *, implementation: str, kernels: str, count: Any, **others: Any) -> Optimizer:
+    return AdamS(named, **others, kernels=kernels)
 
 
 def _muon(named: Any, *, implementation: str, kernels: str, **others: Any) -> Optimizer:

@@ -10,7 +10,7 @@ from torchtitan.tools.logging import logger
 from topology.interfaces import RankBytes, compare, read_interfaces
 from topology.layout import Layout
 from torchtitan_scape.core.text import size_text
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 
 class InterfaceCount:
@@ -31,7 +31,7 @@ class InterfaceCount:
     is below 5 %; below that it is not.
     """
 
-    def __init__(self, layout: Layout, optimizers: ReplicaOptimizersBase) -> None:
+    def __init__(self, layout: Layout, optimizers: ReplicaOptimizer) -> None:
         self._layout, self._optimizers = layout, optimizers
         self.first = 1  # steps before it stay outside
         self._steps = 0

@@ -12,7 +12,7 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
@@ -28,7 +28,7 @@ class SummaryView(Protocol):
     layout: Layout
     device: torch.device
     gradient_accumulation_steps: int
-    optimizers: ReplicaOptimizersBase
+    replica_optimizer: ReplicaOptimizer
     metrics_processor: ReplicaMetrics
     interfaces: InterfaceCount
     forecast: Forecast | None
@@ -49,13 +49,13 @@ class SummaryView(Protocol):
 
 def summarise(trainer: SummaryView) -> None:
     """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
-    trainer.optimizers.finish_previous_step()
-    traffic = trainer.optimizers.collectives.traffic
+    trainer.replica_optimizer.finish_previous_step()
+    traffic = trainer.replica_optimizer.collectives.traffic
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
     own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
-    read = torch.tensor(own, dtype=torch.float64, device=trainer.optimizers.grad_norm.device)
+    read = torch.tensor(own, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)
     # Ranks of one data-parallel index read the same tokens.
-    read = trainer.optimizers.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
+    read = trainer.replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
     steps, total = trainer.steps_taken, trainer.step
     shards = _planned_on_shard_axis(trainer)
@@ -80,17 +80,17 @@ def summarise(trainer: SummaryView) -> None:
         "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
         "bytes_sent_per_step_and_rank": sent.replicas,
         "shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in sent.shards.items()},
-        "payload_parts": trainer.optimizers.payload_parts(),
-        "planned_bytes_per_step_and_rank": trainer.optimizers.planned_bytes(),
+        "payload_parts": trainer.replica_optimizer.methods[0].payload_chunks(),
+        "planned_bytes_per_step_and_rank": trainer.replica_optimizer.planned_bytes(),
         "dense_bytes_per_step_and_rank": sent.dense,
         "planned_shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in shards.items()},
         "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
         "messages_per_step": {" ".join(entry): calls / steps for entry, calls in sorted(traffic.calls.items())},
         "interfaces": interfaces,
-        "skipped_steps": trainer.optimizers.guard.skipped,
+        "skipped_steps": trainer.replica_optimizer.guard.skipped,
         "layout": trainer.described,
     }
-    unsent = trainer.optimizers.statistics().get("residual_norm")
+    unsent = trainer.replica_optimizer.metrics().get("residual_norm")
     if unsent is not None:
         summary["residual_norm"] = unsent
     peak = trainer.metrics_processor.take_peak()
@@ -119,7 +119,7 @@ def summarise(trainer: SummaryView) -> None:
         *(f"  {line}" for line in (trainer.forecast.lines() if trainer.forecast else ())),
         *([f"  {trainer.memory.line(peak)}"] if trainer.memory else ()),
         *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
-        f"  skipped steps     {trainer.optimizers.guard.skipped}",
+        f"  skipped steps     {trainer.replica_optimizer.guard.skipped}",
         f"  written to        {folder / 'summary.json'}",
         *_to_export(trainer.job_config, folder),
     ):
@@ -128,7 +128,7 @@ def summarise(trainer: SummaryView) -> None:
 
 def report_dry_run(trainer: SummaryView) -> None:
     """What a step of this run would send, known without taking one."""
-    sent, dense = trainer.optimizers.planned_bytes(), trainer.optimizers.dense_bytes()
+    sent, dense = trainer.replica_optimizer.planned_bytes(), trainer.replica_optimizer.dense_bytes()
     logger.info("Dry run: everything was built, nothing was trained")
     logger.info(
         f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "

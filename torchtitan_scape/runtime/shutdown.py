@@ -88,7 +88,7 @@ class Shutdown:
         """From here on the trainer ends with the process, and a signal stops it."""
         self.close = trainer.close
         trainer.shutdown = self
-        trainer.optimizers.guard.asked_to_stop = self.stop.asked
+        trainer.replica_optimizer.guard.asked_to_stop = self.stop.asked
         enabled = trainer.checkpointer.enable
         self.liveness.hint = lambda: _resume_hint(trainer.checkpointer)
         if not enabled and os.environ.get("MAX_RESTARTS", "0") != "0" and self.rank == 0:
@@ -116,7 +116,7 @@ class Shutdown:
         checkpointer.save_to_resume(step)
         self._note(f"stopped {step} {self.stop.signal.name if self.stop.signal else 'other'}")
         # Launchers end the ranks that are left when the first one ends.
-        trainer.optimizers.collectives.sum_over_all(torch.zeros_like(trainer.optimizers.grad_norm)).item()
+        trainer.replica_optimizer.collectives.sum_over_all(torch.zeros_like(trainer.replica_optimizer.grad_norm)).item()
         raise StoppedEarly(
             STOPPED,
             f"Stopped on request at step {step}{told}; its checkpoint in {checkpointer.folder} took "

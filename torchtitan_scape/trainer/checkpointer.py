@@ -30,6 +30,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
+from torchtitan_scape.checkpoint.loading import load
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.parts import RESIDUALS, RandomState, sizes_line
 from torchtitan_scape.checkpoint.reader import (
@@ -40,8 +41,9 @@ from torchtitan_scape.checkpoint.reader import (
     load_into,
 )
 from torchtitan_scape.checkpoint.slices import SlicePlanner
+from torchtitan_scape.checkpoint.state import load_counters, sizes
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 RANDOM = "random"
 _STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager clears what it needs for another save
@@ -58,7 +60,7 @@ class ReplicaCheckpointer(CheckpointManager):
     # The step of the checkpoint with the lowest validation loss, which is never deleted.
     spared: Callable[[], int | None] = staticmethod(lambda: None)
     _fallback: bool
-    _optimizers: ReplicaOptimizersBase
+    _optimizers: ReplicaOptimizer
     _being_written = ""
     # Steps whose folders are damaged, or newer than the one that was asked for: no reason to delete older ones.
     _not_counted: set[int]
@@ -70,13 +72,13 @@ class ReplicaCheckpointer(CheckpointManager):
         fallback: of several checkpoints, take the newest that is whole, where newer ones are damaged.
         """
         self.record, self._frame, self._fallback, self._not_counted = record, frame, fallback, set()
-        self._optimizers = self.states[OPTIMIZER]
+        self._optimizers = self.states[OPTIMIZER].replica
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the default group's timeout is for steps: a rank may write for longer than that.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, frame, record.values["residual"])
         self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, frame)
-        if len({sum(self._optimizers.checkpoint_sizes(choice).values()) for choice in RESIDUALS}) > 1:
+        if len({sum(sizes(self._optimizers, choice).values()) for choice in RESIDUALS}) > 1:
             logger.info(sizes_line(self._optimizers, record.values["residual"]))
 
     # ------------------------------------------------------------------------------------------- saving
@@ -322,14 +324,14 @@ class ReplicaCheckpointer(CheckpointManager):
         told = []
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._frame)
-            told.append(self._optimizers.load(reader, same_layout, self.states["train_state"].step))
+            told.append(load(self._optimizers, reader, same_layout, self.states["train_state"].step))
             if same_layout and MODEL not in excluded:
                 reader.fill_weights()
             elif self._optimizers.levels is not None:
                 self._optimizers.levels.masters_loaded()  # parameters of another method's own have gone into masters
         if DATALOADER not in excluded:
             told += self._load_data(path, saved)
-        self._optimizers.put_counters(saved["counters"])
+        load_counters(self._optimizers, saved["counters"])
         self._keep_configured_rates(different.keys() & {"lr", "betas", "eps", "weight_decay"})
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
         changes = f"; differs from the run that saved: {listed}" if listed else ""
@@ -359,11 +361,11 @@ class ReplicaCheckpointer(CheckpointManager):
     def _keep_configured_rates(self, changed: set[str]) -> None:
         """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""
         values = self.record.values
-        for group in self._optimizers.optimizers[0].param_groups:
+        for group in self._optimizers.inner.param_groups:
             for key in (changed - {"lr"}) & group.keys():
                 group[key] = tuple(values[key]) if key == "betas" else values[key]
             for key in group.keys() & {"fused", "foreach"}:  # AdamW's implementation is this run's, too
-                group[key] = self._optimizers.optimizers[0].defaults[key]
+                group[key] = self._optimizers.inner.defaults[key]
         schedulers: LRSchedulersContainer = self.states[LR_SCHEDULER]
         for scheduler in schedulers.schedulers:
             if "lr" in changed:

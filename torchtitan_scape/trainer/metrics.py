@@ -15,9 +15,9 @@ from torchtitan.tools.utils import device_module, device_type
 from topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import sent_text, shards_text
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
 from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits_text
 from torchtitan_scape.sharding.base import KINDS
+from torchtitan_scape.trainer.optimizers import TitanOptimizers
 
 LEVELS = ("gcd_pair", "node", "network")
 # Figures of a method that keeps what it did not send: label and format in the log.
@@ -46,7 +46,7 @@ class SentBytes(NamedTuple):
 class ReplicaMetrics(MetricsProcessor):
     """TorchTitan's metrics, and one line about the bytes sent since the last log line, see `SentBytes`."""
 
-    optimizers: ReplicaOptimizersBase
+    optimizers: TitanOptimizers
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
@@ -69,9 +69,9 @@ class ReplicaMetrics(MetricsProcessor):
         steps, self.steps_since_log = max(1, self.steps_since_log), 0
         self.last_loss = global_avg_loss
         self.take_peak()  # which logging resets
-        figures = self.optimizers.statistics()
+        figures = self.optimizers.replica.metrics()
         sent = self.bytes_per_step(steps, self._sent_before)
-        self._sent_before = dict(self.optimizers.collectives.traffic.sent)
+        self._sent_before = dict(self.optimizers.replica.collectives.traffic.sent)
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
         extra |= {f"sync/{name}": value for name, value in figures.items()}
@@ -95,7 +95,7 @@ class ReplicaMetrics(MetricsProcessor):
         return self._peak
 
     def _take_seconds(self) -> dict[str, float]:
-        seconds = self.optimizers.timer.take()
+        seconds = self.optimizers.replica.timer.take()
         for name, value in seconds.items():
             self._seconds[name] += value
         return seconds
@@ -110,7 +110,7 @@ class ReplicaMetrics(MetricsProcessor):
         return self._gather_waits(self.mean_seconds(steps))[0]
 
     def _gather_waits(self, seconds: dict[str, float]) -> tuple[list[float], float]:
-        collectives, device = self.optimizers.collectives, self.optimizers.grad_norm.device
+        collectives, device = self.optimizers.replica.collectives, self.optimizers.replica.grad_norm.device
         if not self._hosts and not collectives.is_fake:
             found = collectives.gather_objects((dist.get_rank(), socket.gethostname()))
             self._hosts = [host for _, host in sorted(found)]
@@ -121,15 +121,17 @@ class ReplicaMetrics(MetricsProcessor):
 
         since: of the ledger before those steps. A collective call: the mean over all ranks.
         """
-        collectives, simulated = self.optimizers.collectives, self.job_config.topology.simulate_replicas
+        collectives, simulated = self.optimizers.replica.collectives, self.job_config.topology.simulate_replicas
         grown = TrafficLedger(sent=defaultdict(float))
         for entry, sent in collectives.traffic.sent.items():
             grown.sent[entry] = sent - since.get(entry, 0.0)
         replicas, shards = grown.sent_by_level(REPLICATE), grown.sent_by_level_and_kind(SHARD)
         pairs = [(level, kind) for level in LEVELS for kind in KINDS]
         own = [replicas.get(level, 0.0) for level in LEVELS] + [shards.get(pair, 0.0) / simulated for pair in pairs]
-        device = self.optimizers.grad_norm.device
-        values = torch.tensor([*own, self.optimizers.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device)
+        device = self.optimizers.replica.grad_norm.device
+        values = torch.tensor(
+            [*own, self.optimizers.replica.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device
+        )
         total = collectives.sum_over_all(values).tolist()
         mean = [value / total[-1] / steps for value in total[:-1]]
         return SentBytes(

@@ -1,10 +1,12 @@
-"""The optimizers that `[sync] method` and `[optimizer] name` ask for."""
+"""The optimizers that `[sync] method` and `[optimizer] name` select."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
@@ -15,17 +17,40 @@ from topology.in_process import OneReplica, SimulatedReplicas
 from topology.layout import simulated_layout
 from topology.process_groups import collectives_of
 from topology.shard_collectives import Circle, ShardLedger
+from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
 from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
-from torchtitan_scape.replica.local import LocalOptimizers
-from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase, Replicas, SyncedOptimizers
-from torchtitan_scape.replica.own_step import OwnStepOptimizers
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import holder_of
 from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+
+
+class TitanOptimizers(OptimizersContainer):
+    """A `ReplicaOptimizer` as TorchTitan's trainer, schedulers and checkpoints expect it.
+
+    TorchTitan iterates over `optimizers` and registers step hooks on the container.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], replica: ReplicaOptimizer) -> None:
+        self.model_parts, self.replica, self.optimizers = model_parts, replica, [replica]
+        self._post_init([p for group in replica.param_groups for p in group["params"]], replica.defaults)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.replica.step()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.replica.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dense_state(self.replica)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_dense_state(self.replica, state_dict)
 
 
 def build_optimizers(
@@ -34,68 +59,68 @@ def build_optimizers(
     parallel_dims: ParallelDims,
     *,
     job_config: JobConfig,
-) -> ReplicaOptimizersBase:
-    """For TorchTitan's TrainSpec. The configuration has been checked: method and optimizer go together."""
+) -> TitanOptimizers:
+    """Build the optimizers for TorchTitan's TrainSpec. The configuration has been checked before."""
     assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
     assert len(model_parts) == 1, "pipeline parallelism is refused at start"
-    sync, entry, groups = job_config.sync, METHODS[job_config.sync.method], parallel_dims.groups
-    rates: dict[str, Any] = dict(
-        lr=optimizer_config.lr,
-        betas=(optimizer_config.beta1, optimizer_config.beta2),
-        eps=optimizer_config.eps,
-        weight_decay=optimizer_config.weight_decay,
-    )
-    common: dict[str, Any] = dict(
-        max_norm=float(job_config.training.max_norm), max_skipped_steps=sync.max_skipped_steps, kernels=sync.kernels
-    )
-    options = options_of(sync)
-    if (over := parallel_dims.level_groups) is not None and entry.is_linear:
-        # Three levels sum over nodes themselves: to the optimizer all ranks hold one replica together.
-        groups = ReplicaGroups(None, over.everyone, groups.layout)
-    replicas = _replicas(groups, job_config.topology.simulate_replicas, entry.is_linear)
+    model, sync, entry = model_parts[0], job_config.sync, METHODS[job_config.sync.method]
+    groups, simulated = parallel_dims.groups, job_config.topology.simulate_replicas
+    if (level_groups := parallel_dims.level_groups) is not None and entry.is_linear:
+        # Three-level partitioning sums over nodes itself: for the optimizer all ranks hold one replica together.
+        groups = ReplicaGroups(None, level_groups.everyone, groups.layout)
     assert groups.layout is not None
-    kernels = choose_backend(sync.kernels, next(model_parts[0].parameters()).device)
-    made: dict[str, Any] = dict(kernels=kernels, seed=job_config.debug.seed or 0)
+    replicas = _replicas(groups, simulated, entry.is_linear)
+    made: dict[str, Any] = dict(
+        kernels=choose_backend(sync.kernels, next(model.parameters()).device), seed=job_config.debug.seed or 0
+    )
     levels = count = None
-    if over is None:
+    if level_groups is None:
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
-        sharding = build_sharding(model_parts[0], job_config.sharding, shard_groups, replicas.all.traffic, **made)
-        # Of simulated replicas that share an update each would send it; in a dry run all share one.
-        local = entry.method is not None and entry.method.local
-        alike = job_config.topology.simulate_replicas // (len(replicas.endpoints) if local else 1)
-        count = partial(_count, shard_groups.whole, sharding.ledger, alike)
+        sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.traffic, **made)
+        # Simulated replicas that share an update would each send it; in a dry run all share one.
+        copies = simulated // (len(replicas.endpoints) if entry.method.per_replica_weights else 1)
+        count = partial(_count, shard_groups.whole, sharding.ledger, copies)
     else:
         made |= dict(sums=entry.is_linear, bf16=job_config.training.mixed_precision_param == "bfloat16")
-        levels = build_levels(model_parts[0], job_config.sharding, groups.layout, over, replicas.all.traffic, **made)
-        model_parts, sharding = [holder_of(levels.parameters)], levels.sharding
-    optimizers: ReplicaOptimizersBase
-    if entry.optimizer is not None:
-        assert groups.layout is not None
-        named = [(name, p) for name, p in model_parts[0].named_parameters() if p.requires_grad]
-        layout = simulated_layout(groups.layout, job_config.topology.simulate_replicas)
-        make = entry.optimizer(model_parts[0], named, options, layout, **rates, **common, reduction="sum")
-        optimizers = OwnStepOptimizers(model_parts, make, replicas)
-    else:
-        assert entry.method is not None
-        make_optimizer = partial(
+        levels = build_levels(model, job_config.sharding, groups.layout, level_groups, replicas.all.traffic, **made)
+        model, sharding = holder_of(levels.parameters), levels.sharding
+    options = options_of(sync)
+    shapes = [tuple(local(p).shape) for p in model.parameters() if p.requires_grad]
+    layout, staged = simulated_layout(groups.layout, simulated), len(replicas.endpoints[0].rings)
+    options = options.resolve_for_links(shapes, layout, dist.get_rank(), staged)
+    entry.method.prepare_model(model, options)
+    optimizer = ReplicaOptimizer(
+        partial(
             OPTIMIZERS[optimizer_config.name].make,
-            **rates,
+            lr=optimizer_config.lr,
+            betas=(optimizer_config.beta1, optimizer_config.beta2),
+            eps=optimizer_config.eps,
+            weight_decay=optimizer_config.weight_decay,
             implementation=optimizer_config.implementation,
             kernels=sync.kernels,
             count=count,
-        )
-        kind = LocalOptimizers if entry.method.local else SyncedOptimizers
-        method, steps = partial(entry.method, options=options), job_config.training.steps
-        optimizers = kind(model_parts, make_optimizer, method, replicas, **common, steps=steps, overlap=sync.overlap)
-    optimizers.repairs = sync.on_inconsistency == "repair"
-    optimizers.sharding = sharding
+            **({"allocate_state": False} if entry.method.holds_optimizer_state else {}),
+        ),
+        entry.method,
+        options,
+        replicas,
+        model=model,
+        max_norm=float(job_config.training.max_norm),
+        reduction="sum",  # the loss is divided by the global number of tokens
+        total_steps=job_config.training.steps,
+        overlap=sync.overlap,
+        max_skipped_steps=sync.max_skipped_steps,
+        kernels=sync.kernels,
+    )
+    optimizer.repairs = sync.on_inconsistency == "repair"
+    optimizer.sharding = sharding
     if levels is not None:
-        optimizers.attach_levels(levels)
-        optimizers.guard.summed_over = "all ranks" if entry.is_linear else "the ranks of its node"
+        optimizer.attach_levels(levels)
+        optimizer.guard.summed_over = "all ranks" if entry.is_linear else "the ranks of its node"
     elif groups.layout.shard * groups.layout.context > 1:
-        optimizers.guard.summed_over = "the ranks that hold its replica"
-    return optimizers
+        optimizer.guard.summed_over = "the ranks that hold its replica"
+    return TitanOptimizers([model], optimizer)
 
 
 def _count(circle: Circle, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ def test_no_step_asks_the_device_for_anything(
     replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first step on, with one that is skipped; to the last bit what a CPU's own branches give."""
-    waits_here(monkeypatch, FiniteGuard, "settle")  # for flags that have come to the host
+    waits_here(monkeypatch, FiniteGuard, "finish_previous_step")  # for flags that have come to the host
     waits_here(monkeypatch, ShardedUpdate, "clear_padding")  # makes a table there, once
 
     def work(collectives: ThreadCollectives, gpu: bool) -> Tensor:

@@ -15,7 +15,7 @@ from kernels.scape.reference import select_rows
 from torchtitan_scape.methods.interface import (
     CollectiveCall,
     ErrorFeedback,
-    Method,
+    GradientMethod,
     MethodContext,
     State,
     StepInfo,
@@ -63,7 +63,7 @@ class DemoOptions(MethodOptions):
         )
 
 
-class Demo(Method):
+class Demo(GradientMethod):
     """One step (the paper's Algorithm 1; the learning rate, which sign descent does not see, is left out of momentum):
 
     1. m = beta m + gradient; C = the orthonormal two-dimensional cosine transform of each tile of m;
@@ -76,15 +76,15 @@ class Demo(Method):
     sent so, of what is on a shard; N messages exist at once on each replica.
     """
 
-    def __init__(self, setting: MethodContext, options: DemoOptions) -> None:
-        super().__init__(setting, options)
-        self._sent = [i for i, shard in enumerate(setting.shards) if shard.size]
-        self._cuts = [divided(tuple(setting.shards[i].local_shape), options.chunk) for i in self._sent]
-        self._bases = [Basis.of(cut, setting.shards[0].device) for cut in self._cuts]
+    def __init__(self, context: MethodContext, options: DemoOptions) -> None:
+        super().__init__(context, options)
+        self._sent = [i for i, shard in enumerate(context.shards) if shard.size]
+        self._cuts = [divided(tuple(context.shards[i].local_shape), options.chunk) for i in self._sent]
+        self._bases = [Basis.of(cut, context.shards[0].device) for cut in self._cuts]
         chosen = [min(options.k, cut.size) for cut in self._cuts]
         self._messages = TopkMessages(self._cuts, chosen, options.code)
-        self._pending = ErrorFeedback.of(setting.shards)
-        self._momenta = [self._pending.tensors[setting.shards[i].name] for i in self._sent]
+        self._pending = ErrorFeedback.of(context.shards)
+        self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._sent]
 
     def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
@@ -118,7 +118,7 @@ class Demo(Method):
         return [CollectiveCall("all_gather", self._messages.nbytes)] if self._sent else []
 
     def density(self) -> float:
-        return sum(self._messages.counts) / max(1, sum(shard.size for shard in self.setting.shards))
+        return sum(self._messages.counts) / max(1, sum(shard.size for shard in self.context.shards))
 
 
 @dataclass(frozen=True)

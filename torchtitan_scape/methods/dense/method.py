@@ -23,10 +23,10 @@ class DenseOptions(MethodOptions):
 class Dense(ChunkedMethod):
     """All-reduces the gradients over replicas. Nothing is left pending."""
 
-    def __init__(self, setting: MethodContext, options: DenseOptions) -> None:
-        super().__init__(setting, options)
+    def __init__(self, context: MethodContext, options: DenseOptions) -> None:
+        super().__init__(context, options)
         # Gradients that are to be summed are summed: scaled by N and averaged they would be rounded once more.
-        self._divisor = self.collectives.replicas / setting.scale
+        self._divisor = self.collectives.replicas / context.gradient_scale
         if self.collectives.replicas == 1 and self._divisor == 1.0:
             self.chunks = []  # there is nothing to do
 

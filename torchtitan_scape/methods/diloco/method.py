@@ -46,9 +46,9 @@ class DilocoOptions(LocalOptions):
 class Diloco(LocalUpdates):
     """All parameters at once, every `inner_steps` steps; replicas go on from the anchor."""
 
-    def __init__(self, setting: MethodContext, options: DilocoOptions) -> None:
+    def __init__(self, context: MethodContext, options: DilocoOptions) -> None:
         schedule, outer = (
             FragmentSchedule(options.inner_steps),
             OuterOptimizer(options.outer_lr, options.outer_momentum),
         )
-        super().__init__(setting, options, schedule, outer, averaged_by(options.code), options.host)
+        super().__init__(context, options, schedule, outer, averaged_by(options.code), options.host)

@@ -10,7 +10,7 @@ from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.methods.interface import (
     CollectiveCall,
     ErrorFeedback,
-    Method,
+    GradientMethod,
     MethodContext,
     State,
     StepInfo,
@@ -44,7 +44,7 @@ class PowersgdOptions(MethodOptions):
         return PlannedMethod("powersgd", rank=self.rank, optimizer=optimizer.lower())
 
 
-class Powersgd(Method):
+class Powersgd(GradientMethod):
     """One step (the paper's Algorithms 1 and 2), for a local shard seen as a matrix M = gradient + residual (a, b):
 
     1. P = mean over replicas of M Q, in one all-reduce for all matrices and what goes whole; columns orthonormalised;
@@ -55,22 +55,22 @@ class Powersgd(Method):
     comes out as zero (no gradient there) stays what it was, so that it can find something later.
     """
 
-    def __init__(self, setting: MethodContext, options: PowersgdOptions) -> None:
-        super().__init__(setting, options)
-        self._factored = [i for i, shard in enumerate(setting.shards) if _rank(shard, options.rank)]
-        self._whole = [i for i in range(len(setting.shards)) if i not in self._factored]
-        shards = [setting.shards[i] for i in self._factored]
+    def __init__(self, context: MethodContext, options: PowersgdOptions) -> None:
+        super().__init__(context, options)
+        self._factored = [i for i, shard in enumerate(context.shards) if _rank(shard, options.rank)]
+        self._whole = [i for i in range(len(context.shards)) if i not in self._factored]
+        shards = [context.shards[i] for i in self._factored]
         # Of every matrix: whether a shard of it is factored depends on its size, and a checkpoint has all of them.
-        self._pending = ErrorFeedback.of([shard for shard in setting.shards if shard.parameter.ndim > 1])
+        self._pending = ErrorFeedback.of([shard for shard in context.shards if shard.parameter.ndim > 1])
         self._residuals = [self._pending.tensors[shard.name] for shard in shards]
         self._q = {shard.name: torch.empty(shard.columns, _rank(shard, options.rank)) for shard in shards}
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _first_q(q, i).to(shard.device)
-        self._start = options.start if options.start >= 0 else setting.steps // 10
+        self._start = options.start if options.start >= 0 else context.total_steps // 10
 
     def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
-        for gradient, shard in zip(gradients, self.setting.shards, strict=True):
+        for gradient, shard in zip(gradients, self.context.shards, strict=True):
             if (residual := self._pending.tensors.get(shard.name)) is not None:
                 gradient.add_(residual.view(-1))
         if self.take_full_exchange_request() or step.number <= self._start:
@@ -85,7 +85,7 @@ class Powersgd(Method):
         *ps, whole = self._mean([*ps, torch.cat([gradients[i] for i in self._whole] or [gradients[0][:0]])])
         for i, values in zip(self._whole, whole.split([gradients[i].numel() for i in self._whole]), strict=True):
             gradients[i].copy_(values)
-            if (residual := self._pending.tensors.get(self.setting.shards[i].name)) is not None:
+            if (residual := self._pending.tensors.get(self.context.shards[i].name)) is not None:
                 masked_copy_(residual, 0.0, step.applied)
         ps = [orthonormalised(torch.where(step.applied, p, 0.0)) for p in ps]
 
@@ -111,13 +111,13 @@ class Powersgd(Method):
         return [self._pending.state(), q]
 
     def collective_calls(self) -> list[CollectiveCall]:
-        shards, filled_up = self.setting.shards, self.collectives.padded_size
+        shards, filled_up = self.context.shards, self.collectives.padded_size
         ps = sum(len(r) * q.shape[1] for r, q in zip(self._residuals, self._q.values(), strict=True))
         sizes = ps + sum(shards[i].size for i in self._whole), sum(q.numel() for q in self._q.values())
         return [CollectiveCall("all_reduce", filled_up(size)) for size in sizes]
 
     def density(self) -> float:
-        return sum(m.size for m in self.collective_calls()) / max(1, sum(shard.size for shard in self.setting.shards))
+        return sum(m.size for m in self.collective_calls()) / max(1, sum(shard.size for shard in self.context.shards))
 
 
 def _rank(shard: Shard, rank: int) -> int:

@@ -62,10 +62,10 @@ class Quantized(ChunkedMethod):
     Inside a node sums travel in FP32, and the codes that come back as they are. With a single replica nothing is coded.
     """
 
-    def __init__(self, setting: MethodContext, options: QuantizedOptions) -> None:
-        backend = choose_backend(setting.kernels, setting.shards[0].device)
-        super().__init__(setting, options, block_code(backend, options.code, options.block))
-        self._pending = ErrorFeedback.of(setting.shards if options.error_feedback else [])
+    def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
+        backend = choose_backend(context.kernels, context.shards[0].device)
+        super().__init__(context, options, block_code(backend, options.code, options.block))
+        self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
         self._whole = False
 
     def begin(self) -> None:
@@ -97,7 +97,7 @@ class Quantized(ChunkedMethod):
         """Of the chunk's slices; [] where none are kept."""
         if not self.options.error_feedback:
             return []
-        names = [self.setting.shards[s.tensor].name for s in chunk.slices]
+        names = [self.context.shards[s.tensor].name for s in chunk.slices]
         flat = [self._pending.tensors[name].view(-1) for name in names]
         return [residual[s.first : s.first + s.length] for s, residual in zip(chunk.slices, flat, strict=True)]
 

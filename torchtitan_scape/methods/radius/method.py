@@ -18,7 +18,7 @@ from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
 from torchtitan_scape.methods.interface import (
     CollectiveCall,
     ErrorFeedback,
-    Method,
+    GradientMethod,
     MethodContext,
     State,
     StepInfo,
@@ -80,7 +80,7 @@ class RadiusOptions(MethodOptions):
         )
 
 
-class Radius(Method):
+class Radius(GradientMethod):
     """One step t:
 
     1. before `start`: the synchronised gradient G is the mean of all gradients;
@@ -94,16 +94,16 @@ class Radius(Method):
     mask. A refresh that is skipped leaves mask and residuals for the next one.
     """
 
-    def __init__(self, setting: MethodContext, options: RadiusOptions) -> None:
-        super().__init__(setting, options)
-        for group in setting.optimizer.param_groups:
+    def __init__(self, context: MethodContext, options: RadiusOptions) -> None:
+        super().__init__(context, options)
+        for group in context.optimizer.param_groups:
             _check_betas(*group["betas"])
-        if any("exp_avg" in s and "exp_avg_sq" not in s for s in setting.optimizer.state.values()):
-            _check_beta1(setting.optimizer)
-        sparse, _ = split(setting.shards, options.dense_names)
-        self._sparse = [i for i, shard in enumerate(setting.shards) if shard in sparse and shard.size]
-        self._whole = [i for i in range(len(setting.shards)) if i not in self._sparse]
-        self._shards = [setting.shards[i] for i in self._sparse]
+        if any("exp_avg" in s and "exp_avg_sq" not in s for s in context.optimizer.state.values()):
+            _check_beta1(context.optimizer)
+        sparse, _ = split(context.shards, options.dense_names)
+        self._sparse = [i for i, shard in enumerate(context.shards) if shard in sparse and shard.size]
+        self._whole = [i for i in range(len(context.shards)) if i not in self._sparse]
+        self._shards = [context.shards[i] for i in self._sparse]
         self._pending = ErrorFeedback.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
         self._residuals = [self._pending.tensors[shard.name].view(-1) for shard in self._shards]
         self._masks = {s.name: packed_bits(torch.ones(s.size, dtype=torch.bool, device=s.device)) for s in sparse}
@@ -111,7 +111,7 @@ class Radius(Method):
         sizes = [shard.size for shard in self._shards]
         self._selected = mask_counts(sizes, options.density, options.selection, BLOCK)
         self._known: list[int] | None = None
-        self._start = options.start if options.start >= 0 else setting.steps // 5
+        self._start = options.start if options.start >= 0 else context.total_steps // 5
         self._refreshes = False
         self._fresh: list[Tensor] | None = None
 
@@ -157,12 +157,12 @@ class Radius(Method):
 
     def density(self) -> float:
         sent = sum(share * entries for entries, share in self._exchanges())
-        return sent / max(1, sum(shard.size for shard in self.setting.shards))
+        return sent / max(1, sum(shard.size for shard in self.context.shards))
 
     def _exchanges(self) -> list[tuple[int, float]]:
         """Entries of each, and the share of the steps that have it."""
         share = 1.0 / self.options.interval
-        whole = sum(self.setting.shards[i].size for i in self._whole)
+        whole = sum(self.context.shards[i].size for i in self._whole)
         compressed = sum(shard.size for shard in self._shards)
         found = [(sum(self._selected) + whole, 1.0 - share), (compressed + whole, share)]
         return found + ([(compressed, share)] if self.options.clip_refresh == "fresh" else [])
@@ -218,7 +218,7 @@ class Radius(Method):
 
         Algorithm 2's mhat / (sqrt(vhat) + eps). AdamS keeps no v: it is the one of the gradient and the moment before.
         """
-        group, state = self._group(shard), self.setting.optimizer.state[shard.parameter]
+        group, state = self._group(shard), self.context.optimizer.state[shard.parameter]
         if "exp_avg" not in state:
             return None
         (beta1, beta2), moment = group["betas"], local(state["exp_avg"]).reshape(-1)
@@ -263,7 +263,7 @@ class Radius(Method):
             own.sub_(torch.where(off, update, 0.0).view(own.shape), alpha=longer)
 
     def _group(self, shard: Shard) -> dict[str, Any]:
-        return self.setting.optimizer.param_groups[shard.group]
+        return self.context.optimizer.param_groups[shard.group]
 
 
 def _check_betas(beta1: float, beta2: float) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.methods.pending import CheckpointReader, ImportedState, NormAccumulator, import_state
-from torchtitan_scape.methods.scape.parts import Parts
+from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.state import StateByParameter
 
 
@@ -28,7 +28,7 @@ def import_scape_state(kinds: dict[str, Tensor], reader: CheckpointReader, devic
 
 
 @torch.no_grad()
-def load_scape(each: Sequence[Parts], reader: CheckpointReader, same_layout: bool, step: int) -> str:
+def load_scape(each: Sequence[ScapeComponents], reader: CheckpointReader, same_layout: bool, step: int) -> str:
     """Takes a checkpoint's state into the optimizers of this process's replicas, settled. A collective call.
 
     as_it_lies: method, layout and options are those of the run that saved, as far as the state depends on them.

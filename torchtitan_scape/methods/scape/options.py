@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from topology.layout import Layout
 from torchtitan_scape.methods.options import FREE, LAYOUT, MethodOptions
 from torchtitan_scape.methods.scape.budget import share, within
+from torchtitan_scape.methods.scape.chunking import best_chunk
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,11 @@ class ScapeOptions(MethodOptions):
         has_master = self.weights_dtype == "bfloat16" or self.values != "float32" or budgeted
         advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
         self.require(has_master or "master" not in self.offload, "offload", advice)
+
+    def resolve_for_links(
+        self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int
+    ) -> "ScapeOptions":
+        return replace(self, chunk_bytes=self.chunk_bytes or best_chunk(shapes, self, layout, rank, levels))
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> "ScapeOptions":
         if not self.bytes:

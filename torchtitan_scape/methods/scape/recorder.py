@@ -8,14 +8,14 @@ from kernels.scape.passes import ScapePasses
 from kernels.scape.step import PayloadChunk
 from kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.core.observer import Observer
+from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.exchange import source_of
-from torchtitan_scape.methods.scape.parts import Parts
 
 
 class GradientRecorder:
     """gh of the parameters that the observer names: on A, and NaN off it."""
 
-    def __init__(self, scape: Parts, observer: Observer) -> None:
+    def __init__(self, scape: ScapeComponents, observer: Observer) -> None:
         self._scape, self._observer = scape, observer
         self._found: dict[str, Tensor] = {}
 

@@ -6,11 +6,11 @@ from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import stored
-from torchtitan_scape.methods.scape.parts import Parts
+from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.state import StateByParameter
 
 
-def replicated_by_scape(scape: Parts) -> list[ReplicatedTensors]:
+def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
     """Return SCAPE's replicated tensors: parameters, scales, masks, visit rates and a replicated master copy.
 
     Call `finish_previous_step` first.

@@ -26,7 +26,7 @@ from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.core.parameters import local, stored
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.scape.parts import Parts
+from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
 def for_moment(residual: Tensor, beta1: float) -> Tensor:
@@ -35,20 +35,20 @@ def for_moment(residual: Tensor, beta1: float) -> Tensor:
 
 
 _KINDS: dict[str, dict[str, Any]] = {
-    "moment": {"own": False, "carries": "copy"},
-    "residual": {"own": True, "carries": "gradient"},
-    "mask": {"own": False, "carries": "rebuild"},
-    "master": {"own": False, "carries": "copy"},
-    "weight": {"own": False, "carries": "copy"},
-    "visits": {"own": False, "carries": "rebuild", "by_parameter": False},
-    "scales": {"own": False, "carries": "rebuild", "by_parameter": False},
+    "moment": {"per_replica": False, "on_migration": "copy"},
+    "residual": {"per_replica": True, "on_migration": "gradient"},
+    "mask": {"per_replica": False, "on_migration": "rebuild"},
+    "master": {"per_replica": False, "on_migration": "copy"},
+    "weight": {"per_replica": False, "on_migration": "copy"},
+    "visits": {"per_replica": False, "on_migration": "rebuild", "by_parameter": False},
+    "scales": {"per_replica": False, "on_migration": "rebuild", "by_parameter": False},
 }
 
 
 class StateByParameter:
     """The state of a `Scape` by parameter; parameters are numbered as in `scape.ordered`, sparsified ones first."""
 
-    def __init__(self, scape: Parts) -> None:
+    def __init__(self, scape: ScapeComponents) -> None:
         self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
         self.owner = self.passes.updater if isinstance(self.passes.updater, ShardedUpdate) else None
         self.blocks: BlockLayout = self.passes.updater.tensors
@@ -101,7 +101,7 @@ class StateByParameter:
         return found
 
     def moment_and_residual(self, name: str) -> tuple[Tensor, Tensor]:
-        """See `Scape.moment_and_residual`."""
+        """Return the first moment and this replica's residual, FP32 (n,). Collective."""
         self.passes.finish()
         i = self.names.index(name)
         held = self._held(i)
@@ -119,9 +119,9 @@ class StateByParameter:
         return found + [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
 
     @staticmethod
-    def described() -> dict[str, dict[str, Any]]:
-        """Of all kinds that there may be: see `State.describe`."""
-        return {kind: State(kind, {}, **what).describe() for kind, what in _KINDS.items()}
+    def declared() -> list[State]:
+        """Return all kinds of state that a checkpoint may contain, without tensors."""
+        return [State(kind, {}, **what) for kind, what in _KINDS.items()]
 
     def sizes(self, residual: str) -> dict[str, int]:
         """Bytes of all that `tensors` of all ranks leave in a checkpoint, by kind."""
@@ -230,13 +230,11 @@ class StateByParameter:
 
         Call `finish_previous_step` first.
         """
-        guard = self.scape.guard
         return {
             "fingerprint": {**self.scape.fingerprint, "replica": self.scape.collectives.replica},
             "tensors": {f"{kind}.{name}": values for (kind, name), values in self.tensors().items()},
             "extras": self.extras(),
             "record": self.record(),
-            "skipped": (guard.skipped, guard.skipped_in_a_row),
         }
 
     def check_same(self, saved: dict[str, Any]) -> None:
@@ -278,7 +276,6 @@ class StateByParameter:
         for kind, values in self.extras().items():
             values.copy_(saved["extras"][kind])
         self.learned_extras()
-        self.scape.guard.skipped, self.scape.guard.skipped_in_a_row = saved["skipped"]
 
     # ---------------------------------------------------------------------------------------- internals
 

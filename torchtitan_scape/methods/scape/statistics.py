@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from kernels.scape import reference
-from torchtitan_scape.methods.scape.parts import Parts
+from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
-def statistics(scape: Parts) -> dict[str, float]:
-    """See `Scape.statistics`."""
+def metrics(scape: ScapeComponents) -> dict[str, float]:
+    """Return the figures of the last step, see `ScapeMethod.metrics`. Collective."""
     masks, passes, layout = scape.masks, scape.passes, scape.masks.layout
-    in_use, previous = masks.of_moment(scape.guard.last_applied())
-    sums = torch.zeros(4, dtype=torch.float64, device=scape.grad_norm.device)
+    in_use, previous = masks.of_moment(scape.last_applied)
+    sums = torch.zeros(4, dtype=torch.float64, device=scape.applied_steps.device)
     kept = passes.kept("state")
     for i, size in enumerate(layout.sizes):
         if not scape.shard_of(i).counted:
@@ -32,8 +32,6 @@ def statistics(scape: Parts) -> dict[str, float]:
         "nnz": nnz,
         "mask_overlap": common / nnz if nnz else 1.0,
         "residual_norm": squares**0.5,
-        "clip_factor": scape.clip_factor.item(),
-        "skipped_steps": float(scape.guard.skipped),
     }
 
 

@@ -7,7 +7,7 @@ parameters: arXiv:2603.08163.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torchtitan_scape.methods.interface import Method, MethodContext
+from torchtitan_scape.methods.interface import GradientMethod, MethodContext
 from torchtitan_scape.methods.local_updates import FragmentSchedule, LocalOptions, LocalUpdates, OuterOptimizer
 from torchtitan_scape.methods.topk.method import Topk, TopkOptions
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
@@ -64,7 +64,7 @@ class Sparseloco(LocalUpdates):
     The codec is `Topk` by tiles: x_i = decay e_i + D_i; what is sent of it, decoded, leaves e_i.
     """
 
-    def __init__(self, setting: MethodContext, options: SparselocoOptions) -> None:
+    def __init__(self, context: MethodContext, options: SparselocoOptions) -> None:
         sent = TopkOptions(
             density=options.density,
             selection="tile",
@@ -73,11 +73,11 @@ class Sparseloco(LocalUpdates):
             divisor=options.divisor,
         )
 
-        def codec(of: MethodContext) -> Method:
+        def codec(of: MethodContext) -> GradientMethod:
             return Topk(of, sent)
 
         schedule, outer = (
             FragmentSchedule(options.inner_steps),
             OuterOptimizer(options.outer_lr, options.outer_momentum),
         )
-        super().__init__(setting, options, schedule, outer, codec, options.host)
+        super().__init__(context, options, schedule, outer, codec, options.host)

@@ -18,7 +18,7 @@ from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
 from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.core.parameters import stored
-from torchtitan_scape.methods.interface import CollectiveCall, Method, MethodContext, State, StepInfo, masked_copy_
+from torchtitan_scape.methods.interface import CollectiveCall, LocalMethod, MethodContext, State, StepInfo, masked_copy_
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.planner.local_volumes import OWNER_ERROR_ABOVE
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
@@ -79,7 +79,7 @@ class _GroupChunk(NamedTuple):
     owner_error: list[Tensor]
 
 
-class Sparta(Method):
+class Sparta(LocalMethod):
     """After the update of a step, for the entries whose turn it is (theta: this replica's parameters):
 
     1. D_i = anchor - theta_i travels in the code, which loses E_i of it. The owner of a part codes the mean of what
@@ -99,18 +99,16 @@ class Sparta(Method):
     A lane is cut into the same chunks in every step, in the warm-up as well, so that owners never change.
     """
 
-    local = True
-
-    def __init__(self, setting: MethodContext, options: SpartaOptions) -> None:
-        super().__init__(setting, options)
-        self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in setting.shards}
+    def __init__(self, context: MethodContext, options: SpartaOptions) -> None:
+        super().__init__(context, options)
+        self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in context.shards}
         self._codec: Codec | None = None
         self._owner_error: dict[str, Tensor] = {}
         if options.code != "float32" and self.collectives.replicas > 1:
-            self._codec = block_code(choose_backend(setting.kernels, setting.shards[0].device), options.code, BLOCK)
+            self._codec = block_code(choose_backend(context.kernels, context.shards[0].device), options.code, BLOCK)
             if self.collectives.replicas > OWNER_ERROR_ABOVE:
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
-        warmup = options.warmup_steps if options.warmup_steps >= 0 else setting.steps // 20
+        warmup = options.warmup_steps if options.warmup_steps >= 0 else context.total_steps // 20
         # Of steps 1, 2 and so on.
         self._lanes = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
         self._lanes_before = list(accumulate(self._lanes, initial=1))
@@ -122,7 +120,7 @@ class Sparta(Method):
         first = self._lanes_before[min(done, warmup)] + max(0, done - warmup)
         return range(first, first + (self._lanes[done] if done < warmup else 1))
 
-    def after_optimizer_step(self, step: StepInfo) -> None:
+    def exchange(self, step: StepInfo) -> None:
         """Through the buffers of two chunks: while one is on its way the next is filled."""
         flush = self.take_full_exchange_request()
         block_groups = range(self.options.interval) if flush else self.block_groups(step.number)
@@ -167,7 +165,7 @@ class Sparta(Method):
         """What lies in the lane, and the chunks that it goes in, whose slices' `tensor` is a part's number."""
         interval = self.options.interval
         parts, sizes, begin = list[_GroupSlice](), list[int](), 0
-        for i, shard in enumerate(self.setting.shards):
+        for i, shard in enumerate(self.context.shards):
             blocks = -(-shard.size // BLOCK)
             first = (lane - begin) % interval
             own = len(range(first, blocks, interval))
@@ -180,7 +178,7 @@ class Sparta(Method):
 
     def _views(self, part: _GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
         """Of anchor, parameter and what is owed what a slice has: whole blocks, and a shorter last one."""
-        shard = self.setting.shards[part.shard]
+        shard = self.context.shards[part.shard]
         kept = [self._anchors[shard.name], stored(shard.parameter).detach()]
         flats = [each.view(-1) for each in (*kept, *([self._owner_error[shard.name]] if self._owner_error else ()))]
         end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK

@@ -71,7 +71,7 @@ class StreamingDilocoOptions(LocalOptions):
 class StreamingDiloco(LocalUpdates):
     """A fragment at a time; what arrives is mixed with what the replica has made of it meanwhile."""
 
-    def __init__(self, setting: MethodContext, options: StreamingDilocoOptions) -> None:
+    def __init__(self, context: MethodContext, options: StreamingDilocoOptions) -> None:
         schedule = FragmentSchedule(options.inner_steps, options.fragments, options.delay, options.mix)
         outer = OuterOptimizer(options.outer_lr, options.outer_momentum)
-        super().__init__(setting, options, schedule, outer, averaged_by(options.code), options.host)
+        super().__init__(context, options, schedule, outer, averaged_by(options.code), options.host)

@@ -19,7 +19,7 @@ from torchtitan_scape.core.parameters import split
 from torchtitan_scape.methods.interface import (
     CollectiveCall,
     ErrorFeedback,
-    Method,
+    GradientMethod,
     MethodContext,
     State,
     StepInfo,
@@ -50,7 +50,7 @@ class TagcOptions(MethodOptions):
         return PlannedMethod("tagc", self.density, optimizer=optimizer.lower())
 
 
-class Tagc(Method):
+class Tagc(GradientMethod):
     """One step, with x = residual + gradient (in mean units), in blocks of 1024 entries of a parameter:
 
     1. each replica chooses the k = max(1, round(density * 1024)) largest |x| of each block, ties to the lower index;
@@ -63,16 +63,16 @@ class Tagc(Method):
     What is not compressed (one dimension, `dense_names`) goes with the packed values.
     """
 
-    def __init__(self, setting: MethodContext, options: TagcOptions) -> None:
-        super().__init__(setting, options)
-        shards = setting.shards
+    def __init__(self, context: MethodContext, options: TagcOptions) -> None:
+        super().__init__(context, options)
+        shards = context.shards
         sparse, _ = split(shards, options.dense_names)
         self._sparse = [i for i, shard in enumerate(shards) if shard in sparse and shard.size]
         self._whole = [i for i in range(len(shards)) if i not in self._sparse]
         self._blocks = [-(-shards[i].size // BLOCK) for i in self._sparse]
         self._pending = ErrorFeedback.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
         self._residuals = [self._pending.tensors[shards[i].name].view(-1) for i in self._sparse]
-        self._passes = tagc_passes(choose_backend(setting.kernels, shards[0].device))
+        self._passes = tagc_passes(choose_backend(context.kernels, shards[0].device))
         self._chosen = entries_per_block(options.density, BLOCK)
         self._capacity = capacity(options.density, self.collectives.replicas)
         self._offsets = sends_offsets(options.density, self.collectives.replicas)
@@ -102,7 +102,7 @@ class Tagc(Method):
         return [self._pending.state()]
 
     def collective_calls(self) -> list[CollectiveCall]:
-        chunked, shards = self.collectives.chunked_entries, self.setting.shards
+        chunked, shards = self.collectives.chunked_entries, self.context.shards
         if self._dense:
             return [CollectiveCall("all_reduce", chunked(sum(shard.size for shard in shards)))]
         blocks, replicas = sum(self._blocks), self.collectives.replicas
@@ -114,7 +114,7 @@ class Tagc(Method):
         return [index, CollectiveCall("all_reduce", chunked(blocks * self._capacity + whole))]
 
     def density(self) -> float:
-        shards = self.setting.shards
+        shards = self.context.shards
         sent = [shard.size for shard in shards]
         if not self._dense:
             for i, blocks in zip(self._sparse, self._blocks, strict=True):

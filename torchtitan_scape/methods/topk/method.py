@@ -18,7 +18,7 @@ from torchtitan_scape.core.parameters import split
 from torchtitan_scape.methods.interface import (
     CollectiveCall,
     ErrorFeedback,
-    Method,
+    GradientMethod,
     MethodContext,
     State,
     StepInfo,
@@ -87,7 +87,7 @@ class TopkOptions(MethodOptions):
         )
 
 
-class Topk(Method):
+class Topk(GradientMethod):
     """One step, with x = decay * residual + gradient (all in mean units):
 
     1. the k = max(1, round(density * entries)) largest |x| of each block are chosen, ties to the lower index;
@@ -100,9 +100,9 @@ class Topk(Method):
     once on each replica.
     """
 
-    def __init__(self, setting: MethodContext, options: TopkOptions) -> None:
-        super().__init__(setting, options)
-        shards = setting.shards
+    def __init__(self, context: MethodContext, options: TopkOptions) -> None:
+        super().__init__(context, options)
+        shards = context.shards
         sparse, whole = split(shards, options.dense_names)
         if options.selection == "tile":
             sparse = [*sparse, *(shard for shard in whole if shard.name not in options.dense_names)]
@@ -113,7 +113,7 @@ class Topk(Method):
         ]
         self._pending = ErrorFeedback.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
         self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
-        self._backend = choose_backend(setting.kernels, shards[0].device)
+        self._backend = choose_backend(context.kernels, shards[0].device)
 
     def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
@@ -147,17 +147,17 @@ class Topk(Method):
         return [self._pending.state()]
 
     def collective_calls(self) -> list[CollectiveCall]:
-        chunked, shards = self.collectives.chunked_entries, self.setting.shards
+        chunked, shards = self.collectives.chunked_entries, self.context.shards
         if self.options.density >= 1.0 or not self._sparse:
             return [CollectiveCall("all_reduce", chunked(sum(shard.size for shard in shards)))]
         whole = CollectiveCall("all_reduce", chunked(sum(shards[i].size for i in self._whole)))
         return [CollectiveCall("all_gather", self._message_bytes(self.options.density)), whole]
 
     def density(self) -> float:
-        entries = sum(shard.size for shard in self.setting.shards)
+        entries = sum(shard.size for shard in self.context.shards)
         chosen = selected_per_block(self._cuts, self.options.density)
         sent = sum(one.count(k) for one, k in zip(self._cuts, chosen, strict=True))
-        return (sent + sum(self.setting.shards[i].size for i in self._whole)) / max(1, entries)
+        return (sent + sum(self.context.shards[i].size for i in self._whole)) / max(1, entries)
 
     def _density(self, number: int) -> float:
         """Of this step; 1 for a dense one."""

@@ -1,4 +1,4 @@
-"""What parameters and replicas must have in common for SCAPE."""
+"""Checks of the parameters and options of SCAPE, when it is built."""
 
 import logging
 import zlib
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kernels.scape.blocks import BlockLayout
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.bf16_weights import ScaledTensor
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -45,23 +44,6 @@ def describe(shards: Sequence[Shard], sparsified: int) -> dict[str, Any]:
     return {"parameters": zlib.crc32(repr(listed).encode()), "sparsified": sparsified}
 
 
-def check_replicas_agree(
-    collectives: ReplicaCollectives, mine: dict[str, Any], param_groups: list[dict[str, Any]]
-) -> None:
-    """Compares options and rates over the replicas; a collective call. Raises ValueError that names a difference."""
-    for i, rates in enumerate(param_groups):
-        mine = mine | {f"{key} of group {i}": rates[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    ranks, place = collectives.peers
-    for rank, other in zip(ranks, collectives.gather_from_replicas(mine), strict=True):
-        different = [key for key, value in mine.items() if other.get(key) != value]
-        if different:
-            key = different[0]
-            raise ValueError(
-                f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[place]} has "
-                f"{mine[key]!r}; every replica needs the same model and the same options"
-            )
-
-
 def warn_of_density(sparse: Sequence[Shard], options: ScapeOptions) -> None:
     """Says it where the density is less than an entry a block."""
     density, size = options.density, options.block_size
@@ -73,8 +55,8 @@ def warn_of_density(sparse: Sequence[Shard], options: ScapeOptions) -> None:
         )
 
 
-def backend_for(selection: str, kernels: str, backend: str, tells: bool) -> str:
-    """The passes' backend: the paper's selection runs in PyTorch on every device, which is said if `tells`.
+def backend_for(selection: str, kernels: str, backend: str, logs: bool) -> str:
+    """The passes' backend: the paper's selection runs in PyTorch on every device, which is said if `logs`.
 
     Raises ValueError where `kernels` asks for Triton all the same.
     """
@@ -85,6 +67,6 @@ def backend_for(selection: str, kernels: str, backend: str, tells: bool) -> str:
             "kernels is 'triton', and selection 'tensor' runs in PyTorch only; choose kernels 'auto', or selection "
             "'block'"
         )
-    if tells:
+    if logs:
         logger.warning("selection 'tensor' runs in PyTorch, not in Triton")
     return "torch"

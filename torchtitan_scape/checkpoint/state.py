@@ -1,0 +1,126 @@
+"""The state of a replica optimizer in a checkpoint: its tensors, their description, sizes and counters."""
+
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchtitan_scape.methods.interface import State
+from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.simulation import mean_of_rows, rows_of
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def has_dense_state(optimizer: ReplicaOptimizer) -> bool:
+    """Whether the wrapped optimizer's state is stored by parameter, as PyTorch does; else `states` contains it."""
+    return not (optimizer.weights or optimizer.methods[0].holds_optimizer_state)
+
+
+def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
+    """Return the wrapped optimizer's state by parameter name ("state.NAME.exp_avg"); empty if `states` contains it.
+
+    This makes an optimizer create its state if it has not taken a step yet.
+    """
+    if not has_dense_state(optimizer):
+        return {}
+    assert optimizer.model is not None
+    return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
+
+
+def load_dense_state(optimizer: ReplicaOptimizer, state: dict[str, Any]) -> None:
+    """Load the result of `dense_state`."""
+    assert optimizer.model is not None
+    set_optimizer_state_dict(optimizer.model, optimizer.inner, optim_state_dict=state, options=_FLAT)
+
+
+def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
+    """Return the method's state, after `finish_previous_step`. Collective.
+
+    Tensors of per-replica states have a leading dimension: one row per replica of this process.
+
+    Args:
+        residual: "exact"; "mean" for the replicas' mean of everything that differs between them; or "drop" for that
+            mean without pending updates.
+    """
+    found = rows_of(optimizer.replicas.run(lambda i: _of_replica(optimizer, i, residual)))
+    if residual != "exact":
+        found = [state for state in found if not (residual == "drop" and state.is_pending)]
+        found = [_mean(optimizer, state) if state.per_replica else state for state in found]
+    return [*found, *optimizer.sharding.unsent.states(residual, optimizer.shards())]
+
+
+def _of_replica(optimizer: ReplicaOptimizer, replica: int, residual: str) -> list[State]:
+    """The states of one replica, without the shared weights, which are saved as the model."""
+    found = [s for s in optimizer.methods[replica].checkpoint_states(residual) if s.on_migration != "model"]
+    return [*found, *optimizer.weights[replica].states()] if optimizer.weights else found
+
+
+def _mean(optimizer: ReplicaOptimizer, state: State) -> State:
+    means = {name: mean_of_rows(rows, optimizer.collectives) for name, rows in state.tensors.items()}
+    return State(state.kind, means, per_replica=False, on_migration=state.on_migration)
+
+
+def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dict[str, Any]]:
+    """Return the description of each kind in `states`, for the checkpoint's record. No communication."""
+    declared = [s for s in optimizer.methods[0].declared_states() if s.on_migration != "model"]
+    if optimizer.weights:
+        declared += optimizer.weights[0].states()
+    found = {}
+    for state in declared:
+        if residual == "drop" and state.is_pending:
+            continue
+        found[state.kind] = state.describe() | {"own": state.per_replica and residual == "exact"}
+    return found | optimizer.sharding.unsent.described(residual)
+
+
+def sizes(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
+    """Return the bytes of the optimizer's and the method's state in a checkpoint, over all ranks, by kind."""
+    found = dict(optimizer.methods[0].checkpoint_sizes(residual))
+    entries = {shard.name: shard.entries for shard in optimizer.shards()}
+    if optimizer.weights:
+        rows = optimizer.collectives.replicas if residual == "exact" else 1
+        for state in optimizer.weights[0].states():
+            if not (residual == "drop" and state.is_pending):
+                found[state.kind] = rows * sum(entries[n] * t.element_size() for n, t in state.tensors.items())
+    elif has_dense_state(optimizer):
+        moments = OPTIMIZERS[type(optimizer.inner).__name__].moments
+        found["moments"] = sum(4 * len(moments(shard)) * entries[shard.name] for shard in optimizer.shards())
+    return {kind: size for kind, size in found.items() if size} | optimizer.sharding.unsent.sizes(residual)
+
+
+def record(optimizer: ReplicaOptimizer) -> dict[str, Any]:
+    """Return the counters and the state that is not a tensor, as plain values for the checkpoint's record."""
+    optimizer.finish_previous_step()
+    guard = optimizer.guard
+    counters = {"skipped": guard.skipped, "skipped_in_a_row": guard.skipped_in_a_row}
+    found = {"counters": counters, "attempted_steps": optimizer.attempted_steps, **optimizer.methods[0].record()}
+    if optimizer.weights and (steps := optimizer.weights[0].steps()):
+        found["applied_steps"] = float(steps[0])
+    return found
+
+
+def load_counters(optimizer: ReplicaOptimizer, saved: dict[str, int]) -> None:
+    """Load the "counters" of `record`."""
+    optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
+
+
+def needs_second_moment(optimizer: ReplicaOptimizer, saved_by: str) -> bool:
+    """Whether loading reads the second moments of the optimizer class `saved_by` parameter by parameter."""
+    if optimizer.methods[0].holds_optimizer_state:
+        return False
+    return bool(optimizer.weights) or saved_by != type(optimizer.inner).__name__
+
+
+def shard_key(optimizer: ReplicaOptimizer, key: str) -> str:
+    """Return the name of a tensor that differs from shard to shard."""
+    return f"{key}.{optimizer.collectives.model_rank}"
+
+
+def saved_weights(optimizer: ReplicaOptimizer) -> dict[str, Any]:
+    """Return, by name, (a parameter of the model, its bits), for weights that no other state determines exactly."""
+    return optimizer.levels.bits() if optimizer.levels else {}
