@@ -205,9 +205,9 @@ def _main(store: str, stack_file: str) -> None:
     connection = Connection(3)
     stacks = open(stack_file, "w")  # noqa: SIM115  open as long as the process
     faulthandler.register(_STACK_SIGNAL, stacks)
-    call = pickle.loads(connection.recv_bytes())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
+        call = pickle.loads(connection.recv_bytes())
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
