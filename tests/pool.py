@@ -179,7 +179,12 @@ class _Rank:
         try:
             return Outcome(*pickle.loads(self.connection.recv_bytes()))
         except (EOFError, ConnectionResetError):
-            return Outcome(False, f"the process died ({self._end()})", seen_open)
+            return Outcome(False, f"the process died ({self._end()}){self.stacks()}", seen_open)
+
+    def stacks(self) -> str:
+        """Return the Python stacks of the rank's threads, if a fatal signal or `_stacks` had them written."""
+        text = self.stack_file.read_text() if self.stack_file.exists() else ""
+        return f"; its stacks:\n{text}" if text else ""
 
     def _end(self) -> str:
         try:
@@ -190,12 +195,12 @@ class _Rank:
 
 
 def _stacks(ranks: list[_Rank]) -> dict[int, str]:
-    """Return the Python stacks of the threads of each rank, as text."""
+    """Have each rank write the Python stacks of its threads, and return them as text."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, _STACK_SIGNAL)
     time.sleep(_STACK_SECONDS)
-    return {rank.number: f"; its stacks:\n{rank.stack_file.read_text()}" for rank in ranks}
+    return {rank.number: rank.stacks() for rank in ranks}
 
 
 def _main(store: str, stack_file: str) -> None:
@@ -204,6 +209,7 @@ def _main(store: str, stack_file: str) -> None:
 
     connection = Connection(3)
     stacks = open(stack_file, "w")  # noqa: SIM115  open as long as the process
+    faulthandler.enable(stacks)
     faulthandler.register(_STACK_SIGNAL, stacks)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:

@@ -36,6 +36,13 @@ def exit_rank_1() -> None:
     all_reduce()
 
 
+def abort_rank_1() -> None:
+    """As an exception does that leaves a thread of gloo."""
+    if dist.get_rank() == 1:
+        os.abort()
+    all_reduce()
+
+
 def raise_after(*seconds: float) -> None:
     time.sleep(seconds[dist.get_rank()])
     raise ValueError(f"after {seconds[dist.get_rank()]} s")
@@ -94,6 +101,11 @@ def test_a_killed_rank_is_reported_before_the_errors_that_its_death_causes() -> 
 
 def test_a_rank_that_exits_is_reported_with_its_exit_code() -> None:
     assert failure_of(lambda: Pool(2)(exit_rank_1)).startswith("rank 1: the process died (exit code 7)\n")
+
+
+def test_a_rank_that_crashes_is_reported_with_its_signal_and_stack(pool2: Pool) -> None:
+    text = failure_of(lambda: pool2(abort_rank_1))
+    assert text.startswith("rank 1: the process died (SIGABRT); its stacks:\n") and "in abort_rank_1" in text
 
 
 @pytest.mark.parametrize("seconds", [(0.6, 0.0), (0.0, 0.6), (0.05, 0.0)])
