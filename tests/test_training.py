@@ -168,7 +168,7 @@ def train(
         "losses": [loss for _, loss, _ in steps],
         "norms": [norm for *_, norm in steps],
         "parameters": parameters.clone(),
-        "skipped": trainer.optimizers.guard.skipped,
+        "skipped": trainer.replica_optimizer.guard.skipped,
     }
 
 

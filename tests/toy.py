@@ -68,8 +68,8 @@ def train(
 
 def positions(optimizer: Scape, tensor: int) -> Tensor:
     """Where the mask in use is set in a sparsified tensor; as many as the layout says."""
-    layout, in_use = optimizer.passes.layout, optimizer.masks.in_use
-    bits, nnz = layout.bits(in_use, tensor), layout.nnz(tensor, in_use.density, optimizer.passes.selection)
+    layout, in_use = optimizer.method.passes.layout, optimizer.method.masks.in_use
+    bits, nnz = layout.bits(in_use, tensor), layout.nnz(tensor, in_use.density, optimizer.method.passes.selection)
     assert bits is not None
     indices = mask_indices(bits, layout.sizes[tensor], nnz)
     assert indices.numel() == nnz

@@ -50,7 +50,7 @@ class CostTrainer(train.ScapeTrainer):
             return
         dist.barrier()
         self.seconds["step"].append(step)
-        self.seconds["check"].append(timed(lambda: self.optimizers.check_consistency(self.step)))
+        self.seconds["check"].append(timed(lambda: self.replica_optimizer.check_consistency(self.step)))
         self.seconds["read"].append(timed(self.read))
 
     def tensors(self) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ def measured(method: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, floa
             offload=list(method.offload),
         )
         kept = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
-    host = sum(window.host.nbytes for window in kept.passes.storage.windows.values())
+    host = sum(window.host.nbytes for window in kept.method.passes.storage.windows.values())
     return total(storages(), before) - host, float(host)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.scape import triton_passes as tiles
-from kernels.scape.passes import pack_all, squares_all, update_all
+from kernels.scape.method.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs
 from scripts.common import guarded, parser, write
 from scripts.gpu.plain import plain_step
@@ -101,8 +101,8 @@ class Passes:
 
     def __init__(self, optimizer: Scape) -> None:
         optimizer.finish_previous_step()
-        self.optimizer, self.passes = optimizer, optimizer.passes
-        self.gradients = [flat_gradient(shard) for shard in optimizer.ordered]
+        self.optimizer, self.passes = optimizer, optimizer.method.passes
+        self.gradients = [flat_gradient(shard) for shard in optimizer.method.ordered]
         applied = optimizer.guard.check(self.gradients)
         self.step: PassInputs = optimizer._begin(self.gradients, applied)
         self.passes.bind(self.step)
@@ -142,7 +142,7 @@ class Passes:
 
     def _exchange(self) -> None:
         for part in self.passes.parts:
-            self.optimizer.exchange.start(part).wait()
+            self.optimizer.method.payload_exchange.start(part).wait()
 
 
 def _size(shape: Shape) -> int:
@@ -160,7 +160,7 @@ def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, ba
         "wire": wire,
         "entries": entries,
         "payload_bytes": payload_bytes(tuple(shapes), density, wire),
-        "parts": len(optimizer.passes.parts),
+        "parts": len(optimizer.method.passes.parts),
         "step": of(clock(optimizer.step).figures(), sum(least.values()), entries, bandwidth),
     }
     found["step"]["free_running_ms"] = free_running(clock, optimizer.step, clock.repeats)

@@ -119,7 +119,7 @@ def rank_main(args: argparse.Namespace) -> None:
             begin = time.monotonic()
             optimizer, parameters = train(own_groups, device, options)
             finite = all(bool(p.isfinite().all()) for p in parameters)
-            own = [digest(parameters), digest([optimizer.masks.in_use.bits]), finite]
+            own = [digest(parameters), digest([optimizer.method.masks.in_use.bits]), finite]
             every: list[Any] = [None] * RANKS
             dist.all_gather_object(every, own)
             row = {"layout": layout_name, "case": name, "equal": all(one == every[0] for one in every) and finite}

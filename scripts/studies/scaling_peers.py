@@ -37,7 +37,7 @@ class Ddp:
         self.name, self.rank = name, rank
 
     def install(self, trainer: Any) -> None:
-        group = trainer.optimizers.collectives.groups.replicate
+        group = trainer.replica_optimizer.collectives.groups.replicate
         buckets = {}
         if self.name == "ddp-powersgd":
             # One bucket: the hook chains all-reduces in callbacks, which gloo runs in another order on every rank when
@@ -90,9 +90,9 @@ class Hsdp:
     def install(self, trainer: Any) -> None:
         if trainer.layout.tensor > 1:
             raise ValueError("HSDP is compared without tensor parallelism; set its degree to 1")
-        for shard in trainer.optimizers._shards:
+        for shard in trainer.replica_optimizer._shards:
             shard.counted = True  # its mesh has the replicas, too, which hold copies
-        self._timer = trainer.optimizers.timer
+        self._timer = trainer.replica_optimizer.timer
         self._in_steps = trainer.gradient_accumulation_steps == 1 and trainer.device.type == "cpu"
         _replace_method(trainer, lambda scale: 1.0)
 
@@ -161,7 +161,7 @@ class _Exchanged(Method):
 
 
 def _replace_method(trainer: Any, factor: Callable[[float], float]) -> None:
-    dense = trainer.optimizers.methods[0]
+    dense = trainer.replica_optimizer.methods[0]
     method = _Exchanged(dense.setting, dense.options)
     method.factor = factor(dense.setting.scale)
-    trainer.optimizers.methods = [method]
+    trainer.replica_optimizer.methods = [method]

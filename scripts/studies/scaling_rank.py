@@ -73,13 +73,13 @@ class ScalingTrainer(train.ScapeTrainer):
         self._sent_before: dict[str, float] = {}
 
     def train(self) -> None:
-        with shard_axis_timed(self.optimizers.timer) if self.layout.shard > 1 else nullcontext():
+        with shard_axis_timed(self.replica_optimizer.timer) if self.layout.shard > 1 else nullcontext():
             super().train()
 
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
         self._passes += 1
         if self.wanted.get("again"):
-            self.optimizers.sharding.version.changed()
+            self.replica_optimizer.sharding.version.changed()
         if self.peer is not None:
             if self.steps_taken == self.wanted["warm_up"] - 1 and not self._alone:
                 self._alone = [self._pass_alone(**kwargs) for _ in range(ALONE)]
@@ -93,7 +93,7 @@ class ScalingTrainer(train.ScapeTrainer):
                 self._kept = [(p, local(p.grad).clone()) for p in parameters if p.grad is not None]
                 self._shapes = [p.grad for p, _ in self._kept]
             return self._loss
-        with self.optimizers.timer.phase("forward_backward"):
+        with self.replica_optimizer.timer.phase("forward_backward"):
             end = time.perf_counter() + seconds
             for (parameter, values), gradient in zip(self._kept, self._shapes, strict=True):
                 local(gradient).copy_(values)  # the step before used their storage up
@@ -119,8 +119,8 @@ class ScalingTrainer(train.ScapeTrainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self.steps_taken == self.wanted["warm_up"]:
-            self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
-            self.optimizers.timer.take()  # what is left at the end is of the measured steps
+            self._sent_before = self.replica_optimizer.collectives.traffic.sent_by_level()
+            self.replica_optimizer.timer.take()  # what is left at the end is of the measured steps
         if torch.cuda.is_available():
             # By events: to wait for the device would end the overlap with the masks' exchange.
             self._events.append(torch.cuda.Event(enable_timing=True))
@@ -129,14 +129,14 @@ class ScalingTrainer(train.ScapeTrainer):
             return
         begin = time.perf_counter()
         super().train_step(data_iterator)
-        self._steps.append({"step": time.perf_counter() - begin, **self.optimizers.timer.take()})
+        self._steps.append({"step": time.perf_counter() - begin, **self.replica_optimizer.timer.take()})
 
     def _middle(self, values: Sequence[float]) -> float:
         """The median; where what a step does repeats after several, the mean."""
         return (statistics.fmean if self.wanted.get("period", 1) > 1 else statistics.median)(values)
 
     def summarise(self) -> None:
-        taken = self.optimizers.timer.take()  # the summary takes what is left
+        taken = self.replica_optimizer.timer.take()  # the summary takes what is left
         super().summarise()
         warm_up = self.wanted["warm_up"]
         if torch.cuda.is_available():
@@ -149,7 +149,7 @@ class ScalingTrainer(train.ScapeTrainer):
             names = {name for step in self._steps[warm_up:] for name in step} - {"step"}
             phases = {n: self._middle([s.get(n, 0.0) for s in self._steps[warm_up:]]) for n in names}
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
-        sent = self.optimizers.collectives.traffic.sent_by_level()
+        sent = self.replica_optimizer.collectives.traffic.sent_by_level()
         count = self.steps_taken - warm_up
         grown = {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS}
         own = {

@@ -53,7 +53,7 @@ def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dic
         patch("time.sleep"),
     ):
         trainer.train()
-    trainer.optimizers.finish_previous_step()
+    trainer.replica_optimizer.finish_previous_step()
     found["loss"], found["after"] = trainer.metrics_processor.last_loss, look(trainer)
     found["told"] = [line for line in lines if line.startswith("Resumed from")]
     trainer.close()

@@ -62,7 +62,7 @@ def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
 
     with patch.object(trainer.checkpointer, "save", sharpened), patch("time.sleep"):
         trainer.train()
-    with trainer.optimizers.shared_weights():
+    with trainer.replica_optimizer.shared_weights():
         shown = {name: whole(p).clone() for name, p in trainer.model_parts[0].named_parameters()}
     trainer.close()
     if dist.get_rank() == 0:

@@ -90,8 +90,7 @@ CASES = [
 
 
 def is_local(case: Case) -> bool:
-    method = METHODS[case.method].method
-    return method is not None and method.local
+    return METHODS[case.method].method.per_replica_weights
 
 
 def make(
@@ -104,8 +103,7 @@ def make(
     named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
     optimizer = AdamS(named, lr=1e-2)
     entry = METHODS[case.method]
-    assert entry.method is not None
-    setting = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer, scale, steps=100)
+    setting = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer, scale, total_steps=100)
     return entry.method(setting, entry.options(**{**case.options, **other}))
 
 
@@ -127,8 +125,8 @@ def pending(method: Method) -> list[Tensor]:
     for state in method.states():
         for name, values in state.tensors.items() if state.on_migration in ("gradient", "displacement") else ():
             found[int(name[1:])] += values.double().view(-1)
-    for i, anchor in enumerate(shared_model(method) if method.local else ()):
-        found[i] += (anchor.double() - method.setting.shards[i].parameter.detach().double()).view(-1)
+    for i, anchor in enumerate(shared_model(method) if method.per_replica_weights else ()):
+        found[i] += (anchor.double() - method.context.shards[i].parameter.detach().double()).view(-1)
     return found
 
 
@@ -173,9 +171,9 @@ def play(
 
 def update(method: Method, gradients: list[Tensor], step: StepInfo) -> None:
     """What the container does after `synchronize`, without clipping."""
-    optimizer = method.setting.optimizer
+    optimizer = method.context.optimizer
     assert isinstance(optimizer, AdamS)
-    for shard, gradient in zip(method.setting.shards, gradients, strict=True):
+    for shard, gradient in zip(method.context.shards, gradients, strict=True):
         store_gradient(shard, gradient)
     optimizer.found_inf = (~step.applied).float()
     optimizer.step()
@@ -183,8 +181,8 @@ def update(method: Method, gradients: list[Tensor], step: StepInfo) -> None:
 
 def trained_by(method: Method) -> tuple[list[Tensor], dict[str, Any]]:
     """Copies of the parameters and of the optimizer's state."""
-    parameters = [shard.parameter.detach().clone() for shard in method.setting.shards]
-    return parameters, copy.deepcopy(method.setting.optimizer.state_dict())
+    parameters = [shard.parameter.detach().clone() for shard in method.context.shards]
+    return parameters, copy.deepcopy(method.context.optimizer.state_dict())
 
 
 def exchanged(method: Method, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
@@ -192,23 +190,23 @@ def exchanged(method: Method, gradients: list[Tensor], step: StepInfo) -> list[T
 
     There a replica steps by its gradient.
     """
-    if not method.local:
+    if not method.per_replica_weights:
         given = method.synchronize(gradients, step)
         delivered = [g.clone() for g in given]
         update(method, given, step)
         method.after_optimizer_step(step)
         return delivered
     before = [anchor.clone() for anchor in shared_model(method)]
-    for shard, gradient in zip(method.setting.shards, gradients, strict=True):
+    for shard, gradient in zip(method.context.shards, gradients, strict=True):
         if step.applied:
             shard.parameter.sub_(gradient.view(shard.parameter.shape))
-    method.after_optimizer_step(step)
+    method.exchange(step)
     return [(old - new).view(-1) for old, new in zip(before, shared_model(method), strict=True)]
 
 
 def shared_model(method: Method) -> list[Tensor]:
     (tensors,) = (state.tensors for state in method.states() if state.on_migration == "model")
-    return [tensors[shard.name] for shard in method.setting.shards]
+    return [tensors[shard.name] for shard in method.context.shards]
 
 
 @functools.cache
@@ -294,9 +292,9 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
             for name, values in state.tensors.items():
                 values.copy_(whole.kept[at - 1][f"{state.kind}.{name}"])
         parameters, optimizer_state = whole.trained[at - 1]
-        for shard, values in zip(method.setting.shards, parameters, strict=True):
+        for shard, values in zip(method.context.shards, parameters, strict=True):
             shard.parameter.data.copy_(values)
-        method.setting.optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+        method.context.optimizer.load_state_dict(copy.deepcopy(optimizer_state))
         return play(collectives, case, method=method, first=at + 1)
 
     for whole, rest in zip(wholes, run_replicas(2, work), strict=True):
@@ -417,8 +415,9 @@ def test_simulated_replicas_are_ranks(case: Case, world: int, on_ranks: Any) -> 
 
 
 def test_every_method_is_in_the_contract() -> None:
-    """Those that own the whole step have tests of their own."""
-    assert {case.method for case in CASES} == {name for name, entry in METHODS.items() if entry.method is not None}
+    """Methods that hold the optimizer's state have tests of their own."""
+    own_tests = {name for name, entry in METHODS.items() if entry.method.holds_optimizer_state}
+    assert {case.method for case in CASES} == METHODS.keys() - own_tests
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not is_local(case)], ids=str)

@@ -37,13 +37,13 @@ def train_plain(**options: Any) -> dict[str, Any]:
             p.grad = g
         optimizer.step()
         history.append([p.detach().clone() for p in parameters])
-    figures = optimizer.statistics()
-    tensors = range(len(optimizer.passes.layout.sizes))
-    on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in tensors]
+    figures = optimizer.metrics()
+    tensors = range(len(optimizer.method.passes.layout.sizes))
+    on_mask = [optimizer.method.passes.states[i][positions(optimizer, i)] for i in tensors]
     optimizer.finish_previous_step()
     return {
         "history": history,
-        "bits": optimizer.masks.in_use.bits,
+        "bits": optimizer.method.masks.in_use.bits,
         "figures": figures,
         "norm": optimizer.grad_norm,
         "before": [positions(optimizer, i).numel() for i in tensors],
@@ -206,6 +206,7 @@ def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
     """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
     from torchtitan_scape.methods.scape.build import best_chunk
+
     from torchtitan_scape.methods.scape.options import ScapeOptions
 
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)

@@ -129,8 +129,7 @@ def build(
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.optimizers.muon import Muon
     from torchtitan_scape.optimizers.signsgd import SignSGD
-    from torchtitan_scape.replica.local import LocalOptimizers
-    from torchtitan_scape.replica.optimizer import SyncedOptimizers
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
     class Model(nn.Module):
         def named_parameters(self, *args: Any, **more: Any) -> Any:
@@ -147,18 +146,17 @@ def build(
         "SignSGD": partial(SignSGD, lr=LR, weight_decay=DECAY),
         "Muon": partial(Muon, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
     }
-    assert entry.method is not None
     replicas = SimulatedReplicas(simulated) if simulated > 1 else OneReplica(_group(ProcessGroupCollectives))
-    kind = LocalOptimizers if entry.method.local else SyncedOptimizers
-    return kind(
-        [model],
+    return ReplicaOptimizer(
         made[inner],
-        partial(entry.method, options=entry.options(**options)),
+        entry.method,
+        entry.options(**options),
         replicas,
+        model=model,
         max_norm=max_norm,
+        reduction="sum",
+        total_steps=100,
         max_skipped_steps=5,
-        kernels="auto",
-        steps=100,
     )
 
 
@@ -184,7 +182,7 @@ def step(optimizers: Any, number: int, nan: bool = False) -> None:
 
 def parameters(optimizers: Any) -> list[dict[str, Tensor]]:
     """Of every replica of this process."""
-    each = [one.shards for one in optimizers.each] if hasattr(optimizers, "each") else [optimizers.shards()]
+    each = [one.shards for one in optimizers.weights] if optimizers.weights else [optimizers.shards()]
     return [{shard.name: shard.parameter.detach().clone() for shard in shards} for shards in each]
 
 
@@ -318,7 +316,7 @@ def flushed(method: str, options: dict[str, Any]) -> list[Any]:
         if number == 7:
             optimizers.request_full_exchange()
         step(optimizers, number, nan=number == 7)
-        found.append((kept(optimizers)[0], optimizers.statistics()["residual_norm"]))
+        found.append((kept(optimizers)[0], optimizers.metrics()["residual_norm"]))
     return found
 
 
@@ -334,14 +332,14 @@ def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list
     optimizers, found = build(method, options, 2), []
     for number in range(1, 9):
         step(optimizers, number)
-    before = [copy.deepcopy(one.optimizer.state_dict()) for one in optimizers.each]
+    before = [copy.deepcopy(one.optimizer.state_dict()) for one in optimizers.weights]
     for flush in (False, True):
         if flush:
             version = optimizers.sharding.version.now()
             optimizers.flush()
             assert optimizers.sharding.version.now() != version  # of weights
         found.append([*parameters(optimizers), *kept(optimizers)])
-    after = [one.optimizer.state_dict() for one in optimizers.each]
+    after = [one.optimizer.state_dict() for one in optimizers.weights]
     moments = [[s[kind] for s in one["state"].values() for kind in s] for each in (before, after) for one in each]
     same = all(torch.equal(a, b) for i in (0, 1) for a, b in zip(moments[i], moments[i + 2], strict=True))
     return found[0], found[1], same
@@ -385,7 +383,7 @@ def with_a_flipped_bit() -> list[str]:
         except ReplicasDifferError as error:
             said.append(str(error))
         if dist.get_rank() == 1:
-            optimizers.model_saved()["embed"].view(-1)[3] += 1e-6
+            optimizers.saved_model()["embed"].view(-1)[3] += 1e-6
     return said
 
 
@@ -398,9 +396,9 @@ def shown(simulated: int) -> tuple[bool, bool, bool]:
     """Whether the model is the anchor inside and what it was outside, and the rates those of the schedule."""
     optimizers = build("diloco", DILOCO, simulated)
     for number in range(1, 9):
-        optimizers.optimizers[0].param_groups[0]["lr"] = 0.01 / number
+        optimizers.inner.param_groups[0]["lr"] = 0.01 / number
         step(optimizers, number)
-    before, anchors = parameters(optimizers)[0], optimizers.model_saved()
+    before, anchors = parameters(optimizers)[0], optimizers.saved_model()
     with optimizers.shared_weights():
         inside = all(torch.equal(parameters(optimizers)[0][n], anchors[n]) for n in anchors)
     outside = parameters(optimizers)[0]
@@ -416,10 +414,10 @@ def test_the_model_is_the_anchor_while_it_is_shown(pool1: Pool) -> None:
 def test_state_is_made_without_a_step() -> None:
     """Also where one of length 0 would be 0 / 0."""
     from torchtitan_scape.core.parameters import collect_shards
-    from torchtitan_scape.replica.local import _of
+    from torchtitan_scape.replica.simulation import ReplicaWeights
 
     optimizer = torch.optim.AdamW([("p", nn.Parameter(torch.ones(3)))], lr=LR, eps=0.0)
-    one = _of(collect_shards(optimizer.param_groups), optimizer)
+    one = ReplicaWeights.of(collect_shards(optimizer.param_groups), optimizer)
     assert torch.equal(one.shards[0].parameter.detach(), torch.ones(3)) and one.shards[0].parameter.grad is None
     assert [float(n) for n in one.steps()] == [0.0] and not any(m["p"].any() for m in one.moments.values())
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (LR, 0.0)

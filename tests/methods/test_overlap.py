@@ -62,7 +62,7 @@ def _fail(_: Tensor) -> None:
 
 def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict[str, Any]:
     from torchtitan_scape.optimizers.adams import AdamS
-    from torchtitan_scape.replica.optimizer import SyncedOptimizers
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
     world, rank = dist.get_world_size(), dist.get_rank()
     replicate = world // shard
@@ -81,16 +81,16 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
     entry = METHODS[name]
-    assert entry.method is not None
-    optimizers = SyncedOptimizers(
-        [model],
+    optimizers = ReplicaOptimizer(
         partial(AdamS, lr=1e-2),
-        partial(entry.method, options=entry.options(**options)),
+        entry.method,
+        entry.options(**options),
         OneReplica(collectives),
+        model=model,
         max_norm=0.5,
+        reduction="sum",
+        total_steps=STEPS,
         max_skipped_steps=5,
-        kernels="auto",
-        steps=STEPS,
         overlap=overlap,
     )
     begun: list[int] = []
@@ -100,7 +100,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         x = torch.randn(4, 6, generator=generator)
         x[0, 0] = torch.nan if step == NAN_AT and rank == world - 1 else x[0, 0]
         if number == 1:
-            optimizers.before_last_backward()
+            optimizers.prepare_last_backward()
         model(x, replica, uses_extra=step not in UNUSED_AT or replica == 0).square().mean().backward()
 
     for step in range(STEPS):
@@ -127,7 +127,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         "skipped": optimizers.guard.skipped,
         "chunks": len(optimizers.methods[0].chunks),  # type: ignore[attr-defined]
         "begun": begun,
-        "residual": optimizers.statistics().get("residual_norm"),
+        "residual": optimizers.metrics().get("residual_norm"),
     }
 
 
@@ -169,7 +169,6 @@ def used_twice() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.named_parameters())
     shards, entry = collect_shards(optimizer.param_groups), METHODS["dense"]
-    assert entry.method is not None
     method = entry.method(MethodContext(shards, collectives, optimizer), entry.options())
     assert BackwardOverlap.of([method, method], shards) is None, "simulated replicas ignore it"
     overlap = BackwardOverlap.of([method], shards)

@@ -122,24 +122,24 @@ def train(
     """The container on random gradients; all of the replicas in this process, or one in each rank."""
     from topology.in_process import OneReplica, SimulatedReplicas
     from topology.process_groups import ProcessGroupCollectives
-    from torchtitan_scape.replica.optimizer import SyncedOptimizers
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
     model, entry = nn.ParameterList(drawn(0)), METHODS[method]
-    assert entry.method is not None
     rates: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     rule, _, form = name.partition(" ")
     make = partial(AdamS, **rates) if rule == "AdamS" else partial(torch.optim.AdamW, **rates, **{form: True})
     played = replicas // dist.get_world_size()
     alone = played == 1
-    optimizers = SyncedOptimizers(
-        [model],
+    optimizers = ReplicaOptimizer(
         make,
-        partial(entry.method, options=entry.options(**options)),
+        entry.method,
+        entry.options(**options),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
+        model=model,
         max_norm=MAX_NORM,
+        reduction="sum",
+        total_steps=STEPS,
         max_skipped_steps=5,
-        kernels="auto",
-        steps=STEPS,
     )
     history = []
     for number in range(1, STEPS + 1):

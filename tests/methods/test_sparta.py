@@ -79,7 +79,7 @@ class Alone:
         for endpoint, own in zip(self.replicas.endpoints, self.parameters, strict=True):
             endpoint.chunk_entries = chunk
             optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
-            setting = MethodContext(collect_shards(optimizer.param_groups), endpoint, optimizer, steps=steps)
+            setting = MethodContext(collect_shards(optimizer.param_groups), endpoint, optimizer, total_steps=steps)
             self.methods.append(Sparta(setting, SpartaOptions(**{"warmup_steps": 0} | options)))
 
     def move(self, seed: int) -> None:
@@ -90,7 +90,7 @@ class Alone:
 
     def step(self, number: int, applied: bool = True) -> None:
         step = StepInfo(number, torch.tensor(applied))
-        self.replicas.run(lambda i: self.methods[i].after_optimizer_step(step))
+        self.replicas.run(lambda i: self.methods[i].exchange(step))
 
     def of(self, i: int) -> tuple[list[Tensor], list[Tensor]]:
         """Copies of anchor and parameters of a replica."""
@@ -180,7 +180,7 @@ def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
         for p in own:
             p.data += torch.randn(p.shape, generator=generator)
         before = [p.detach().clone() for p in own]
-        method.after_optimizer_step(StepInfo(number, torch.tensor(number != 7)))
+        method.exchange(StepInfo(number, torch.tensor(number != 7)))
         anchor, owner_error = (state.tensors.values() for state in method.states())
         kept = [p.detach().clone() for p in own]
         found.append(

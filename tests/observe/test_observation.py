@@ -94,13 +94,13 @@ def test_a_file_that_cannot_be_read_begins_anew(content: bytes, tmp_path: Path) 
 def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[str, Any]]:
     """Trains, with a NaN in the first simulated replica's gradients; first moments and residuals after every step."""
     from torchtitan_scape.core.parameters import local
-    from torchtitan_scape.replica.optimizer import SyncedOptimizers
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
     from torchtitan_scape.train import ScapeTrainer
 
     after: dict[int, dict[str, Any]] = {}
-    step, gradients = ScapeTrainer.train_step, SyncedOptimizers._gradients
+    step, gradients = ScapeTrainer.train_step, ReplicaOptimizer._gradients
 
-    def with_nan(optimizers: SyncedOptimizers) -> list[list[Tensor]]:
+    def with_nan(optimizers: ReplicaOptimizer) -> list[list[Tensor]]:
         found = gradients(optimizers)
         if optimizers.attempted_steps + 1 == nan_at:
             found[0][0][0] = torch.nan
@@ -108,9 +108,9 @@ def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[st
 
     def step_and_look(trainer: Any, data: Any) -> None:
         step(trainer, data)
-        shards = {shard.name: shard for shard in trainer.optimizers.shards()}
-        state = trainer.optimizers.optimizers[0].state
-        methods = [method.states()[0].tensors for method in trainer.optimizers.methods]
+        shards = {shard.name: shard for shard in trainer.replica_optimizer.shards()}
+        state = trainer.replica_optimizer.inner.state
+        methods = [method.states()[0].tensors for method in trainer.replica_optimizer.methods]
         after[trainer.step] = {
             "moments": {n: local(state[s.parameter]["exp_avg"]).clone().view(-1) for n, s in shards.items()},
             "residuals": {n: [kept[n].clone().view(-1) for kept in methods] for n in methods[0]},
@@ -118,7 +118,7 @@ def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[st
 
     with (
         patch.object(ScapeTrainer, "train_step", step_and_look),
-        patch.object(SyncedOptimizers, "_gradients", with_nan),
+        patch.object(ReplicaOptimizer, "_gradients", with_nan),
     ):
         train(folder, arguments)
     return after

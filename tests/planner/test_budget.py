@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
+from torchtitan_scape.methods.scape.method.options import ScapeOptions
 
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
 from torchtitan_scape.methods.scape.budget import BLOCK, MOST, share, within
-from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.topk.blocks import Shapes
 
 LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
@@ -61,7 +61,7 @@ def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixtu
             before = sum(scape.collectives.traffic.sent_by_level().values())
             scape.step()
             sent.append(sum(scape.collectives.traffic.sent_by_level().values()) - before)
-        return sent[-1], scape.options
+        return sent[-1], scape.method.options
 
     with caplog.at_level(logging.INFO):
         results = run_replicas(4, work)

@@ -18,21 +18,21 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
     from topology.in_process import OneReplica
     from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.optimizers.adams import AdamS
-    from torchtitan_scape.replica.optimizer import SyncedOptimizers
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
     torch.manual_seed(0)
     model, entry = nn.Linear(40, 30), METHODS[name]
-    assert entry.method is not None
     options = {"start": 0} if name == "powersgd" else {}
-    optimizers = SyncedOptimizers(
-        [model],
+    optimizers = ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
-        partial(entry.method, options=entry.options(**options)),
+        entry.method,
+        entry.options(**options),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        model=model,
         max_norm=1.0,
+        reduction="sum",
+        total_steps=100,
         max_skipped_steps=5,
-        kernels="auto",
-        steps=100,
     )
     found = []
     for step in range(6):
@@ -44,7 +44,7 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
             assert model.weight.grad is not None
             model.weight.grad[0, 0] = torch.nan
         optimizers.step()
-        found.append(optimizers.statistics()["residual_norm"])
+        found.append(optimizers.metrics()["residual_norm"])
     return found[3:]
 
 

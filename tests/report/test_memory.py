@@ -21,9 +21,9 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     from torchtitan_scape.train import ScapeTrainer, parse
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
-    optimizers = trainer.optimizers
+    optimizers = trainer.replica_optimizer
     found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
-    scape = getattr(optimizers, "first", None)
+    scape = optimizers.methods[0] if optimizers.methods[0].holds_optimizer_state else None
     if scape is not None:
         passes, masks = scape.passes, scape.masks
         found["state"] = passes.storage.flat["state"].nbytes

@@ -33,15 +33,18 @@ def train(
     from torchtitan_scape.trainer import metrics
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
-    optimizers, lines, rank = trainer.optimizers, list[str](), dist.get_rank()
+    optimizers, lines, rank = trainer.replica_optimizer, list[str](), dist.get_rank()
     step_optimizers, batches = optimizers.step, trainer.batch_generator
 
     def step_and_flip(*args: Any, **kwargs: Any) -> None:
         step_optimizers(*args, **kwargs)
         if flip and (trainer.step, rank) == flip[:2]:
-            optimizers.settle()
+            optimizers.finish_previous_step()
             part = next(
-                t for s in optimizers.shared() for kind, t in s.parts if kind == (flip[2] or None) and t.numel()
+                t
+                for s in optimizers.replicated_tensors()
+                for kind, t in s.parts
+                if kind == (flip[2] or None) and t.numel()
             )
             part.detach().view(-1).view(torch.uint8)[1] ^= 4
 

@@ -30,7 +30,7 @@ def on(w: int, g: int, **options: Any) -> list[str]:
 
 def moments_of(optimizers: Any) -> dict[str, Any]:
     """By name (first entry, shape of the whole parameter, values) of the first moments that are there."""
-    states = optimizers.optimizers[0].state
+    states = optimizers.inner.state
     return {
         name: (p.start, p.whole, states[p]["exp_avg"].view(-1).clone())
         for name, p in optimizers.levels.parameters
@@ -55,13 +55,13 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
     And what every rank holds in masters and moments at the end, and had ("began") in moments, and weights "apart" from
     masters, before its first step.
     """
-    from torchtitan_scape.replica.optimizer import ReplicaOptimizersBase
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
     from torchtitan_scape.sharding.levels import ThreeLevelState
 
-    kept: list[ReplicaOptimizersBase] = []
+    kept: list[ReplicaOptimizer] = []
     began: dict[str, Any] = {}
     distances: list[float] = []
-    spread, before, steps = ReplicaOptimizersBase.attach_levels, ThreeLevelState.before_step, [0]
+    spread, before, steps = ReplicaOptimizer.attach_levels, ThreeLevelState.before_step, [0]
 
     def spoil(levels: ThreeLevelState) -> None:
         steps[0] += 1
@@ -72,11 +72,11 @@ def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -
             levels.groups[0].reduce.buffer.view(-1)[0] = torch.nan
         before(levels)
 
-    def keep(optimizers: ReplicaOptimizersBase, levels: ThreeLevelState) -> None:
+    def keep(optimizers: ReplicaOptimizer, levels: ThreeLevelState) -> None:
         kept.append(optimizers)
         spread(optimizers, levels)
 
-    with patch.object(ReplicaOptimizersBase, "attach_levels", keep), patch.object(ThreeLevelState, "before_step", spoil):
+    with patch.object(ReplicaOptimizer, "attach_levels", keep), patch.object(ThreeLevelState, "before_step", spoil):
         found = train(folder, arguments)
     slices = kept[0].levels.parameters if kept[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}

@@ -18,16 +18,16 @@ def versions() -> None:
     from torchtitan_scape.replica import optimizer as container
 
     model, entry = nn.Linear(4, 3), METHODS["dense"]
-    assert entry.method is not None
-    optimizers = container.SyncedOptimizers(
-        [model],
+    optimizers = container.ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
-        partial(entry.method, options=entry.options()),
+        entry.method,
+        entry.options(),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        model=model,
         max_norm=1.0,
+        reduction="sum",
+        total_steps=100,
         max_skipped_steps=5,
-        kernels="auto",
-        steps=100,
     )
     version = optimizers.sharding.version
 

@@ -159,7 +159,7 @@ def test_parts_of_any_size_give_the_same(wire: str, selection: str, max_norm: fl
 
     def run(chunk_bytes: int) -> Tensor:
         def count(optimizer: Scape, step: int) -> None:
-            parts.append(len(optimizer.passes.parts))
+            parts.append(len(optimizer.method.passes.parts))
 
         results = run_replicas(3, lambda c: train(c, 12, probe=count, chunk_bytes=chunk_bytes, **options))
         assert all(torch.equal(flat(r[-1]), flat(results[0][-1])) for r in results)

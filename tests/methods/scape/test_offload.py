@@ -47,7 +47,7 @@ def run(
         if step == 4 and replica == 0:
             model.p[0].grad[3, 2] = float("nan")
         optimizer.step()
-        for window in optimizer.passes.storage.windows.values():
+        for window in optimizer.method.passes.storage.windows.values():
             window.finish()
             for buffer in window.buffers:
                 buffer.fill_(float("nan"))
@@ -86,18 +86,20 @@ def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None
             got, optimizer, _ = run(collectives, 10, offload=offload, **options)
             # A share of a few tensors would fill its buffers, and stays on the device.
             small = {"master"} if options.get("update") == "sharded" and replicas > 2 else set()
-            assert set(offload) - small <= set(optimizer.passes.storage.windows) <= set(offload)
+            assert set(offload) - small <= set(optimizer.method.passes.storage.windows) <= set(offload)
             for step, (want, values) in enumerate(zip(expected, got, strict=True)):
                 assert torch.equal(flat(want), flat(values)), (offload, step)
             want_state, state = kept(resident), kept(optimizer)
             assert want_state.keys() == state.keys()
             assert all(torch.equal(want_state[k], state[k]) for k in state)
-            assert optimizer.statistics() == resident.statistics()
-            for window in optimizer.passes.storage.windows.values():
-                assert sum(b.numel() for b in window.buffers) <= 2 * max(optimizer.passes.sizes)
+            assert optimizer.metrics() == resident.metrics()
+            for window in optimizer.method.passes.storage.windows.values():
+                assert sum(b.numel() for b in window.buffers) <= 2 * max(optimizer.method.passes.sizes)
             if "state" in offload:
-                every = (0, len(optimizer.passes.sizes))
-                assert len(optimizer.passes.storage.windows["state"].sequence([every])) >= 3, "buffers are used again"
+                every = (0, len(optimizer.method.passes.sizes))
+                assert len(optimizer.method.passes.storage.windows["state"].sequence([every])) >= 3, (
+                    "buffers are used again"
+                )
 
     run_replicas(replicas, work)
 
@@ -180,7 +182,7 @@ def test_no_pass_runs_ahead_of_the_copies(options: dict[str, Any]) -> None:
     with patch.object(DoubleBuffer, "__init__", lazily):
         got, optimizer, _ = run(None, 8, offload=["state", "master"], **options)
     assert all(torch.equal(flat(a), flat(b)) for a, b in zip(expected, got, strict=True))
-    sides: list[Any] = [window._side for window in optimizer.passes.storage.windows.values()]
+    sides: list[Any] = [window._side for window in optimizer.method.passes.storage.windows.values()]
     assert len(sides) == 2 and all(len(side.queue) > 30 for side in sides)
 
 
@@ -191,14 +193,14 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     _, optimizer, model = run(None, 3, **options)
     saved = copied(optimizer.state_dict())
     weights = [p.detach().clone() for p in model.parameters()]
-    with patch.object(optimizer.passes.updates, "pack", side_effect=RuntimeError), pytest.raises(RuntimeError):
+    with patch.object(optimizer.method.passes.updates, "pack", side_effect=RuntimeError), pytest.raises(RuntimeError):
         for p, g in zip(model.parameters(), gradient(50, 0, SHAPES), strict=True):
             p.grad = g
         optimizer.step()
     for p, value in zip(model.parameters(), weights, strict=True):
         p.data.copy_(value)
     optimizer.load_state_dict(saved)
-    for window in optimizer.passes.storage.windows.values():
+    for window in optimizer.method.passes.storage.windows.values():
         for buffer in window.buffers:
             buffer.fill_(float("nan"))
     for step in range(3, 6):
@@ -260,7 +262,7 @@ def test_local_weights_are_the_rounded_master(replicas: int) -> None:
         narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
         for want, got in zip(wide, narrow, strict=True):
             assert torch.equal(flat(want).bfloat16().float(), flat(got))
-        assert torch.equal(flat(optimizer.passes.masters), flat(wide[-1]))
+        assert torch.equal(flat(optimizer.method.passes.masters), flat(wide[-1]))
         assert all(stored(p).dtype == torch.bfloat16 for p in model.parameters())
 
     run_replicas(replicas, work)
@@ -278,17 +280,17 @@ def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -
         masters: list[list[Tensor]] = []
 
         def probe(optimizer: Scape, model: Model, step: int) -> None:
-            passes: Any = optimizer.passes
+            passes: Any = optimizer.method.passes
             masters.append([m.clone() for m in passes.masters])
-            own = optimizer.cut([p.detach() * 1.0 for p in model.parameters()])
+            own = optimizer.method.cut([p.detach() * 1.0 for p in model.parameters()])
             for i in passes.updater.own:
                 error = (own[i] - passes.masters[i]).abs()
                 assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
 
         narrow, optimizer, _ = run(collectives, steps, bf16_weights=True, probe=probe, **rates)
         if replicas > 1:
-            run(collectives, steps, probe=lambda o, m, s: check(o.passes, masters[s]), **rates)
-        assert float(optimizer.passes.updater.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
+            run(collectives, steps, probe=lambda o, m, s: check(o.method.passes, masters[s]), **rates)
+        assert float(optimizer.method.passes.updater.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
         return [flat(values) for values in narrow]
 
     def check(passes: Any, want: list[Tensor]) -> None:
@@ -305,7 +307,7 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
     def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], Tensor]:
         options: dict[str, Any] = {"lr": 0.4, "weight_decay": 1.0, "update": "sharded", "max_norm": 0.1}
         history, optimizer, _ = run(collectives, 30, bf16_weights=True, **options)
-        return history, optimizer.passes.updater.scales  # type: ignore[union-attr]
+        return history, optimizer.method.passes.updater.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
     with patch("kernels.scape.updaters.LEAST_SCALE", 0.0):
@@ -323,9 +325,9 @@ def test_another_optimizer_takes_the_weights_over() -> None:
     before = [p.detach() * 1.0 for p in model.parameters()]
     again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
-    assert torch.equal(again.passes.updater.scales, optimizer.passes.updater.scales)  # type: ignore[attr-defined]
-    again.passes.start_master(again.cut([stored(p) for p in model.parameters()]))
-    torch.testing.assert_close(torch.cat(again.passes.masters), flat(before))
+    assert torch.equal(again.method.passes.updater.scales, optimizer.method.passes.updater.scales)  # type: ignore[attr-defined]
+    again.method.passes.start_master(again.method.cut([stored(p) for p in model.parameters()]))
+    torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
 
 
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=lambda o: "-".join(map(str, o.values())))

@@ -34,13 +34,13 @@ def test_masks_are_equal_and_counted(
 
     def work(collectives: ThreadCollectives) -> None:
         def probe(optimizer: Scape, step: int) -> None:
-            masks, layout = optimizer.masks, optimizer.passes.layout
+            masks, layout = optimizer.method.masks, optimizer.method.passes.layout
             if step:
                 for i, n in enumerate(layout.sizes):
                     indices = positions(optimizer, i)
                     assert indices.numel() == 0 or (indices.min() >= 0 and indices.max() < n)
             sparse = range(len(layout.sizes)) if step else []
-            on_mask = [optimizer.passes.states[i][positions(optimizer, i)] for i in sparse]
+            on_mask = [optimizer.method.passes.states[i][positions(optimizer, i)] for i in sparse]
             seen.setdefault(step, []).append((masks.in_use.bits.clone(), on_mask))
 
         train(collectives, 4, shapes, probe, density=density, selection=selection)
@@ -72,10 +72,10 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
 
     for handed, calls, optimizer in run_replicas(2, work):
         assert calls == {"payload": 1, "mask": 1, "flag": 1}
-        entries = sum(optimizer.passes.layout.nnz(i, 0.1, "block") for i in range(4)) + 8
+        entries = sum(optimizer.method.passes.layout.nnz(i, 0.1, "block") for i in range(4)) + 8
         # Both fill up whole 16 bytes. Blocks of 16, k = 2: offsets take 1 byte a block, the bitmap 2.
         assert handed["payload"] == math.ceil(entries / 4) * 16
-        assert handed["mask"] == math.ceil(optimizer.passes.layout.run_blocks / 16) * 16
+        assert handed["mask"] == math.ceil(optimizer.method.passes.layout.run_blocks / 16) * 16
         assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
 
 
@@ -86,7 +86,7 @@ def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     step, bind = Scape.step, TorchPasses.bind
 
     def remember(self: Scape) -> Any:
-        current[:] = [s.parameter.grad for s in self.ordered]
+        current[:] = [s.parameter.grad for s in self.method.ordered]
         return step(self)
 
     def spy(self: TorchPasses, step: PassInputs) -> None:
@@ -128,16 +128,16 @@ def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wir
                 p.grad = g
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            before = [flat([p.detach() for p in parameters]), optimizer.passes.storage.flat["state"].clone()]
-            errors = optimizer.passes.wire_residual.clone()
+            before = [flat([p.detach() for p in parameters]), optimizer.method.passes.storage.flat["state"].clone()]
+            errors = optimizer.method.passes.wire_residual.clone()
             optimizer.step()
             if step == bad_step:
-                assert torch.equal(optimizer.passes.wire_residual, errors)
+                assert torch.equal(optimizer.method.passes.wire_residual, errors)
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
-                assert torch.equal(optimizer.passes.storage.flat["state"], before[1])
-                in_use = optimizer.masks.in_use.bits.clone()
+                assert torch.equal(optimizer.method.passes.storage.flat["state"], before[1])
+                in_use = optimizer.method.masks.in_use.bits.clone()
                 optimizer.finish_previous_step()
-                assert torch.equal(optimizer.masks.in_use.bits, in_use)
+                assert torch.equal(optimizer.method.masks.in_use.bits, in_use)
         assert optimizer.guard.skipped == 1
         return [p.detach() for p in parameters]
 
@@ -214,8 +214,8 @@ def test_dense_names_are_exchanged_whole() -> None:
     keep: list[Scape] = []
     train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
     optimizer = keep[-1]
-    assert [s.name for s in optimizer.ordered[optimizer.passes.sparsified :]] == ["p1", "p4", "p5"]
-    assert bool((optimizer.passes.states[3] != 0).all())
+    assert [s.name for s in optimizer.method.ordered[optimizer.method.passes.sparsified :]] == ["p1", "p4", "p5"]
+    assert bool((optimizer.method.passes.states[3] != 0).all())
 
 
 def test_a_skipped_step_leaves_the_figures_alone() -> None:
@@ -225,12 +225,12 @@ def test_a_skipped_step_leaves_the_figures_alone() -> None:
     for step in range(4):
         parameter.grad = gradient(step, 0, [(40, 40)])[0]
         optimizer.step()
-    before = optimizer.statistics()
+    before = optimizer.metrics()
     parameter.grad = torch.full((40, 40), float("nan"))
     optimizer.step()
-    assert optimizer.statistics()["residual_norm"] == before["residual_norm"]
+    assert optimizer.metrics()["residual_norm"] == before["residual_norm"]
     optimizer.finish_previous_step()
-    assert optimizer.statistics()["residual_norm"] == before["residual_norm"]
+    assert optimizer.metrics()["residual_norm"] == before["residual_norm"]
     assert bool(optimizer.grad_norm.isnan()) and optimizer.guard.skipped == 1
 
 
@@ -258,7 +258,7 @@ def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyP
     values = {"values": "int4"} if update == "sharded" else {}
     coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
     assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
-    assert seen[0].passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
+    assert seen[0].method.passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
     assert not sum(seen[0].collectives.traffic.sent.values())
 
 
@@ -362,7 +362,11 @@ def test_a_mask_of_all_ones_is_never_coded(shapes: list[tuple[int, ...]], densit
             if step == 3:
                 scape.request_full_exchange()
             scape.step()
-            lost.append(scape.passes.wire_residual.abs().max().item() if scape.passes.wire_residual.numel() else 0.0)
+            lost.append(
+                scape.method.passes.wire_residual.abs().max().item()
+                if scape.method.passes.wire_residual.numel()
+                else 0.0
+            )
         return lost[0], lost[2]
 
     for first, coded in run_replicas(2, work):

@@ -66,8 +66,8 @@ def test_owners_lose_nothing_of_values_that_travel_rounded(values: str) -> None:
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         def take(optimizer: Scape, step: int) -> None:
-            passes: Any = optimizer.passes
-            for (tensor, piece), master in zip(optimizer.pieces, passes.kept("master"), strict=True):
+            passes: Any = optimizer.method.passes
+            for (tensor, piece), master in zip(optimizer.method.pieces, passes.kept("master"), strict=True):
                 if piece.owner == collectives.replica:
                     found[tensor][piece.start : piece.end] = master
 
@@ -122,7 +122,7 @@ def test_nothing_is_lost(selection: str) -> None:
         parameters = [nn.Parameter(p) for p in draw(0, shapes)]
         options: dict[str, Any] = {"density": 0.1, "selection": selection, "update": "sharded"}
         optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **options)
-        passes: Any = optimizer.passes
+        passes: Any = optimizer.method.passes
         owner = passes.updater
         sent: list[Tensor] = []
         reduce_scatter = collectives.reduce_scatter
@@ -139,7 +139,7 @@ def test_nothing_is_lost(selection: str) -> None:
                 p.grad = g.clone()
             optimizer.finish_previous_step()
             before, common = [s.clone() for s in passes.states], owner.common.clone()
-            held = [passes.layout.bits(optimizer.masks.previous, i) for i in range(passes.sparsified)]
+            held = [passes.layout.bits(optimizer.method.masks.previous, i) for i in range(passes.sparsified)]
             sent.clear()
             optimizer.step()
             if step < 3:
@@ -187,7 +187,7 @@ def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], mo
                 kinds = collectives.traffic.sent.items()
                 after.append(sum(value for (_, _, kind), value in kinds if kind in ("payload", "values")))
                 if step == 3:
-                    masks = collectives.gathered_bytes(optimizer.passes.layout.wire_bytes(0.1, "block"))
+                    masks = collectives.gathered_bytes(optimizer.method.passes.layout.wire_bytes(0.1, "block"))
                     assert optimizer.planned_bytes() - masks == pytest.approx((after[3] - after[1]) / 2)
 
             train(collectives, 4, [(64, 64), (40, 100), (64,), (1000,)], count, density=0.1, **more)
@@ -204,7 +204,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
         more: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 4, "update": "sharded", **options}
         optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
-        passes: Any = optimizer.passes
+        passes: Any = optimizer.method.passes
         for step in range(10):
             for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
                 p.grad = g
@@ -232,7 +232,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
 
 
 def lasting(optimizer: Scape) -> list[Tensor]:
-    passes: Any = optimizer.passes
+    passes: Any = optimizer.method.passes
     return [*passes.storage.flat.values(), passes.updater.common, passes.wire_residual]
 
 
@@ -272,7 +272,7 @@ def test_the_payload_is_the_only_buffer() -> None:
     def work(collectives: ThreadCollectives) -> None:
         passes: list[Any] = []
         more: dict[str, Any] = {"density": 0.1, "update": "sharded"}
-        train(collectives, 2, [(64, 64), (100,)], lambda o, s: passes.append(o.passes), **more)
+        train(collectives, 2, [(64, 64), (100,)], lambda o, s: passes.append(o.method.passes), **more)
         one, flat_buffers = passes[0], passes[0].storage.flat
         assert one.moment_on_mask.numel() == one.wire_residual.numel() == flat_buffers["master"].numel() == 0
         assert one.updater.common.numel() == 64 * 64 // 2 + 52

@@ -41,7 +41,7 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
     """Everything that a step leaves."""
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
-        "states": torch.cat(optimizer.passes.kept("state")),
+        "states": torch.cat(optimizer.method.passes.kept("state")),
         "wire_residual": wire_residual(optimizer),
         "norm": optimizer.grad_norm.clone(),
         "factor": optimizer.clip_factor.clone(),
@@ -50,7 +50,7 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
 
 def wire_residual(optimizer: Scape) -> Tensor:
     """Tensor behind tensor, however the payload is cut into parts."""
-    passes = optimizer.passes
+    passes = optimizer.method.passes
     if not passes.wire_residual.numel():
         return passes.wire_residual.clone()
     return torch.cat([passes.wire_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
@@ -59,7 +59,7 @@ def wire_residual(optimizer: Scape) -> Tensor:
 def bits(optimizer: Scape) -> Tensor:
     """The mask that the next step uses."""
     optimizer.finish_previous_step()
-    return optimizer.masks.in_use.bits.clone()
+    return optimizer.method.masks.in_use.bits.clone()
 
 
 Run = tuple[list[dict[str, Tensor]], dict[str, float], dict[Any, float], Tensor, float]
@@ -67,7 +67,7 @@ Run = tuple[list[dict[str, Tensor]], dict[str, float], dict[Any, float], Tensor,
 
 def finished(optimizer: Scape, history: list[dict[str, Tensor]]) -> Run:
     sent = dict(optimizer.collectives.traffic.sent)
-    return history, optimizer.statistics(), sent, bits(optimizer), optimizer.planned_bytes()
+    return history, optimizer.metrics(), sent, bits(optimizer), optimizer.planned_bytes()
 
 
 def real(collectives: ThreadCollectives, nan_at: int | None, steps: int = STEPS, **options: Any) -> Run:
@@ -94,8 +94,10 @@ class Simulated:
 
     def step(self, step: int, nan_at: int | None) -> list[dict[str, Tensor]]:
         def one(i: int) -> None:
-            own = gradients(step, i, nan_at)
-            self.each[i].step(gradients=[own[int(s.name[1:])].view(-1) for s in self.each[i].ordered])
+            # A replica's gradients are read before the next replica starts.
+            for parameter, values in zip(self.parameters, gradients(step, i, nan_at), strict=True):
+                parameter.grad = values
+            self.each[i].step()
 
         self.replicas.run(one)
         return [snapshot(optimizer) for optimizer in self.each]

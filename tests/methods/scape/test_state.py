@@ -26,8 +26,8 @@ def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) ->
 
     def work(collectives: ThreadCollectives) -> None:
         optimizer, resumed = resume(collectives, at, wire=wire, **rule)
-        assert torch.equal(resumed.passes.storage.flat["state"], optimizer.passes.storage.flat["state"])
-        assert torch.equal(resumed.passes.wire_residual, optimizer.passes.wire_residual)
+        assert torch.equal(resumed.method.passes.storage.flat["state"], optimizer.method.passes.storage.flat["state"])
+        assert torch.equal(resumed.method.passes.wire_residual, optimizer.method.passes.wire_residual)
 
     run_replicas(2, work)
 
@@ -42,12 +42,12 @@ def test_rounding_errors_are_loaded_however_the_payload_is_cut(wire: str) -> Non
             options = {"density": 0.1, "wire": wire, "chunk_bytes": chunk_bytes}
             train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
         small, large = states
-        assert small.passes.wire_residual.numel() > large.passes.wire_residual.numel()
+        assert small.method.passes.wire_residual.numel() > large.method.passes.wire_residual.numel()
         saved = copied(small.state_dict())
         large.load_state_dict(saved)
-        assert bool((large.passes.wire_residual != 0).any())
-        for i in range(len(small.passes.sizes)):
-            a, b = (o.passes.wire_residual_of(i) for o in states)
+        assert bool((large.method.passes.wire_residual != 0).any())
+        for i in range(len(small.method.passes.sizes)):
+            a, b = (o.method.passes.wire_residual_of(i) for o in states)
             assert torch.equal(a, b)
 
     run_replicas(3, work)
