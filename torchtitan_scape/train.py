@@ -42,6 +42,7 @@ from torchtitan_scape.config.parsing import parse as parse  # noqa: E402  what i
 from torchtitan_scape.config.parsing import resolve  # noqa: E402
 from torchtitan_scape.core.consistency import ReplicasDifferError  # noqa: E402
 from torchtitan_scape.core.workloads import local_shapes  # noqa: E402
+from torchtitan_scape.data.exhaustion import EndOfDataSync  # noqa: E402
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
 from torchtitan_scape.data.prepared import PreparedDataLoader  # noqa: E402
 from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
@@ -60,7 +61,6 @@ from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
 from torchtitan_scape.sharding.build import groups_for  # noqa: E402
 from torchtitan_scape.sharding.levels_build import check_levels  # noqa: E402
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer  # noqa: E402
-from torchtitan_scape.trainer.end_of_data import EndOfDataSync  # noqa: E402
 from torchtitan_scape.trainer.metrics import ReplicaMetrics  # noqa: E402
 from torchtitan_scape.trainer.optimizers import TitanOptimizers  # noqa: E402
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims  # noqa: E402

@@ -131,7 +131,6 @@ class Probe:
 
     def __init__(self, optimizers: Any, steps: int) -> None:
         # Late: TorchTitan is imported after the device has been decided.
-        from torchtitan_scape.replica.own_step import OwnStepOptimizers
 
         optimizer = optimizers.optimizers[0]
         replicas = optimizers.each if isinstance(optimizers, OwnStepOptimizers) else []

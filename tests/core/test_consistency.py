@@ -21,9 +21,10 @@ from torchtitan_scape.core.consistency import (
     ReplicatedTensors,
     check_replicas_equal,
     fingerprints,
-    replicated_by_optimizer,
 )
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.dense.method import Dense, DenseOptions
+from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.scape.shared import replicated_by_scape
 
 CPU = torch.device("cpu")
@@ -239,7 +240,8 @@ def test_dense_baselines(make: Callable[..., Any], replicas: int) -> None:
             for p, g in zip(model, draw(step, [(7, 9), (5,)]), strict=True):
                 p.grad = g
             optimizer.step()
-            shared = replicated_by_optimizer(optimizer, collect_shards(optimizer.param_groups), [])
+            context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+            shared = Dense(context, DenseOptions()).replicated_tensors()
             assert check_replicas_equal(collectives, shared, CPU, step, False)
         for key in (None, "exp_avg", "step"):
             part = next(part for kind, part in shared[0].parts if kind == key)

@@ -222,7 +222,7 @@ def test_offload_changes_nothing_and_does_not_wait(update: str, bf16_weights: bo
             with no_synchronisation() if step else nullcontext():
                 optimizer.step()
         assert len(optimizer.method.passes.storage.windows) == len(offload)
-        state = optimizer.state_dict()["scape"]["tensors"]
+        state = optimizer.state_dict()["replica"]["methods"][0]["tensors"]
         results.append([p.detach() * 1.0 for p in model] + [state[k].cpu().clone() for k in sorted(state)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -402,7 +402,7 @@ def shown(simulated: int) -> tuple[bool, bool, bool]:
     with optimizers.shared_weights():
         inside = all(torch.equal(parameters(optimizers)[0][n], anchors[n]) for n in anchors)
     outside = parameters(optimizers)[0]
-    rates = {one.optimizer.param_groups[0]["lr"] for one in optimizers.each}
+    rates = {one.optimizer.param_groups[0]["lr"] for one in optimizers.weights}
     return inside, all(torch.equal(before[n], outside[n]) for n in before), rates == {0.01 / 8}
 
 

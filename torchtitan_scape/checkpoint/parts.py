@@ -9,6 +9,7 @@ from torchtitan_scape.checkpoint.state import sizes
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
+RANDOM = "random"  # name of the random number generators' states
 RESIDUALS = ("exact", "mean", "drop")
 
 

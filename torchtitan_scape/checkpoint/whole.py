@@ -15,10 +15,10 @@ from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 from torchtitan_scape.checkpoint.folder import read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA
+from torchtitan_scape.checkpoint.parts import RANDOM
 from torchtitan_scape.checkpoint.reader import load_into
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
 from torchtitan_scape.checkpoint.storage import find_damage, is_finished
-from torchtitan_scape.trainer.checkpointer import RANDOM
 
 _PROGRESS = "train_state"
 # First parts of names of what is no parameter.

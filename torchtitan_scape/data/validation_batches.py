@@ -11,10 +11,10 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import check_dataset
+from torchtitan_scape.data.exhaustion import raise_together
 from torchtitan_scape.data.loader import text_loader
 from torchtitan_scape.data.prepared import NAME, Split, open_split
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
-from torchtitan_scape.trainer.end_of_data import raise_together
 
 WHOLE = -1  # as validation.steps
 Rows = tuple[torch.Tensor, torch.Tensor]

@@ -11,7 +11,8 @@ from topology.chunks import double_buffered
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import Chunk, chunks_of
-from torchtitan_scape.methods.interface import CollectiveCall, GradientMethod, MethodContext, StepInfo
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, StepInfo
 
 
 class ChunkInFlight(NamedTuple):

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, layer_of, stored
+from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.dense.method import Dense, DenseOptions
-from torchtitan_scape.methods.interface import (
-    CollectiveCall,
-    GradientMethod,
-    LocalMethod,
-    MethodContext,
-    State,
-    StepInfo,
-)
+from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import FREE, MethodOptions
 from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
 

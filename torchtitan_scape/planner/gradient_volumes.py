@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from torchtitan_scape.core.workloads import Shape
-from torchtitan_scape.methods.topk.blocks import (
+from torchtitan_scape.planner.messages import PlannedMessage
+from torchtitan_scape.planner.payload import (
     Shapes,
     block_grid,
     demo_message_bytes,
@@ -20,7 +21,6 @@ from torchtitan_scape.methods.topk.blocks import (
     topk_message_bytes,
     whole_sizes,
 )
-from torchtitan_scape.planner.messages import PlannedMessage
 
 
 class Gradients(Protocol):

@@ -17,10 +17,12 @@ from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.chunked import ChunkedMethod
-from torchtitan_scape.methods.interface import LocalMethod, Method, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
+from torchtitan_scape.replica import rank_state
 from torchtitan_scape.replica.agreement import check_replicas_agree, describe_parameters
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.replica.simulation import Named, ReplicaWeights
@@ -117,6 +119,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             **options.fingerprint(),
         }
         check_replicas_agree(collectives, settings, self.param_groups)
+        self._settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
         collectives.broadcast_from_first([stored(s.parameter) for s in self._shards])
         self.weights = self._replica_weights(method, make_optimizer)
         scale = float(collectives.replicas) if reduction == "sum" else 1.0
@@ -374,6 +377,21 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         timed = self.timer.timed
         self.register_step_pre_hook(lambda *_: timed("exchange", levels.before_step)())
         self.register_step_post_hook(lambda *_: timed("exchange", levels.after_step)(self.guard.applied))
+
+    # --------------------------------------------------------------------------- this rank's state by itself
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that an exact resume needs besides the model's parameters, see `rank_state`. Collective."""
+        return rank_state.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict` of the same rank, layout and options. Load the model's parameters as well."""
+        rank_state.load(self, state_dict)
+
+    def layout(self) -> dict[str, Any]:
+        """Return the settings that a state depends on, and this rank's replica."""
+        collectives = self.collectives
+        return self._settings | {"replicas": collectives.replicas, "replica": collectives.replica}
 
     # ------------------------------------------------------------------------------- checks and reports
 

@@ -32,7 +32,7 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.loading import load
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
-from torchtitan_scape.checkpoint.parts import RESIDUALS, RandomState, sizes_line
+from torchtitan_scape.checkpoint.parts import RANDOM, RESIDUALS, RandomState, sizes_line
 from torchtitan_scape.checkpoint.reader import (
     GlobalLayout,
     ModelCheckpoint,
@@ -45,7 +45,6 @@ from torchtitan_scape.checkpoint.state import load_counters, sizes
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
-RANDOM = "random"
 _STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager clears what it needs for another save
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
 

@@ -26,6 +26,10 @@ class Seen:
         self.gradients = {name: gradient(name).clone() for name in self.names}
 
 
+def moment_and_residual(optimizer: Scape, name: str) -> tuple[Tensor, Tensor]:
+    return optimizer.method.moment_and_residual(next(s for s in optimizer.shards() if s.name == name))
+
+
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
@@ -46,7 +50,7 @@ def test_the_moment_follows_from_what_is_shown(replicas: int, options: dict[str,
         def probe(optimizer: Scape, step: int) -> None:
             optimizer.finish_previous_step()
             for name in NAMES if seen.gradients else ():
-                gh, (moment, residual) = seen.gradients[name], optimizer.moment_and_residual(name)
+                gh, (moment, residual) = seen.gradients[name], moment_and_residual(optimizer, name)
                 on = ~gh.isnan()
                 assert bool(on.any()) and not moment[~on].any() and (wired or not residual[on].any())
                 last = before[name]
@@ -54,7 +58,7 @@ def test_the_moment_follows_from_what_is_shown(replicas: int, options: dict[str,
             if seen.gradients:
                 total = torch.stack([gh.nan_to_num().double().square().sum() for gh in seen.gradients.values()]).sum()
                 torch.testing.assert_close(total.sqrt().float(), optimizer.grad_norm, rtol=1e-5, atol=0)
-            before.update({name: optimizer.moment_and_residual(name)[0] for name in NAMES})
+            before.update({name: moment_and_residual(optimizer, name)[0] for name in NAMES})
             optimizer.observe(seen)
             kept.append(
                 torch.cat([gh.nan_to_num() for gh in seen.gradients.values()]) if seen.gradients else torch.zeros(1)

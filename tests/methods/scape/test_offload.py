@@ -58,7 +58,7 @@ def run(
 
 
 def kept(optimizer: Scape) -> dict[str, Tensor]:
-    saved = optimizer.state_dict()["scape"]
+    saved = optimizer.state_dict()["replica"]["methods"][0]
     return {k: v.clone() for k, v in (saved["tensors"] | saved["extras"]).items()}
 
 

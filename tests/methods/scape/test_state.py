@@ -13,8 +13,8 @@ from torchtitan_scape import NonFiniteGradientError
 
 def test_a_state_without_residuals_is_refused() -> None:
     optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    state = {key: value for key, value in optimizer.state_dict().items() if key != "scape"}
-    with pytest.raises(ValueError, match="no 'scape' entry"):
+    state = {key: value for key, value in optimizer.state_dict().items() if key != "replica"}
+    with pytest.raises(ValueError, match="no 'replica' entry"):
         optimizer.load_state_dict(state)
 
 

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.methods.interface import (
-    CollectiveCall,
-    ErrorFeedback,
-    GradientMethod,
-    MethodContext,
-    State,
-    StepInfo,
-    masked_copy_,
-)
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from kernels import block_code, choose_backend
 from topology.comm_stream import Handle
 from topology.partition import Chunk
+from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.chunked import ChunkedMethod
-from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo, masked_copy_
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 

@@ -15,18 +15,11 @@ from kernels.scape.blocks import entries_per_block
 from kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
 from topology.chunks import AddingSource
 from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
-from torchtitan_scape.methods.interface import (
-    CollectiveCall,
-    ErrorFeedback,
-    GradientMethod,
-    MethodContext,
-    State,
-    StepInfo,
-    masked_copy_,
-    packed_bits,
-)
+from torchtitan_scape.core.tensors import masked_copy_, packed_bits
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.methods.topk.blocks import mask_counts
+from torchtitan_scape.planner.payload import mask_counts
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 BLOCK = 1024  # entries, where the largest of every block are selected

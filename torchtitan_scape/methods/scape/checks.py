@@ -1,9 +1,7 @@
 """Checks of the parameters and options of SCAPE, when it is built."""
 
 import logging
-import zlib
 from collections.abc import Sequence
-from typing import Any
 
 from kernels.scape.blocks import BlockLayout
 from torchtitan_scape.core.bf16_weights import ScaledTensor
@@ -36,12 +34,6 @@ def check_weights(shards: list[Shard], weights_dtype: str) -> None:
             "set it to 'bfloat16'" if in_bf16[0] else "give the model to hold_in_bfloat16, or leave it at 'float32'"
         )
         raise ValueError(f"weights_dtype is {weights_dtype!r}, and the parameters are kept {kept}: {advice}")
-
-
-def describe(shards: Sequence[Shard], sparsified: int) -> dict[str, Any]:
-    """The model as state is laid out over it, for comparison."""
-    listed = [(s.name, s.size, s.columns, s.group) for s in shards]
-    return {"parameters": zlib.crc32(repr(listed).encode()), "sparsified": sparsified}
 
 
 def warn_of_density(sparse: Sequence[Shard], options: ScapeOptions) -> None:

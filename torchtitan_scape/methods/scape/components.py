@@ -15,7 +15,6 @@ from torchtitan_scape.methods.scape.checks import (
     backend_for,
     check_one_device,
     check_weights,
-    describe,
     warn_of_density,
 )
 from torchtitan_scape.methods.scape.masks import DelayedMasks
@@ -53,13 +52,6 @@ class ScapeComponents(Method):
         logs = replicas.is_writer and (not dist.is_initialized() or dist.get_rank() == 0)
         if logs:
             warn_of_density(sparse, options)
-        self.fingerprint = {
-            **describe(self.ordered, len(sparse)),
-            "replicas": replicas.replicas,
-            "max_norm": context.max_norm,
-            "gradient_scale": context.gradient_scale,
-            **options.fingerprint(),
-        }
         device = local(shards[0].parameter).device
         backend = choose_backend(context.kernels, device, {s.parameter.dtype for s in shards})
         passes_backend = backend_for(options.selection, context.kernels, backend, logs)

@@ -231,21 +231,10 @@ class StateByParameter:
         Call `finish_previous_step` first.
         """
         return {
-            "fingerprint": {**self.scape.fingerprint, "replica": self.scape.collectives.replica},
             "tensors": {f"{kind}.{name}": values for (kind, name), values in self.tensors().items()},
             "extras": self.extras(),
             "record": self.record(),
         }
-
-    def check_same(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError where `whole` is of another layout, another replica or other options."""
-        mine = {**self.scape.fingerprint, "replica": self.scape.collectives.replica}
-        for key, value in mine.items():
-            if saved["fingerprint"].get(key) != value:
-                raise ValueError(
-                    f"the saved state has {key}={saved['fingerprint'].get(key)!r}, this run has {value!r}; "
-                    "SCAPE resumes on the same layout and options only"
-                )
 
     @torch.no_grad()
     def put_whole(self, saved: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ parameters: arXiv:2603.08163.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torchtitan_scape.methods.interface import GradientMethod, MethodContext
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.local_updates import FragmentSchedule, LocalOptions, LocalUpdates, OuterOptimizer
 from torchtitan_scape.methods.topk.method import Topk, TopkOptions
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod

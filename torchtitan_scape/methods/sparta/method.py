@@ -18,7 +18,9 @@ from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
 from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.core.parameters import stored
-from torchtitan_scape.methods.interface import CollectiveCall, LocalMethod, MethodContext, State, StepInfo, masked_copy_
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.base import LocalMethod
+from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.planner.local_volumes import OWNER_ERROR_ABOVE
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod

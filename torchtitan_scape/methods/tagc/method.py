@@ -16,15 +16,9 @@ from kernels.scape.blocks import entries_per_block
 from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
 from kernels.tagc.index import to_offsets, union_of_offsets
 from torchtitan_scape.core.parameters import split
-from torchtitan_scape.methods.interface import (
-    CollectiveCall,
-    ErrorFeedback,
-    GradientMethod,
-    MethodContext,
-    State,
-    StepInfo,
-    masked_copy_,
-)
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 

@@ -15,18 +15,12 @@ from kernels import choose_backend
 from kernels.scape.blocks import density_at
 from kernels.scape.reference import select_rows
 from torchtitan_scape.core.parameters import split
-from torchtitan_scape.methods.interface import (
-    CollectiveCall,
-    ErrorFeedback,
-    GradientMethod,
-    MethodContext,
-    State,
-    StepInfo,
-    masked_copy_,
-)
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.methods.topk.blocks import BlockGrid, block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.methods.topk.messages import TopkMessages, from_blocks, to_blocks, valid_mask
+from torchtitan_scape.planner.payload import BlockGrid, block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 
