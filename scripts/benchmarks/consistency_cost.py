@@ -54,7 +54,7 @@ class CostTrainer(train.ScapeTrainer):
         self.seconds["read"].append(timed(self.read))
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for one in self.optimizers.shared() for _, tensor in one.parts]
+        return [tensor for one in self.optimizers.replicated_tensors() for _, tensor in one.parts]
 
     def read(self) -> None:
         words = [t.detach().reshape(-1).view(torch.uint8) for t in self.tensors()]

@@ -104,10 +104,10 @@ def held(trainer: Any) -> dict[str, float]:
     from torchtitan_scape.core.parameters import local, stored
     from torchtitan_scape.sharding.base import flat_groups
 
-    optimizers, model = trainer.optimizers, trainer.model_parts[0]
+    optimizers, model = trainer.replica_optimizer, trainer.model_parts[0]
     weights = [stored(p) for p in model.parameters()]
     kinds: dict[str, float] = {"parameters": nbytes(weights)}
-    levels, optimizer = optimizers.levels, optimizers.optimizers[0]
+    levels, optimizer = optimizers.levels, optimizers.inner
     if levels is not None:
         kinds["gradients"] = nbytes([group.reduce.buffer for group in levels.groups])
         kinds["masters"] = nbytes([master.values for master in levels.masters])

@@ -51,7 +51,7 @@ def train(args: argparse.Namespace) -> int:
 
     cell = cell_of(args, args.methods)
     trainer = ScapeTrainer(parse([*arguments(Grid(args.grid), cell), f"--job.dump_folder={args.work / cell.name}"]))
-    probe = Probe(trainer.optimizers, cell.of.steps)
+    probe = Probe(trainer.replica_optimizer, cell.of.steps)
     trainer.train()
     short = json.loads(json.dumps(probe.figures()), parse_float=lambda text: float(f"{float(text):.4g}"))
     content = {"validation_loss": trainer.validator.last_loss, "versions": versions(), "figures": short}

@@ -130,10 +130,8 @@ class Probe:
     """Follows a run on its sparsified tensors, by hooks before and after the optimizer's step."""
 
     def __init__(self, optimizers: Any, steps: int) -> None:
-        # Late: TorchTitan is imported after the device has been decided.
-
-        optimizer = optimizers.optimizers[0]
-        replicas = optimizers.each if isinstance(optimizers, OwnStepOptimizers) else []
+        optimizer = optimizers.inner
+        replicas = [method for method in optimizers.methods if method.holds_optimizer_state]
         self.group, self.settled, self.every = optimizer.param_groups[0], round(SETTLED * steps), max(1, steps // 100)
         self.tensors = [local(p).detach().view(-1) for p in self.group["params"] if p.ndim >= 2]
         sizes = [tensor.numel() for tensor in self.tensors]

@@ -66,7 +66,7 @@ def rank(form: str, output: str, options: list[str]) -> None:
         one.start()
     trainer = ScapeTrainer(parse([*options, f"--job.dump_folder={output}"]))
     trainer.train()
-    scape = trainer.optimizers.optimizers[0]
+    scape = trainer.replica_optimizer.methods[0]
     figures: dict[str, Any] = {"validation_loss": trainer.validator.last_loss} | distance(scape)
     if dist.get_rank() == 0:
         (Path(output) / "figures.json").write_text(json.dumps(figures))

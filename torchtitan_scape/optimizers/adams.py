@@ -59,12 +59,17 @@ class AdamS(Optimizer):
                 "step": torch.zeros((), dtype=torch.float64, device=local(parameter).device),
             }
 
+    def release_state(self) -> None:
+        """Drop the moments: a method stores them and performs the update, with the rates of this optimizer."""
+        self.state.clear()
+        self._allocates_state = False
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the state keeps its dtypes, and the step counter comes to the parameter's device."""
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True) if self._allocates_state else ():
             saved, device = state_dict["state"][saved_id], local(parameter).device
             self.state[parameter] = {
                 "exp_avg": saved["exp_avg"].to(device=device, dtype=torch.float32),

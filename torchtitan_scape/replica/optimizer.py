@@ -119,7 +119,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             **options.fingerprint(),
         }
         check_replicas_agree(collectives, settings, self.param_groups)
-        self._settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
+        self.settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
         collectives.broadcast_from_first([stored(s.parameter) for s in self._shards])
         self.weights = self._replica_weights(method, make_optimizer)
         scale = float(collectives.replicas) if reduction == "sum" else 1.0
@@ -388,11 +388,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Load the result of `state_dict` of the same rank, layout and options. Load the model's parameters as well."""
         rank_state.load(self, state_dict)
 
-    def layout(self) -> dict[str, Any]:
-        """Return the settings that a state depends on, and this rank's replica."""
-        collectives = self.collectives
-        return self._settings | {"replicas": collectives.replicas, "replica": collectives.replica}
-
     # ------------------------------------------------------------------------------- checks and reports
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
@@ -432,6 +427,16 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def dense_bytes(self) -> float:
         """Return the bytes that this rank would send per step with an FP32 all-reduce of all gradients."""
         return self.collectives.reduced_bytes(sum(shard.size for shard in self._shards))
+
+    def stats(self) -> dict[str, float]:
+        """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective."""
+        sent = sum(self.collectives.traffic.sent.values())
+        return self.metrics() | {
+            "grad_norm": self.grad_norm.item(),
+            "steps": float(self.attempted_steps),
+            "sent_bytes": sent / max(1, self.attempted_steps),
+            "dense_bytes": self.dense_bytes(),
+        }
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last step for the log. Collective.

@@ -25,7 +25,7 @@ def save(optimizer: Any) -> dict[str, Any]:
     optimizer.finish_previous_step()
     others = optimizer.weights[1:]
     replica = {
-        "layout": optimizer.layout(),
+        "layout": _layout(optimizer),
         "methods": optimizer.replicas.run(lambda i: optimizer.methods[i].state_dict()),
         "weights": [[stored(shard.parameter) for shard in one.shards] for one in others],
         "optimizers": [one.optimizer.state_dict() for one in others],
@@ -33,6 +33,12 @@ def save(optimizer: Any) -> dict[str, Any]:
         "skipped": (optimizer.guard.skipped, optimizer.guard.skipped_in_a_row),
     }
     return optimizer.inner.state_dict() | {"replica": replica}
+
+
+def _layout(optimizer: Any) -> dict[str, Any]:
+    """The settings that a state depends on, and this rank's replica."""
+    collectives = optimizer.collectives
+    return optimizer.settings | {"replicas": collectives.replicas, "replica": collectives.replica}
 
 
 @torch.no_grad()
@@ -48,7 +54,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
             "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
             "(helpers that gather optimizer state by parameter drop the method's state)"
         )
-    for key, value in optimizer.layout().items():
+    for key, value in _layout(optimizer).items():
         if saved["layout"].get(key) != value:
             raise ValueError(
                 f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
