@@ -133,6 +133,9 @@ def train(folder: str, run: Record) -> Record:
     ledger = {key: [calls, size, float(sent).hex()] for key, (calls, size, sent) in ledger_of(trainer).items()}
     weights = {name: _digest(parameter) for name, parameter in trainer.model_parts[0].named_parameters()}
     states: dict[str, str] = {}
+    for module in trainer.model_parts[0].modules():
+        if hasattr(module, "reshard"):  # the validation's forward pass leaves the root's parameters gathered
+            module.reshard()
     for kind, name, value in states_of(trainer):
         if isinstance(value, torch.Tensor) or hasattr(value, "to_local"):
             key = f"{kind}/{name}" if name else kind
@@ -154,7 +157,7 @@ def _digest(tensor: Any) -> str:
     values = _local(tensor).detach()
     if type(values) is not torch.Tensor:  # BF16 weights with a scale, or a parameter: their FP32 values
         values = values * 1.0
-    values = values.cpu().contiguous().view(-1)
+    values = values.cpu().clone(memory_format=torch.contiguous_format).view(-1)
     data = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
     return f"{str(values.dtype).removeprefix('torch.')}[{values.numel()}] {hashlib.sha256(data).hexdigest()}"
 
