@@ -43,7 +43,8 @@ def load_scape(each: Sequence[ScapeComponents], reader: CheckpointReader, same_l
     for state in states:
         # P keeps its density, by which the host knows that it is no mask of all ones.
         state.put_record(saved, list(saved["densities"]) if same_layout else [1.0, saved["densities"][1]])
-    for i, shard, kinds in reader:
+    for _, shard, kinds in reader:
+        i = first.names.index(shard.name)
         moment, own, held = _told_apart(kinds, reader, device)
         if i < first.sparsified:
             for state in states:
@@ -86,7 +87,8 @@ def _from_another_method(states: Sequence[StateByParameter], reader: CheckpointR
     norm, pending = NormAccumulator(first.scape.collectives, device), False
     for state in states:
         state.put_record({"attempted_steps": step, "applied_steps": reader.applied_steps()}, [1.0, 1.0])
-    for i, shard, kinds in reader:
+    for _, shard, kinds in reader:
+        i = first.names.index(shard.name)
         beta1 = first.beta1(i)
         found = import_state(kinds, reader, device)
         mean = found.mean(reader)
