@@ -391,7 +391,7 @@ def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
     """As `train`, and how many chunks every backward pass has started."""
     from torchtitan_scape.methods.overlap import BackwardOverlap
 
-    rest, begun = BackwardOverlap.rest, list[int]()
+    rest, begun = BackwardOverlap.start_remaining, list[int]()
 
     def counted(overlap: BackwardOverlap) -> list[torch.Tensor]:
         begun.append(len(overlap._arriving))

@@ -92,11 +92,13 @@ def literal(
     return history
 
 
-def copied(state: dict[str, Any]) -> dict[str, Any]:
+def copied(state: Any) -> Any:
     """A state dict whose tensors are copies."""
-    return {
-        k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
-    }
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [copied(value) for value in state]
+    return state.clone() if isinstance(state, Tensor) else state
 
 
 def resume(collectives: ThreadCollectives, at: int, **options: Any) -> tuple[Scape, Scape]:

@@ -113,8 +113,9 @@ def held(trainer: Any) -> dict[str, float]:
         kinds["masters"] = nbytes([master.values for master in levels.masters])
     else:
         kinds["gradients"] = 4.0 * sum(weight.numel() for weight in weights)
-    if hasattr(optimizer, "passes"):  # SCAPE makes its state at once; masks and payload besides
-        kinds["state"] = nbytes([optimizer.passes.storage.flat["state"]])
+    method: Any = optimizers.methods[0]
+    if method.holds_optimizer_state:  # SCAPE creates its state at once; masks and payload besides
+        kinds["state"] = nbytes([method.passes.storage.flat["state"]])
     else:
         with local(weights[0]).fake_mode, torch.no_grad():  # type: ignore[attr-defined]
             for group in optimizer.param_groups:

@@ -49,7 +49,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 def check(optimizer: Scape, collectives: ThreadCollectives, step: int, repair: bool = False) -> bool:
     optimizer.finish_previous_step()
-    return check_replicas_equal(collectives, replicated_by_scape(optimizer), CPU, step, repair)
+    return check_replicas_equal(collectives, replicated_by_scape(optimizer.method), CPU, step, repair)
 
 
 def places(shared: list[ReplicatedTensors]) -> list[tuple[int, int]]:
@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_found_and_named(form: str, replicas: int) -> None:
             if step != 8:
                 return
             generator = torch.Generator().manual_seed(7)
-            shared = replicated_by_scape(optimizer)
+            shared = replicated_by_scape(optimizer.method)
             by_kind: dict[str | None, list[tuple[int, int]]] = {}
             for i, j in places(shared):
                 by_kind.setdefault(shared[i].parts[j][0], []).append((i, j))
@@ -161,7 +161,7 @@ def test_a_repair_at_once_leaves_no_trace(form: str) -> None:
         def probe(optimizer: Scape, model: nn.Module, step: int) -> None:
             for _ in range(4 if step in (1, 4, 7) else 0):  # the masks are dense, a step was skipped, neither
                 optimizer.finish_previous_step()
-                shared = replicated_by_scape(optimizer)
+                shared = replicated_by_scape(optimizer.method)
                 where = places(shared)
                 i, j = where[draw_below(len(where))]
                 part = shared[i].parts[j][1]
@@ -182,8 +182,8 @@ def test_a_repair_at_once_leaves_no_trace(form: str) -> None:
 
 def on_the_mask(optimizer: Scape) -> list[Tensor]:
     """The state of every tensor of the passes, zero off the mask on which all replicas hold it alike."""
-    layout, states = optimizer.masks.layout, optimizer.passes.kept("state")
-    bits = [layout.bits(optimizer.masks.previous, i) for i in range(len(layout.sizes))]
+    layout, states = optimizer.method.masks.layout, optimizer.method.passes.kept("state")
+    bits = [layout.bits(optimizer.method.masks.previous, i) for i in range(len(layout.sizes))]
     return [
         s.clone() if b is None else torch.where(unpack_bits(b, s.numel()), s, 0.0)
         for s, b in zip(states, [*bits, *[None] * (len(states) - len(bits))], strict=True)
@@ -203,11 +203,11 @@ def test_a_repair_some_steps_later_makes_replicas_equal_again(form: str, hit: st
             optimizer.finish_previous_step()
             if step == 6 and collectives.replica == 1:
                 if hit == "moment":
-                    for state, held in zip(optimizer.passes.kept("state"), on_the_mask(optimizer), strict=True):
+                    for state, held in zip(optimizer.method.passes.kept("state"), on_the_mask(optimizer), strict=True):
                         state[held != 0] *= 1.5
                 else:
                     # BF16 weights are written anew from the master that each replica has in "local".
-                    parts = replicated_by_scape(optimizer)[0].parts
+                    parts = replicated_by_scape(optimizer.method)[0].parts
                     flip(next(part for kind, part in parts if kind == ("master" if form == "bf16" else None)), 20)
             if step == 9:
                 assert not check(optimizer, collectives, step, repair=True)

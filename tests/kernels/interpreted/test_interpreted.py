@@ -256,8 +256,8 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
             optimizer.watch(seen)
             if collectives.replica == 0:
                 shown[kernels] += seen.gradients.values()
-            if collectives.replica == 0 and optimizer.passes.masters:
-                masters[kernels].append(torch.cat(optimizer.passes.kept("master")))
+            if collectives.replica == 0 and optimizer.method.passes.masters:
+                masters[kernels].append(torch.cat(optimizer.method.passes.kept("master")))
 
         return train(collectives, 5, probe=probe, kernels=kernels, **options)
 
@@ -283,7 +283,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         options: dict[str, Any] = dict(density=0.1, density_warmup_steps=2, update="sharded", kernels="triton")
         options |= dict(lr=1e-2, block_size=16, values="bfloat16")
         optimizer = make_scape(parameters, replicas=collectives, **options)
-        passes: Any = optimizer.passes
+        passes: Any = optimizer.method.passes
         for step in range(4):
             for p, g in zip(parameters, gradient(step, collectives.replica, SHAPES), strict=True):
                 p.grad = g.clone()
