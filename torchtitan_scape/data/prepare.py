@@ -32,7 +32,7 @@ from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
 from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts  # noqa: E402
 from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource  # noqa: E402
-from torchtitan_scape.data.prepare_workers import GO_ON, run  # noqa: E402
+from torchtitan_scape.data.prepare_workers import RESUME_HINT, run  # noqa: E402
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"prepare: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"prepare: stopped; {GO_ON}", file=sys.stderr)
+        print(f"prepare: stopped; {RESUME_HINT}", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
