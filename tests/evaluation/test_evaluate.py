@@ -1,4 +1,4 @@
-"""Scores of little models are what their logits say, on one process and on two; what is wrong is told in one line."""
+"""Scores of small models follow from their logits, on one process and on two; errors are one line."""
 
 import importlib.util
 import json
@@ -123,16 +123,16 @@ def test_likelihoods_of_a_bf16_model_are_fp32(
     found = evaluate(given(folder, "local_cloze", local), tmp_path / "scores")
     assert found["dtype"] == "bfloat16"
     total = len(CLOZES) * math.log(found["results"]["local_cloze"]["perplexity"]["value"])
-    assert total > 4 * len(CLOZES)  # beyond 4 BF16 numbers are multiples of 1/32, and so are sums
+    assert total > 4 * len(CLOZES)  # Above 4, BF16 numbers and their sums are multiples of 1/32.
     assert abs(32 * total - round(32 * total)) > 1e-3
 
 
-def test_a_limited_group_says_so(exported: dict[str, Path], local: Path, tmp_path: Path, harness: None) -> None:
+def test_a_limited_group_is_marked(exported: dict[str, Path], local: Path, tmp_path: Path, harness: None) -> None:
     found = evaluate(given(exported["gpt2"], "local,standard_library_validation", local, "--limit=2"), tmp_path)
     assert found["shown"] == ["local_choice", "local_rolling", "standard_library_validation"]
     assert found["limit"] == 2 and set(found["documents"].values()) == {2}
     told = (tmp_path / "local+standard_library_validation-limit2.md").read_text()
-    assert "the first 2 documents of each task alone" in told and "| local_choice | acc_norm |" in told
+    assert "only the first 2 documents of each task" in told and "| local_choice | acc_norm |" in told
 
 
 def rank(arguments: list[str]) -> int:
@@ -165,7 +165,7 @@ def told(arguments: list[str], capsys: Any) -> str:
     return err
 
 
-def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_without_an_export_is_one_line(exported: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_text('{"model_type": "llama"}')
     for folder in ("half", "nowhere"):
@@ -187,23 +187,23 @@ def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_pa
     assert not (exported["llama"] / "evaluation").exists()
 
 
-def test_without_the_extra_there_is_the_command(exported: dict[str, Path], capsys: Any) -> None:
+def test_without_the_extra_the_error_names_the_command(exported: dict[str, Path], capsys: Any) -> None:
     find = importlib.util.find_spec
     with patch("torchtitan_scape.evaluate.find_spec", lambda name: None if name == "lm_eval" else find(name)):
         for command in (["run", "--model", str(exported["llama"])], ["fetch"]):
             assert "pip install -e '.[eval]'" in told([*command, "--tasks", "piqa"], capsys)
 
 
-def test_unknown_tasks_and_missing_data_are_told_in_one_line(
+def test_unknown_tasks_and_missing_data_are_one_line(
     exported: dict[str, Path], local: Path, registry: Any, capsys: Any
 ) -> None:
     from torchtitan_scape.evaluation import harness
 
     small = harness.TaskManager
     with patch.object(harness, "TaskManager", lambda **given: small(**given) if len(given) > 1 else registry):
-        assert "near it are piqa" in told(given(exported["llama"], "piqqa", local), capsys)
+        assert "similar names are piqa" in told(given(exported["llama"], "piqqa", local), capsys)
     said = told(given(exported["llama"], "local_choice,local", local), capsys)
-    assert "'local_choice' is in local_choice and in local; leave one out" in said
+    assert "'local_choice' is in local_choice and in local; omit one" in said
     said = told(given(exported["llama"], "far_away", local), capsys)
     assert "nobody/nothing has not been fetched" in said and f"fetch --tasks far_away --include-path {local}," in said
     with patch("torchtitan_scape.data.hub.unreachable", lambda: "no network"):
@@ -216,7 +216,7 @@ def test_unknown_tasks_and_missing_data_are_told_in_one_line(
     assert capsys.readouterr().err == "" and not (exported["llama"] / "evaluation").exists()
 
 
-def test_weights_that_are_missing_are_not_drawn(
+def test_missing_weights_are_refused(
     exported: dict[str, Path], local: Path, tmp_path: Path, capsys: Any, harness: None
 ) -> None:
     from safetensors.torch import load_file, save_file
