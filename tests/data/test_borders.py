@@ -73,7 +73,7 @@ def test_documents_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
 def test_a_tokenizer_without_eos_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = made(tmp_path, ["<s>"], bos_token="<s>")
     assert border_ids(tokenizer, "bos_eos") == ([0], []) and border_ids(tokenizer, "eos") == ([], [])
-    assert "names no EOS" in caplog.text
+    assert "defines no EOS" in caplog.text
 
 
 def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_simulated_replicas_and_real_ranks_have_the_same_state(texts: Path, toke
     again, two = play(4), play(2)
     assert "continues at its position" in again.load_old([state])
     assert all(torch.equal(a, b) for a, b in zip(take(batches, 8), take(iter(again), 8), strict=True))
-    assert "of 4 data-parallel ranks" in two.load_old([state])
+    assert "has 4 data-parallel ranks" in two.load_old([state])
     rank = loader(texts, tokenizer, 1, 2)
     rank.load_old([state])
     assert torch.equal(take(iter(rank), 1)[0], take(iter(two), 2)[1])

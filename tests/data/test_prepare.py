@@ -167,7 +167,7 @@ def test_verify_reads_everything_and_a_lost_file_is_prepared_again(
 ) -> None:
     out = tmp_path / "out"
     call(out, "--validation", "0.2", "--verify", text=reference / "text")
-    assert f"{out} is whole" in capsys.readouterr().out
+    assert f"{out} is complete" in capsys.readouterr().out
     call(out, "--validation", "0.2", text=reference / "text")
     assert "is finished already" in capsys.readouterr().out
     path = out / "train-00001.bin"
@@ -291,7 +291,7 @@ def test_a_failed_worker_reports_its_error(tmp_path: Path, monkeypatch: pytest.M
     assert line == f"prepare: {out} cannot be written: No space left on device; run the same command again to continue"
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "_LOCK_SECONDS", 0.2)
-        with prepare._alone(out / "unfinished") as first:
+        with prepare._exclusive_lock(out / "unfinished") as first:
             call(out, text=text, status=2)
             assert f"another process is preparing data in {out}" in capsys.readouterr().err
             patched.setattr(prepare, "_LOCK_SECONDS", 60.0)
@@ -301,7 +301,7 @@ def test_a_failed_worker_reports_its_error(tmp_path: Path, monkeypatch: pytest.M
                 first.close()
 
             patched.setattr(time, "sleep", finish)
-            with prepare._alone(out / "unfinished") as second:
+            with prepare._exclusive_lock(out / "unfinished") as second:
                 assert os.path.samestat(os.fstat(second.fileno()), (out / "unfinished" / "lock").stat())
     with monkeypatch.context() as patched:  # a file of a stream that is no JSON
         (text / "1.jsonl").write_text('{"text": "good"}\nnot good\n')

@@ -120,7 +120,7 @@ def handed_on(old: list[PreparedDataLoader], new: list[PreparedDataLoader]) -> l
     assert all(state == states[0] for state in states)
     for one in new:
         assert one.saved_state(len(old)).keys() == states[0].keys()
-        assert "samples were read" in one.load_old(states)
+        assert "continuing after" in one.load_old(states)
     return new
 
 
