@@ -194,8 +194,9 @@ def state_on_mask(optimizer: Scape) -> list[Tensor]:
     "form, hit", [("local", "moment"), ("bf16", "parameter"), ("gather", "parameter"), ("gather bf16", "parameter")]
 )
 def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
-    """The step after which a bit flipped is 6, the check's 9. A flipped moment, which is not hashed, shows in the
-    parameters."""
+    """A bit flips after step 6, and the check runs at step 9. A flipped moment, which is not hashed, is visible in the
+    parameters.
+    """
     warned: list[str] = []
 
     def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], list[Tensor]]:

@@ -12,7 +12,7 @@ from tests.test_training import LAYOUTS, METHODS, train
 
 
 def short_of(folder: Path, texts: list[str]) -> list[str]:
-    """Training data; the first half is rank 0's."""
+    """Write training data, the first half for rank 0; return the arguments."""
     folder.mkdir(exist_ok=True)
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

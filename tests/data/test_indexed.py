@@ -12,7 +12,7 @@ DOCUMENTS = [[3, 1, 4, 1], [5], [9, 2, 65_535]]
 
 
 def literal(prefix: Path, documents: list[list[int]] = DOCUMENTS, code: int = 8) -> Path:
-    """A pair as Megatron-LM's own library writes it: int32 where the type's code is 4, uint16 where it is 8."""
+    """Write a pair as Megatron-LM's library does: int32 for dtype code 4, uint16 for code 8."""
     size, letter = {4: (4, "i"), 8: (2, "H")}[code]
     ids = [token for document in documents for token in document]
     prefix.with_name(prefix.name + ".bin").write_bytes(struct.pack(f"<{len(ids)}{letter}", *ids))

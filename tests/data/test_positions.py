@@ -37,7 +37,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["stored", "streamed"])
 def kind(request: pytest.FixtureRequest, texts: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which kind of data `text_files` is."""
+    """Kind of data of `text_files`."""
     if request.param == "streamed":
         files = sorted(str(file) for file in texts.glob("*.jsonl"))
         config = ours.DATASETS["text_files"]
@@ -87,31 +87,31 @@ def reader(data: Any, rank: int, world: int) -> Documents:
     return documents("test", data, lambda sample: str(sample["text"]), rank, world)
 
 
-def read(who: Documents, n: int) -> list[tuple[int, int]]:
-    """(epoch, document) of the next n documents; begins the next epoch as TorchTitan does."""
+def read(reader_: Documents, n: int) -> list[tuple[int, int]]:
+    """Return (epoch, document) of the next n documents; starts the next epoch as TorchTitan does."""
     found: list[tuple[int, int]] = []
     while True:
-        for sample in who:
-            found.append((who.epoch, int(sample["text"].partition(">")[0].strip("<"))))
+        for sample in reader_:
+            found.append((reader_.epoch, int(sample["text"].partition(">")[0].strip("<"))))
             if len(found) == n:
                 return found
-        who.set_epoch(who.epoch + 1)
+        reader_.set_epoch(reader_.epoch + 1)
 
 
 def redealt(data: Any, old: list[Documents], world: int) -> list[Documents]:
-    states = [json.loads(json.dumps(who.state_dict())) for who in old]
+    states = [json.loads(json.dumps(reader_.state_dict())) for reader_ in old]
     new = [reader(data, rank, world) for rank in range(world)]
-    for who in new:
-        who.load_old(states)
+    for reader_ in new:
+        reader_.load_old(states)
     return new
 
 
-def rest(who: Documents, epochs: int) -> list[tuple[int, int]]:
-    """What it reads up to the end of epoch `epochs` - 1."""
+def rest(reader_: Documents, epochs: int) -> list[tuple[int, int]]:
+    """Return the documents that a reader yields up to the end of epoch `epochs` - 1."""
     found: list[tuple[int, int]] = []
-    while who.epoch < epochs:
-        found += [(who.epoch, int(sample["text"].partition(">")[0].strip("<"))) for sample in who]
-        who.set_epoch(who.epoch + 1)
+    while reader_.epoch < epochs:
+        found += [(reader_.epoch, int(sample["text"].partition(">")[0].strip("<"))) for sample in reader_]
+        reader_.set_epoch(reader_.epoch + 1)
     return found
 
 
@@ -125,12 +125,12 @@ def test_any_number_of_readers_reads_every_document_once_per_epoch(
     readers = [reader(data, rank, worlds[0]) for rank in range(worlds[0])]
     seen: list[tuple[int, int]] = []
     for world in worlds[1:]:
-        for who, n in zip(readers, counts, strict=False):
-            seen += read(who, n) if n else []
+        for reader_, n in zip(readers, counts, strict=False):
+            seen += read(reader_, n) if n else []
         readers = redealt(data, readers, world)
     epochs = 1 + max(epoch for epoch, _ in [*seen, (0, 0)]) + 1
-    for who in readers:
-        seen += rest(who, epochs)
+    for reader_ in readers:
+        seen += rest(reader_, epochs)
     assert Counter(seen) == Counter((epoch, i) for epoch in range(epochs) for i in range(N))
 
 
@@ -152,11 +152,11 @@ def test_a_stream_is_redistributed_by_its_rule(
     readers = [reader(data, rank, worlds[0]) for rank in range(worlds[0])]
     seen: list[tuple[int, int]] = []
     for world in worlds[1:]:
-        for who, n in zip(readers, counts, strict=False):
-            seen += read(who, n)
+        for reader_, n in zip(readers, counts, strict=False):
+            seen += read(reader_, n)
         readers = redealt(data, readers, world)
-    for who in readers:
-        seen += rest(who, 2)
+    for reader_ in readers:
+        seen += rest(reader_, 2)
     found = Counter(seen)
     assert set(found) == {(epoch, i) for epoch in range(2) for i in range(N)}
     assert found.total() - len(found) == repeated

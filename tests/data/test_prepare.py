@@ -49,7 +49,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def documents(folder: Path, split: str) -> list[str]:
-    """The texts of a split, by their tokens: bytes are 2 and more, BOS 0, EOS 1."""
+    """Return the texts of a split, decoded from its tokens: bytes are 2 and above, BOS 0, EOS 1."""
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     tokenizer, found = build_tokenizer(config), []
@@ -63,7 +63,7 @@ def documents(folder: Path, split: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one worker makes of the texts, undisturbed. Not to be written to."""
+    """The data prepared by one worker without interruption; read-only."""
     folder = tmp_path_factory.mktemp("reference")
     call(folder / "out", "--validation", "0.2", text=jsonl(folder / "text"))
     return folder

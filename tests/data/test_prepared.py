@@ -35,7 +35,7 @@ N = 61  # Number of samples.
 
 
 def split(tokens: int = N * S + 2) -> Split:
-    """Tokens that count up, in three shards."""
+    """Consecutive tokens in three shards."""
     ids = np.arange(tokens, dtype=np.uint16)
     return Split([("a", ids[:50]), ("b", ids[50:51]), ("c", ids[51:])], "digest", 60_000)
 
@@ -45,7 +45,7 @@ def reader(rank: int, world: int, batch: int = 2, **options: Any) -> PreparedDat
 
 
 def samples(labels: torch.Tensor) -> list[int]:
-    """Sample i has the tokens from i S on."""
+    """Return the sample numbers: sample i has the tokens from i S."""
     assert torch.equal(labels, labels[:, :1] + torch.arange(S))
     return [(first - 1) // S for first in labels[:, 0].tolist()]
 
@@ -54,7 +54,7 @@ def samples(labels: torch.Tensor) -> list[int]:
 
 
 def literal_permutation(n: int, key: tuple[int, ...]) -> list[int]:
-    """Four Feistel rounds on pairs of digits, one number after the other."""
+    """Compute four Feistel rounds on pairs of digits, one number at a time."""
     bits = 2**64
     side = next(side for side in range(1, n + 1) if side * side >= n)
     digest = hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
@@ -103,7 +103,7 @@ def test_orders_differ_by_pass_and_seed() -> None:
 
 
 def steps(readers: list[PreparedDataLoader], n: int) -> list[list[int]]:
-    """The samples of each of n global batches, sorted."""
+    """Return the sorted samples of each of n global batches."""
     iterators = [iter(one) for one in readers]
     found = []
     for _ in range(n):
@@ -115,7 +115,7 @@ def steps(readers: list[PreparedDataLoader], n: int) -> list[list[int]]:
     return found
 
 
-def handed_on(old: list[PreparedDataLoader], new: list[PreparedDataLoader]) -> list[PreparedDataLoader]:
+def resumed(old: list[PreparedDataLoader], new: list[PreparedDataLoader]) -> list[PreparedDataLoader]:
     states = [json.loads(json.dumps(one.state_dict())) for one in old]
     assert all(state == states[0] for state in states)
     for one in new:
@@ -129,11 +129,11 @@ def test_global_batches_are_the_same_for_every_number_of_ranks() -> None:
     expected = steps([reader(0, 1, 12)], 18)
     readers = [reader(rank, 2) for rank in range(2)]
     found = steps(readers, 5)
-    readers = handed_on(readers, [reader(rank, 3) for rank in range(3)])
+    readers = resumed(readers, [reader(rank, 3) for rank in range(3)])
     found += steps(readers, 2)
-    readers = handed_on(readers, [reader(rank, 2, 1) for rank in range(2)])
+    readers = resumed(readers, [reader(rank, 2, 1) for rank in range(2)])
     found += steps(readers, 6)
-    readers = handed_on(readers, [reader(0, 1, 1, simulated=6, each=2)])
+    readers = resumed(readers, [reader(0, 1, 1, simulated=6, each=2)])
     found += steps(readers, 5)
     assert found == expected
     # Every sample once a pass.
@@ -170,7 +170,7 @@ def test_a_limited_number_of_passes_in_complete_steps() -> None:
     batches = [list(one) for one in readers]
     assert [len(of) for of in batches] == [10 * 3, 10 * 3]  # 122 samples are ten batches of 12
     assert readers[0].consumed == 120
-    more = handed_on(readers, [reader(0, 1, passes=2), reader(0, 1, passes=3)])
+    more = resumed(readers, [reader(0, 1, passes=2), reader(0, 1, passes=3)])
     assert list(more[0]) == [] and len(list(more[1])) == 5 * 6
 
 
@@ -179,7 +179,7 @@ def test_resuming_from_the_middle_of_a_chunk(tokenizer: Any) -> None:
     batches = iter(first)
     for _ in range(9):
         next(batches)
-    again = handed_on([first], [reader(1, 2)])[0]
+    again = resumed([first], [reader(1, 2)])[0]
     for (_, one), (_, other) in zip(itertools.islice(batches, 50), again, strict=False):
         assert torch.equal(one, other)
     assert first.consumed == 59 // 3 * 12
@@ -208,7 +208,7 @@ def test_mismatched_data_and_positions_are_refused() -> None:
 
 
 def prepared(folder: Path, tokenizer: Any, tokens: int = 200, validation: int = 38) -> Path:
-    """Two shards for training and one for validation, of bytes."""
+    """Write two shards for training and one for validation, of bytes."""
     (folder / "parts").mkdir(parents=True)
     facts = tokenizer_facts(BYTE_TOKENIZER, tokenizer)
     shards = []

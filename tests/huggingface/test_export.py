@@ -37,7 +37,9 @@ RUNS = {
 
 
 def train(parent: str) -> None:
-    """Every run, whose last step is saved; of the first two after 20 steps, with `wq` and `wk` times 8 before."""
+    """Train all runs and save their last step; the first two take 20 steps and have `wq` and `wk` scaled by 8
+    before.
+    """
     for name, arguments in RUNS.items():
         sharp = name in ("llama", "gpt2")
         train_one(Path(parent) / name, [*arguments, f"--training.steps={20 if sharp else 4}"], sharp)
@@ -85,20 +87,20 @@ def runs(pool2: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def export(runs: Path, tmp_path: Path, capsys: Any) -> Callable[..., tuple[int, str, Path]]:
-    """(exit code, what was said, folder) of an export of a run."""
+    """Exports a run; returns (exit code, output, folder)."""
 
     def export(name: str, *more: str, checkpoint: str = "latest") -> tuple[int, str, Path]:
         output = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
         given = ["--config", str(runs / name / "resolved.toml"), "--checkpoint", checkpoint, "--output", str(output)]
         code = main([*given, *more])
-        output = capsys.readouterr()
-        return code, output.out + output.err, output
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err, output
 
     return export
 
 
-def told(arguments: list[str]) -> tuple[int, str]:
-    """Exit code, and what went to stderr."""
+def run_main(arguments: list[str]) -> tuple[int, str]:
+    """Return the exit code and the text on stderr."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
         code = main(arguments)
@@ -230,7 +232,7 @@ def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> Non
         (["import", *recipe, "--model", str(half)], ("no model", "config.json")),
     ):
         before = sorted(tmp_path.iterdir())
-        code, output = told([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
+        code, output = run_main([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
         assert code == 2 and output.startswith("export: ") and output.count("\n") == 1, output
         assert all(word in output for word in words) and sorted(tmp_path.iterdir()) == before
 
@@ -266,5 +268,5 @@ def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) 
     for change, word in (({"num_attention_heads": 8}, "num_attention_heads"), ({"rope_parameters": None}, "")):
         wrong = config | change | ({"rope_theta": 5e5} if not word else {})
         (found / "config.json").write_text(json.dumps(wrong))
-        code, output = told([*given, "--output", str(tmp_path / "back")])
+        code, output = run_main([*given, "--output", str(tmp_path / "back")])
         assert code == 2 and (word or "rope_theta = 500000.0") in output, output

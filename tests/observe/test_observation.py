@@ -92,7 +92,9 @@ def test_an_unreadable_file_is_overwritten(content: bytes, tmp_path: Path) -> No
 
 
 def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[str, Any]]:
-    """Trains, with a NaN in the first simulated replica's gradients; first moments and residuals after every step."""
+    """Train with a NaN in the first simulated replica's gradients; return first moments and residuals after every
+    step.
+    """
     from torchtitan_scape.core.parameters import local
     from torchtitan_scape.replica.optimizer import SyncedOptimizers
     from torchtitan_scape.train import ScapeTrainer

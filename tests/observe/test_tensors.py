@@ -55,7 +55,7 @@ def test_patterns() -> None:
 
 
 def gathered() -> list[bool]:
-    """On four ranks: whether tensors of numbers, NaN among them, come back whole."""
+    """Return, on four ranks, whether tensors are assembled correctly, including NaN."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 

@@ -178,7 +178,9 @@ def test_models_without_hidden_matrices_are_refused() -> None:
 
 
 class Literal(local.Literal):
-    """DiLoCo whose replicas step by PyTorch's Muon and AdamW, each with moments of its own (MuLoCo, 2505.23725)."""
+    """DiLoCo with PyTorch's Muon and AdamW as inner optimizers, with separate moments per replica (MuLoCo,
+    2505.23725).
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -196,8 +198,9 @@ class Literal(local.Literal):
 
 
 def test_local_updates_have_a_muon_per_replica(pool1: Pool, pool2: Pool) -> None:
-    """Three replicas of one process, and two gloo ranks: parameters of all. What a sum in another order changes of FP32
-    may round otherwise in the iterations' BF16."""
+    """Three replicas of one process, and two gloo ranks: parameters of all. Sums in another FP32 order may round
+    differently in the BF16 iterations.
+    """
     for replicas in (3, 2):
         literal = Literal(replicas, **DILOCO)  # type: ignore[arg-type]
         for _ in range(20):

@@ -15,7 +15,7 @@ from torchtitan_scape.report.memory import MemoryReport
 
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
+    """Return the predicted bytes by kind, and those of the tensors of a trainer before its first step."""
     from kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.core.parameters import stored
     from torchtitan_scape.train import ScapeTrainer, parse

@@ -148,7 +148,7 @@ def _differences(degrees: tuple[int, int]) -> float:
 
     def weights_of(master: Any) -> Tensor:
         values = torch.zeros_like(master.values)
-        for one, weight in zip(master.places, master.group.weights(), strict=True):
+        for one, weight in zip(master.parts, master.group.weights(), strict=True):
             values[one.at : one.at + one.stop - one.start] = weight[one.start : one.stop]
         return values
 

@@ -42,7 +42,7 @@ def weight_error(levels: Any) -> float:
     """Return the largest distance between a weight and its master on this rank."""
     distances = [0.0]
     for master in levels.masters:
-        for one, weight in zip(master.places, master.group.weights(), strict=True):
+        for one, weight in zip(master.parts, master.group.weights(), strict=True):
             if one.start < one.stop:
                 values = master.values[one.at : one.at + one.stop - one.start]
                 distances.append(float((values - weight[one.start : one.stop]).abs().max()))

@@ -179,8 +179,8 @@ def check_replicas_equal(
         return True
     peers, group_rank = collectives.peers
     findings = _findings(shared, collectives.gather_from_peers(hashes).tolist())
-    own = (_texts(findings, peers), all(finding.source is not None for finding in findings))
-    reports = collectives.gather_objects(own)
+    report = (_texts(findings, peers), all(finding.source is not None for finding in findings))
+    reports = collectives.gather_objects(report)
     texts = list(dict.fromkeys(text for rank_texts, _ in reports for text in rank_texts))
     message = f"step {step}: " + "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
     if not repair or not all(good for _, good in reports):
@@ -199,11 +199,11 @@ def check_replicas_equal(
     return False
 
 
-def _findings(shared: Sequence[ReplicatedTensors], every: list[list[int]]) -> list[_Mismatch]:
+def _findings(shared: Sequence[ReplicatedTensors], hashes: list[list[int]]) -> list[_Mismatch]:
     """Return the mismatches, from the hashes of all parts, one row per peer."""
     mismatches, first = [], 0
     for one in shared:
-        rows = [tuple(row[first : first + len(one.parts)]) for row in every]
+        rows = [tuple(row[first : first + len(one.parts)]) for row in hashes]
         first += len(one.parts)
         if len(set(rows)) == 1:
             continue

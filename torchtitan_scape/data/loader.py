@@ -119,8 +119,8 @@ class TextDataset(HuggingFaceTextDataset):
         """Continue from the positions of another number of readers. Return a description for the log."""
         old = [self._checked(position) for position in positions]
         text = self._data.load_old(old)
-        mine = old[self._data.rank :: self._data.world]
-        self._token_buffer, self._begin = [token for position in mine for token in position["tokens"]], 0
+        own_positions = old[self._data.rank :: self._data.world]
+        self._token_buffer, self._begin = [token for position in own_positions for token in position["tokens"]], 0
         self._at_epoch_start = None
         return text
 

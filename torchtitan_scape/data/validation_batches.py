@@ -128,20 +128,22 @@ def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
     return inputs, torch.cat([empty, *(labels for _, labels in batch_list)])
 
 
-def _equal_shares(own: dict[int, Rows]) -> list[Rows]:
+def _equal_shares(local_rows: dict[int, Rows]) -> list[Rows]:
     """Move sequences between readers until each has the same number, because documents differ in length. Collective.
 
     Args:
-        own: Inputs and labels of this rank's readers, by reader.
+        local_rows: Inputs and labels of this rank's readers, by reader.
     """
-    counts = _gather_by_reader({reader: len(labels) for reader, (_, labels) in own.items()})
+    counts = _gather_by_reader({reader: len(labels) for reader, (_, labels) in local_rows.items()})
     share, left = divmod(sum(counts.values()), len(counts))
     _log_whole_split(share, len(counts), left)
     # Copies, because a view is sent with its whole storage.
-    surplus = _gather_by_reader({reader: [part[share:].clone() for part in rows] for reader, rows in own.items()})
+    surplus = _gather_by_reader(
+        {reader: [part[share:].clone() for part in rows] for reader, rows in local_rows.items()}
+    )
     redistributed = [torch.cat(parts) for parts in zip(*(surplus[reader] for reader in sorted(surplus)), strict=True)]
     found = []
-    for reader, rows in own.items():
+    for reader, rows in local_rows.items():
         begin, end = (sum(max(0, share - counts[r]) for r in range(last)) for last in (reader, reader + 1))
         inputs, labels = (
             torch.cat([part[:share], rest[begin:end]]) for part, rest in zip(rows, redistributed, strict=True)
@@ -150,12 +152,12 @@ def _equal_shares(own: dict[int, Rows]) -> list[Rows]:
     return found
 
 
-def _gather_by_reader(own: dict[int, Any]) -> dict[int, Any]:
+def _gather_by_reader(local_values: dict[int, Any]) -> dict[int, Any]:
     """Gather values by reader from all ranks. Ranks of one data-parallel index send equal values."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
+        return local_values
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, local_values)
     return dict(chain.from_iterable(values.items() for values in gathered))
 
 

@@ -38,7 +38,7 @@ class Observation:
     def __init__(self, config: JobConfig, optimizers: ReplicaOptimizersBase, log: Log) -> None:
         self.options, self.optimizers, self._log = config.observe, optimizers, log
         self.tensors = chosen(self.options.names, optimizers.shards(), config.model.name)
-        self.names = {shard.name for one in self.tensors for shard in one.shards}
+        self.names = {shard.name for observed in self.tensors for shard in observed.shards}
         collectives = optimizers.collectives
         self._group = collectives.groups.model
         self._first_replica, self._is_writer = collectives.replica == 0, dist.get_rank() == 0
@@ -57,7 +57,9 @@ class Observation:
         # A shadow residual requires a complete gradient exchange: no error feedback and no local updates.
         self._shadows = not any(state["carries"] in ("gradient", "model") for state in states.values())
         self._moments = [
-            one for one in self.tensors if all(FIRST in OPTIMIZERS[optimizer].moments(s) for s in one.shards)
+            observed
+            for observed in self.tensors
+            if all(FIRST in OPTIMIZERS[optimizer].moments(s) for s in observed.shards)
         ]
         self._before: dict[str, Tensor] = {}  # Masks of the largest first moments of the last step.
         self._shadow: dict[str, figures.ShadowResidual] = {}
@@ -69,7 +71,7 @@ class Observation:
         self._log_options(optimizer)
 
     def _log_options(self, optimizer: str) -> None:
-        options, labels = self.options, ", ".join(one.label for one in self.tensors)
+        options, labels = self.options, ", ".join(observed.label for observed in self.tensors)
         windows = ", ".join(f"{first} to {first + count - 1}" for first, count in options.windows) or "none"
         at = ", ".join(map(str, options.histograms)) or "none"
         logger.info(f"Observed: {labels}; windows: steps {windows}; histograms: {at}; written to {self.record.path}")
@@ -113,31 +115,33 @@ class Observation:
             if self._takes_histograms:
                 logger.warning(f"Step {self._step} was skipped: it has no histograms")
             return
-        for one in self.tensors:
-            values = self._whole(one, [gradient(shard.name) for shard in one.shards])
+        for observed in self.tensors:
+            values = self._whole(observed, [gradient(shard.name) for shard in observed.shards])
             if values is None:
                 continue
             if bool(values.isinf().any()):  # The guard checks the gradient of each replica, not their sum.
-                logger.warning(f"Step {self._step}: the sum of the gradients of {one.label} overflows; not recorded")
+                logger.warning(
+                    f"Step {self._step}: the sum of the gradients of {observed.label} overflows; not recorded"
+                )
                 continue
             valid = ~values.isnan()
             values = values if bool(valid.all()) else values[valid]
             if self._window is not None:
-                self._rows[one.label] = self._row(one, values)
+                self._rows[observed.label] = self._row(observed, values)
             if self._takes_histograms:
-                found = figures.distribution(values)
-                self.record.add_histogram(self._step, one.label, found)
-                tags = {"kurtosis": found.kurtosis, "within_tenth": found.within_tenth}
-                self._scalars(one, tags)
+                histogram = figures.distribution(values)
+                self.record.add_histogram(self._step, observed.label, histogram)
+                tags = {"kurtosis": histogram.kurtosis, "within_tenth": histogram.within_tenth}
+                self._scalars(observed, tags)
 
-    def _row(self, one: Observed, gradient: Tensor) -> Row:
+    def _row(self, observed: Observed, gradient: Tensor) -> Row:
         gradient_norm = figures.norm(gradient)
-        row = Row(self._step, one.label, self.options.density, gradient=gradient_norm, sent=gradient_norm)
+        row = Row(self._step, observed.label, self.options.density, gradient=gradient_norm, sent=gradient_norm)
         if self._shadows:
-            if self._from_first and one.label not in self._shadow:
-                self._shadow[one.label] = figures.ShadowResidual(gradient)
+            if self._from_first and observed.label not in self._shadow:
+                self._shadow[observed.label] = figures.ShadowResidual(gradient)
             row.shadow, row.sent = True, math.nan
-            if (shadow := self._shadow.get(one.label)) is not None:
+            if (shadow := self._shadow.get(observed.label)) is not None:
                 shadow.add(gradient, self.options.density)
                 row.sent, row.residual = figures.norm(shadow.sent), figures.norm(shadow.residual)
         return row
@@ -158,20 +162,20 @@ class Observation:
         residual_norms = self._residual_norms() if self._has_residual else {}
         if not self._is_writer:
             return
-        for one in self.tensors:
-            row = self._rows.get(one.label)
+        for observed in self.tensors:
+            row = self._rows.get(observed.label)
             if row is None:  # The step was skipped, so moments are unchanged.
-                self.record.add(Row(self._step, one.label, self.options.density))
+                self.record.add(Row(self._step, observed.label, self.options.density))
                 continue
-            if one.label in largest and one.label in self._before:
-                row.overlap = figures.overlap(self._before[one.label], largest[one.label])
-            row.residual = residual_norms.get(one.label, row.residual)
+            if observed.label in largest and observed.label in self._before:
+                row.overlap = figures.overlap(self._before[observed.label], largest[observed.label])
+            row.residual = residual_norms.get(observed.label, row.residual)
             self.record.add(row)
-            self._scalars(one, {key: getattr(row, key) for key in ("overlap", "gradient", "sent", "residual")})
+            self._scalars(observed, {key: getattr(row, key) for key in ("overlap", "gradient", "sent", "residual")})
         self._before = largest
 
-    def _scalars(self, one: Observed, found: dict[str, float]) -> None:
-        tags = {f"observe/{one.label}/{key}": value for key, value in found.items() if math.isfinite(value)}
+    def _scalars(self, observed: Observed, values: dict[str, float]) -> None:
+        tags = {f"observe/{observed.label}/{key}": value for key, value in values.items() if math.isfinite(value)}
         if tags:
             self._log(tags, self._step)
 
@@ -182,30 +186,30 @@ class Observation:
 
     # ------------------------------------------------------------------------------------------ tensors
 
-    def _whole(self, one: Observed, parts: Sequence[Tensor]) -> Tensor | None:
+    def _whole(self, observed: Observed, parts: Sequence[Tensor]) -> Tensor | None:
         """Return the assembled tensor on the writing rank, None on the others."""
         if not self._first_replica:
             return None
-        wholes = [whole(shard, values, self._group) for shard, values in zip(one.shards, parts, strict=True)]
+        wholes = [whole(shard, values, self._group) for shard, values in zip(observed.shards, parts, strict=True)]
         return (wholes[0] if len(wholes) == 1 else torch.cat(wholes)) if self._is_writer else None
 
     def _largest(self) -> dict[str, Tensor]:
         """Return the masks of the largest first moments, by label."""
         self.optimizers.finish_previous_step()
         masks = {}
-        for one in self._moments:
-            moments = [self.optimizers.observed_state(shard).moment for shard in one.shards]
+        for observed in self._moments:
+            moments = [self.optimizers.observed_state(shard).moment for shard in observed.shards]
             parts = [moment for moment in moments if moment is not None]
-            if len(parts) == len(moments) and (values := self._whole(one, parts)) is not None:
-                masks[one.label] = figures.largest(values, self.options.density)
+            if len(parts) == len(moments) and (values := self._whole(observed, parts)) is not None:
+                masks[observed.label] = figures.largest(values, self.options.density)
         return masks
 
     def _residual_norms(self) -> dict[str, float]:
         """Return the norms of the residuals by label: the root mean square over the replicas of this process."""
         squares = []
-        for one in self.tensors:
+        for observed in self.tensors:
             total = torch.zeros((), dtype=torch.float64, device=self.optimizers.grad_norm.device)
-            for shard in one.shards:
+            for shard in observed.shards:
                 residuals = self.optimizers.observed_state(shard).residuals
                 for residual in residuals if shard.counted else ():
                     total += residual.to(total.device).double().square().sum() / len(residuals)
@@ -213,7 +217,7 @@ class Observation:
         total_squares = torch.stack(squares)
         if self._group is not None:
             dist.all_reduce(total_squares, group=self._group)
-        return dict(zip((one.label for one in self.tensors), total_squares.sqrt().tolist(), strict=True))
+        return dict(zip((observed.label for observed in self.tensors), total_squares.sqrt().tolist(), strict=True))
 
     def write(self) -> None:
         """Write new records to disk, before a checkpoint and at the end."""

@@ -75,6 +75,7 @@ def check_layout(name: str, layout: Layout, levels: bool) -> None:
     conflicts += ["[sharding.levels]"] if levels else []
     if conflicts:
         raise ValueError(
-            f"[optimizer] name = {name!r} with {' and '.join(conflicts)}: it needs matrices that are whole or sharded by rows; "
-            "use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = 'AdamW'"
+            f"[optimizer] name = {name!r} with {' and '.join(conflicts)}: it needs matrices that are whole or sharded "
+            "by rows; use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = "
+            "'AdamW'"
         )

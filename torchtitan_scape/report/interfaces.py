@@ -64,8 +64,8 @@ class InterfaceCount:
         self._close()  # The window is still open if the data ended within a step.
         if self._steps == 0:
             return None
-        own = RankBytes(self._layout.node(dist.get_rank()), dict(self._counted), dict(self._moved))
-        ranks = self._optimizers.collectives.gather_objects(own)
+        local_bytes = RankBytes(self._layout.node(dist.get_rank()), dict(self._counted), dict(self._moved))
+        ranks = self._optimizers.collectives.gather_objects(local_bytes)
         others = {"context": self._layout.context, "tensor": self._layout.tensor}
         return {
             "steps": self._steps,

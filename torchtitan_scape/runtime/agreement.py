@@ -42,19 +42,19 @@ MAX_NAMED = 5  # Differing ranks listed in the error.
 
 def code_versions() -> dict[str, str]:
     """Return hashes of this project's packages, and the versions of its dependencies."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
+            versions[name] = "none"
     for package in PACKAGES:
         root = Path(str(package.__file__)).parent
         digest = hashlib.sha256()
         for path in sorted(root.rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-        found[f"the sources of {package.__name__}"] = digest.hexdigest()[:16]
-    return {f"code: {key}": value for key, value in found.items()}
+        versions[f"the sources of {package.__name__}"] = digest.hexdigest()[:16]
+    return {f"code: {key}": value for key, value in versions.items()}
 
 
 def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) -> dict[str, str]:
@@ -93,22 +93,22 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
 
 def facts(config: JobConfig) -> dict[str, str]:
     """Return all properties that ranks must have in common, as text, by name."""
-    found = {key: repr(value) for key, value in values_of(config) if key not in MAY_DIFFER} | code_versions()
+    collected = {key: repr(value) for key, value in values_of(config) if key not in MAY_DIFFER} | code_versions()
     # This variable adds barriers, so it must be equal on all ranks.
     key = "SCAPE_COUNT_INTERFACES"
-    found[f"environment: {key}"] = os.environ.get(key, "none")
+    collected[f"environment: {key}"] = os.environ.get(key, "none")
     # Only tokenizer files, because the folder may also contain weights.
-    found |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
-    found |= file_facts("training data", config.training.dataset_path)
+    collected |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
+    collected |= file_facts("training data", config.training.dataset_path)
     if config.validation.enable:
-        found |= file_facts("validation data", config.validation.dataset_path)
+        collected |= file_facts("validation data", config.validation.dataset_path)
     for name, source, corpus in CORPORA:
         if config.training.dataset.lower().startswith(name):
             try:
-                found[f"training data: {source}"] = corpus.corpus_digest()
+                collected[f"training data: {source}"] = corpus.corpus_digest()
             except ValueError as error:  # Raised again when this rank reads the data.
-                found[f"training data: {source}"] = str(error)
-    return found
+                collected[f"training data: {source}"] = str(error)
+    return collected
 
 
 def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:

@@ -65,21 +65,21 @@ class Master:
 
     Attributes:
         group: The parameter group.
-        places: Each parameter's part of the row slice.
+        parts: Each parameter's part of the row slice.
         values: FP32 (slice_size,).
         slices: Views of `values` as parameters of the optimizer, in the order of the group's parameters.
     """
 
     def __init__(self, group: LevelGroup) -> None:
-        self.group, self.places = group, group.slices()
+        self.group, self.parts = group, group.slices()
         weights = group.weights()
         self.values = torch.zeros(group.layout.slice_size, dtype=torch.float32, device=weights[0].device)
-        for part, weight in zip(self.places, weights, strict=True):
+        for part, weight in zip(self.parts, weights, strict=True):
             self.values[part.at : part.at + part.stop - part.start] = weight[part.start : part.stop]
         self.slices = [
             SliceParameter(values, tuple(parameter.shape), group.group_rank * size + part.start)
             for values, (_, parameter), size, part in zip(
-                self.views(self.values), group.parameters, group.layout.sizes, self.places, strict=True
+                self.views(self.values), group.parameters, group.layout.sizes, self.parts, strict=True
             )
         ]
 
@@ -89,7 +89,7 @@ class Master:
             row_slice[part.at : part.at + part.stop - part.start].view(
                 *(1,) * (parameter.ndim - 1), part.stop - part.start
             )
-            for part, (_, parameter) in zip(self.places, self.group.parameters, strict=True)
+            for part, (_, parameter) in zip(self.parts, self.group.parameters, strict=True)
         ]
 
 
@@ -153,7 +153,7 @@ class ThreeLevelState:
     def after_step(self, applied: Tensor | None) -> None:
         """Update the weights, unless `applied` is false, and clear the gradients. Collective."""
         for group, master in zip(self.groups, self.masters, strict=True):
-            group.update(master.values, master.places, group.weights(), applied)
+            group.update(master.values, master.parts, group.weights(), applied)
             group.reduce.buffer.zero_()  # Also after a skipped step: the buffer may contain its NaN.
             for part in master.slices:
                 part.grad = None
@@ -170,7 +170,7 @@ class ThreeLevelState:
         """Recompute the weights from loaded masters. Collective; its bytes are not counted."""
         with self.sharding.uncounted():
             for group, master in zip(self.groups, self.masters, strict=True):
-                group.full_update(master.values, master.places, group.weights(), None)
+                group.full_update(master.values, master.parts, group.weights(), None)
         self.sharding.version.changed()
 
     def bits(self) -> dict[str, tuple[nn.Parameter, Tensor]]:

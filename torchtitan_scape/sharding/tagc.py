@@ -178,18 +178,18 @@ class TagcReduce(Allocates):
         """Reduce-scatter the parameters that are not compressed. Return this rank's row, (entries,)."""
         uncompressed = self._uncompressed
         assert uncompressed is not None
-        own = uncompressed.new_empty(uncompressed.shape[1])
-        if own.numel():
-            self._reduce_scatter(uncompressed, own)
-        return own
+        result = uncompressed.new_empty(uncompressed.shape[1])
+        if result.numel():
+            self._reduce_scatter(uncompressed, result)
+        return result
 
     def _send_compressed(self, fake: bool) -> Tensor:
         """Reduce-scatter the compressed parameters. Return this rank's row, (blocks * 1024,)."""
-        ranks, own = self._circle.size, self.residual.new_empty(self.blocks * BLOCK)
+        ranks, result = self._circle.size, self.residual.new_empty(self.blocks * BLOCK)
         if not self.blocks:
-            return own
+            return result
         if self._full_exchange_requested and self._position.last:
-            return self._send_full(own)
+            return self._send_full(result)
         if self._options.selection == "table":
             chosen = torch.cat([select_above(row, self._options.sparsity) for row in self.residual])
         else:
@@ -198,15 +198,15 @@ class TagcReduce(Allocates):
         sends = index if self._options.fill else chosen.view(ranks, -1)
         if self._sketches:
             turn = (self._position.step + self._position.micro_batch) % TURNS
-            self._exchange_sketch(self._sketches[turn], index, sends, own)
+            self._exchange_sketch(self._sketches[turn], index, sends, result)
         else:
-            self._exchange_packed(index, self._mask_nonfinite(sends), own)
-        return own
+            self._exchange_packed(index, self._mask_nonfinite(sends), result)
+        return result
 
-    def _send_full(self, own: Tensor) -> Tensor:
+    def _send_full(self, result: Tensor) -> Tensor:
         self.mark_full_exchange()
-        self._reduce_scatter(torch.where(self._nonfinite[:, None], torch.nan, self.residual), own)
-        return own
+        self._reduce_scatter(torch.where(self._nonfinite[:, None], torch.nan, self.residual), result)
+        return result
 
     def _mask_nonfinite(self, bits: Tensor) -> Tensor:
         return torch.where(self._nonfinite[:, None], 0, bits)
@@ -229,16 +229,16 @@ class TagcReduce(Allocates):
             return chosen
         return from_nibbles(gathered) if self._index == "nibble_sum" else gathered
 
-    def _exchange_packed(self, index: Tensor, sends: Tensor, own: Tensor) -> None:
+    def _exchange_packed(self, index: Tensor, sends: Tensor, result: Tensor) -> None:
         ranks = self._circle.size
         packed = self.residual.new_empty(ranks * self.blocks, self._capacity)
         self._passes.pack(self.residual.view(-1), index.view(-1), sends.view(-1), self._capacity, packed)
         packed.view(ranks, -1)[:, 0].masked_fill_(self._nonfinite, torch.nan)  # Mark the row by its first value.
         received = torch.empty_like(packed)
         self._circle.exchange(packed.view(ranks, -1), received.view(ranks, -1), self._ledger, GRADIENTS)
-        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.group_rank], own)
+        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.group_rank], result)
 
-    def _exchange_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, own: Tensor) -> None:
+    def _exchange_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, result: Tensor) -> None:
         if self._options.left_over == "keep":
             # All ranks compute which entries the owner can recover; the others are not sent.
             recoverable = torch.stack([self._passes.solvable(row, sketch) for row in index])
@@ -253,16 +253,16 @@ class TagcReduce(Allocates):
         self._reduce_scatter(cells.view(len(cells), -1), total.view(-1))
         nan_flag = total.sum() * 0.0  # NaN if any cell is NaN, even a cell that no entry reads.
         estimate = self._options.left_over == "estimate"
-        self._passes.unfold(total, index[self._circle.group_rank], sketch, estimate, own)
-        own[:1] += nan_flag
+        self._passes.unfold(total, index[self._circle.group_rank], sketch, estimate, result)
+        result[:1] += nan_flag
 
-    def _reduce_scatter(self, rows: Tensor, own: Tensor) -> None:
-        """Write this rank's row of the sum over ranks of `rows` (S, n), in rank order, into `own` (n,)."""
+    def _reduce_scatter(self, rows: Tensor, result: Tensor) -> None:
+        """Write this rank's row of the sum over ranks of `rows` (S, n), in rank order, into `result` (n,)."""
         n = rows.shape[1]
         rows = pad(rows, (0, _padded_entries(n) - n)) if _padded_entries(n) > n else rows
         received = torch.empty_like(rows)
         self._circle.exchange(rows, received, self._ledger, GRADIENTS)
-        add_rows(received[:, :n], own)
+        add_rows(received[:, :n], result)
 
     def _make_sketches(self, device: torch.device) -> list[Sketch]:
         """Return the count sketches of the rotation.
