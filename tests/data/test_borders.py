@@ -19,7 +19,7 @@ from torchtitan_scape.data.loader import TextDataset  # noqa: E402
 
 
 def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:
-    """A tokenizer of bytes in a folder, as TorchTitan loads it."""
+    """Return a byte tokenizer stored in a folder, as TorchTitan loads it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -32,7 +32,7 @@ def given(model: Path, tasks: str, local: Path, *more: str) -> list[str]:
 
 
 def evaluate(arguments: list[str], output: Path) -> dict[str, Any]:
-    """The document of a run."""
+    """Return the document of an evaluation."""
     assert main([*arguments, "--output", str(output)]) == 0
     (path,) = output.glob("*.json")
     assert path.with_suffix(".md").is_file()

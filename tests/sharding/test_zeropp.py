@@ -87,7 +87,7 @@ def test_all_ranks_compute_with_the_same_weights(pool4: Pool) -> None:
 
 
 def cached_until_weights_change(ranks_per_node: int) -> None:
-    """The secondary copy changes no bit, only the traffic between nodes."""
+    """Check that the secondary copy changes no bit, only the traffic between nodes."""
     fresh, kept = (make(ranks_per_node, ShardingOptions(**CODED[ranks_per_node], secondary=s)) for s in (False, True))
     train(fresh, steps=4, skip=2)
     across = []

@@ -61,7 +61,7 @@ class ScaledTensor(torch.Tensor):
         return torch.mul(self.weight, scale, out=torch.empty_like(self.weight, dtype=dtype))
 
     def set_values(self, values: Tensor) -> None:
-        """weight = values / scale."""
+        """Set the weight to values / scale."""
         values = values.to(self.weight.device)
         self.weight.copy_(values if self.scale is None else values / self.scale.float())
 

@@ -139,5 +139,7 @@ def get_workload(name: str) -> Workload:
 
 
 def local_shapes(shapes: Sequence[Shape], shard: int) -> tuple[Shape, ...]:
-    """The first rank's shards: FSDP2 cuts the first dimension into `shard` pieces of ceil(rows / shard)."""
+    """Return the shapes of the first rank's shards: FSDP2 splits the first dimension into chunks of ceil(rows /
+    shard).
+    """
     return tuple((-(-s[0] // shard), *s[1:]) for s in shapes)
