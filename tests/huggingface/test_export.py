@@ -55,7 +55,7 @@ def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
     save = trainer.checkpointer.save
 
     def sharpened(step: int, last_step: bool = False) -> None:
-        """Attention of fresh weights is even: hardly anything else would show a wrong order of heads or angles."""
+        """Scale `wq` and `wk`: the attention of initial weights is uniform and hides a wrong order of heads."""
         with torch.no_grad():
             for name, parameter in trainer.model_parts[0].named_parameters():
                 if sharp and last_step and name.endswith(("wq.weight", "wk.weight")):
