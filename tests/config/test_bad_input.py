@@ -84,7 +84,7 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         (
             4,
             ["--optimizer.name=Muon", "--sync.method=dense", "--parallelism.tensor_parallel_degree=2"],
-            r"'Muon' with parallelism.tensor_parallel_degree = 2: .* whole or cut by rows; use .*_shard_degree.* or"
+            r"'Muon' with parallelism.tensor_parallel_degree = 2: .* whole or sharded by rows; use .*_shard_degree.* or"
             r" \[optimizer\] name = 'AdamW'",
         ),
         (

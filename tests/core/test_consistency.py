@@ -1,4 +1,4 @@
-"""Flipped bits: found at the next check, named on all ranks, repaired where most replicas agree."""
+"""Flipped bits are detected at the next check, named on all ranks, and repaired if there is a majority."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,8 +52,8 @@ def check(optimizer: Scape, collectives: ThreadCollectives, step: int, repair: b
     return check_replicas_equal(collectives, replicated_by_scape(optimizer.method), CPU, step, repair)
 
 
-def places(shared: list[ReplicatedTensors]) -> list[tuple[int, int]]:
-    """(parameter, part) of everything that is compared, step counts left out."""
+def comparable_parts(shared: list[ReplicatedTensors]) -> list[tuple[int, int]]:
+    """Return (parameter, part) of all compared tensors except step counts."""
     return [(i, j) for i, one in enumerate(shared[:-1]) for j, (_, part) in enumerate(one.parts) if part.numel()]
 
 
@@ -68,7 +68,7 @@ def places(shared: list[ReplicatedTensors]) -> list[tuple[int, int]]:
     st.sampled_from([8 * 1021, 64, 1 << 26]),
 )
 def test_any_flipped_bit_changes_the_hash(size: int, dtype: torch.dtype, skip: int, bit: int, chunk: int) -> None:
-    """Of any dtype, size and alignment; and two bits of different words."""
+    """Any dtype, size and alignment; also two bits of different words."""
     values = torch.randint(0, 2, (size + skip,), generator=torch.Generator().manual_seed(size)).to(dtype)[skip:]
     with patch.object(consistency, "_CHUNK_BYTES", chunk):
         before = fingerprint(values)
@@ -96,15 +96,17 @@ def test_swapped_entries_and_rows_change_the_hash() -> None:
     rows = values.clone()
     rows[[3, 35]] = rows[[35, 3]]
     assert fingerprint(rows) != before
-    assert fingerprint(values.t().contiguous().t()) == before  # what the entries are, not where they lie
+    assert (
+        fingerprint(values.t().contiguous().t()) == before
+    )  # The hash depends on the entries, not on the memory layout.
 
 
 # ----------------------------------------------------------------------------------------------- the check
 
 
 @pytest.mark.parametrize("form, replicas", [*((form, 4) for form in FORMS), ("local", 2), ("gather bf16", 2)])
-def test_a_flipped_bit_is_found_and_named(form: str, replicas: int) -> None:
-    """One bit of some tensors of every kind; no alarm before, with skipped steps and masks in flight."""
+def test_a_flipped_bit_is_detected_and_named(form: str, replicas: int) -> None:
+    """One bit of some tensors of every kind. No false alarm before, with skipped steps and masks in flight."""
     seen = set()
 
     def work(collectives: ThreadCollectives) -> None:
@@ -115,7 +117,7 @@ def test_a_flipped_bit_is_found_and_named(form: str, replicas: int) -> None:
             generator = torch.Generator().manual_seed(7)
             shared = replicated_by_scape(optimizer.method)
             by_kind: dict[str | None, list[tuple[int, int]]] = {}
-            for i, j in places(shared):
+            for i, j in comparable_parts(shared):
                 by_kind.setdefault(shared[i].parts[j][0], []).append((i, j))
             for i, j in (place for found in by_kind.values() for place in found[1::4]):
                 kind, part = shared[i].parts[j]
@@ -128,7 +130,7 @@ def test_a_flipped_bit_is_found_and_named(form: str, replicas: int) -> None:
                 expected = (
                     f"rank {odd}'s {what} differs from {others}:"
                     if replicas > 2
-                    else f"ranks 0 and 1 differ in {what}, and no majority"
+                    else f"ranks 0 and 1 differ in {what} without a majority"
                 )
                 with pytest.raises(ReplicasDifferError) as caught:
                     check(optimizer, collectives, step)
@@ -147,9 +149,8 @@ def test_a_flipped_bit_is_found_and_named(form: str, replicas: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["local", "bf16", "gather bf16"])
-def test_a_repair_at_once_leaves_no_trace(form: str) -> None:
-    """Parameters of all steps and the state at the end are those of the run in which nothing flipped; own residuals,
-    too."""
+def test_an_immediate_repair_leaves_no_trace(form: str) -> None:
+    """Parameters of all steps and the final state equal those of an undisturbed run, per-replica residuals included."""
 
     def work(collectives: ThreadCollectives) -> None:
         history, optimizer, _ = run(collectives, 14, **FORMS[form])
@@ -159,10 +160,10 @@ def test_a_repair_at_once_leaves_no_trace(form: str) -> None:
             return int(torch.randint(0, bound, (), generator=generator))
 
         def probe(optimizer: Scape, model: nn.Module, step: int) -> None:
-            for _ in range(4 if step in (1, 4, 7) else 0):  # the masks are dense, a step was skipped, neither
+            for _ in range(4 if step in (1, 4, 7) else 0):  # Dense masks, a skipped step, and an ordinary step.
                 optimizer.finish_previous_step()
                 shared = replicated_by_scape(optimizer.method)
-                where = places(shared)
+                where = comparable_parts(shared)
                 i, j = where[draw_below(len(where))]
                 part = shared[i].parts[j][1]
                 odd, bit = draw_below(3), draw_below(8 * part.nbytes)
@@ -180,8 +181,8 @@ def test_a_repair_at_once_leaves_no_trace(form: str) -> None:
     run_replicas(3, work)
 
 
-def on_the_mask(optimizer: Scape) -> list[Tensor]:
-    """The state of every tensor of the passes, zero off the mask on which all replicas hold it alike."""
+def state_on_mask(optimizer: Scape) -> list[Tensor]:
+    """Return the state of every tensor of the passes, zero outside the mask on which it is replicated."""
     layout, states = optimizer.method.masks.layout, optimizer.method.passes.kept("state")
     bits = [layout.bits(optimizer.method.masks.previous, i) for i in range(len(layout.sizes))]
     return [
@@ -193,9 +194,10 @@ def on_the_mask(optimizer: Scape) -> list[Tensor]:
 @pytest.mark.parametrize(
     "form, hit", [("local", "moment"), ("bf16", "parameter"), ("gather", "parameter"), ("gather bf16", "parameter")]
 )
-def test_a_repair_some_steps_later_makes_replicas_equal_again(form: str, hit: str) -> None:
-    """The step after which a bit flipped is 6, the check's 9. A flipped moment, which is not hashed, shows in the
-    parameters."""
+def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
+    """A bit flips after step 6, and the check runs at step 9. A flipped moment, which is not hashed, is visible in the
+    parameters.
+    """
     warned: list[str] = []
 
     def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -203,10 +205,13 @@ def test_a_repair_some_steps_later_makes_replicas_equal_again(form: str, hit: st
             optimizer.finish_previous_step()
             if step == 6 and collectives.replica == 1:
                 if hit == "moment":
-                    for state, held in zip(optimizer.method.passes.kept("state"), on_the_mask(optimizer), strict=True):
+                    states = optimizer.method.passes.kept("state")
+                    for state, held in zip(states, state_on_mask(optimizer), strict=True):
+                        optimizer.method.passes.kept("state"), state_on_mask(optimizer), strict=True
+                    ):
                         state[held != 0] *= 1.5
                 else:
-                    # BF16 weights are written anew from the master that each replica has in "local".
+                    # With "local", BF16 weights are rewritten from each replica's master.
                     parts = replicated_by_scape(optimizer.method)[0].parts
                     flip(next(part for kind, part in parts if kind == ("master" if form == "bf16" else None)), 20)
             if step == 9:
@@ -215,7 +220,7 @@ def test_a_repair_some_steps_later_makes_replicas_equal_again(form: str, hit: st
                 assert check(optimizer, collectives, step)
 
         history, optimizer, _ = run(collectives, 20, probe=probe, **FORMS[form])
-        return history, on_the_mask(optimizer)
+        return history, state_on_mask(optimizer)
 
     with patch.object(consistency.logger, "warning", warned.append):
         results = run_replicas(3, work)
@@ -226,7 +231,7 @@ def test_a_repair_some_steps_later_makes_replicas_equal_again(form: str, hit: st
             assert torch.equal(flat(state), flat(results[0][1]))
     assert not torch.equal(flat(results[1][0][8]), flat(results[0][0][8]))
     clean = run_replicas(3, lambda c: run(c, 20, **FORMS[form])[0])[0]
-    # What the others got from it meanwhile stays: little.
+    # The small effect on the other replicas before the repair remains.
     assert (flat(results[0][0][-1]) - flat(clean[-1])).norm() < 0.02 * flat(clean[-1]).norm()
 
 
@@ -263,7 +268,7 @@ def test_dense_baselines(make: Callable[..., Any], replicas: int) -> None:
     assert len({tuple(flat(values).tolist()) for values in run_replicas(replicas, work)}) == 1
 
 
-def test_many_differences_fit_one_line_and_a_stuck_bit_ends_the_run() -> None:
+def test_many_differences_are_one_line_and_a_stuck_bit_ends_the_run() -> None:
     def work(collectives: ThreadCollectives) -> tuple[str, str]:
         tensors = draw(0, [(4, 4)] * 6)
         shared = [ReplicatedTensors(f"p{i}", [(None, tensor)]) for i, tensor in enumerate(tensors)]

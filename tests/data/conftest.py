@@ -1,4 +1,4 @@
-"""What tests of data share."""
+"""Fixtures shared by the data tests."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Bytes as tokens, unless a file has another."""
+    """The byte tokenizer, unless a test file overrides it."""
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     return build_tokenizer(config)

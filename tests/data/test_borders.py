@@ -1,4 +1,4 @@
-"""What is written between documents, for tokenizers that name their borders in different ways."""
+"""Tokens between documents, for tokenizers that define BOS and EOS in different ways."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from torchtitan_scape.data.loader import TextDataset  # noqa: E402
 
 
 def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:
-    """A tokenizer of bytes in a folder, as TorchTitan loads it."""
+    """Return a byte tokenizer stored in a folder, as TorchTitan loads it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,8 +39,8 @@ def made(folder: Path, special: list[str], template: str = "", **config: Any) ->
 
 
 @pytest.mark.parametrize("named", [{"bos_token": END_OF_TEXT, "eos_token": {"content": END_OF_TEXT}}, {}])
-def test_one_token_for_both_is_written_once(named: dict[str, Any], tmp_path: Path) -> None:
-    """GPT-2's: TorchTitan's class found a BOS and no EOS. The published folder names neither."""
+def test_a_shared_bos_and_eos_token_is_written_once(named: dict[str, Any], tmp_path: Path) -> None:
+    """GPT-2: TorchTitan's class found a BOS and no EOS. The published folder defines neither."""
     tokenizer = made(tmp_path, [END_OF_TEXT], **named)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
     for border in ("bos_eos", "eos"):
@@ -50,15 +50,15 @@ def test_one_token_for_both_is_written_once(named: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("template", ["", "<s> $A", "<s> $A </s>"])
-def test_the_setting_decides_and_no_template(template: str, tmp_path: Path) -> None:
+def test_the_option_overrides_the_template(template: str, tmp_path: Path) -> None:
     tokenizer = made(tmp_path, ["<s>", "</s>"], template, bos_token="<s>", eos_token="</s>")
     text = tokenizer.tokenizer.encode("ab", add_special_tokens=False).ids
     assert BoundaryTokenizer(tokenizer, "bos_eos").encode("ab") == [0, *text, 1]
     assert BoundaryTokenizer(tokenizer, "eos").encode("ab") == [*text, 1]
 
 
-def test_documents_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
-    """Whatever tokenizer.json asks for: the longest of a batch would be how long its documents are."""
+def test_documents_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
+    """The settings of tokenizer.json are ignored; padding would make documents as long as the longest of a batch."""
     made(tmp_path, ["</s>"], eos_token="</s>")
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(4)
@@ -70,13 +70,13 @@ def test_documents_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
     assert [len(found.ids) for found in encode(["ab", "abcdef"], add_special_tokens=False)] == [2, 6]
 
 
-def test_a_tokenizer_without_an_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_without_eos_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = made(tmp_path, ["<s>"], bos_token="<s>")
     assert border_ids(tokenizer, "bos_eos") == ([0], []) and border_ids(tokenizer, "eos") == ([], [])
-    assert "names no EOS" in caplog.text
+    assert "defines no EOS" in caplog.text
 
 
-def test_the_loader_writes_the_border_that_the_recipe_names(tmp_path: Path) -> None:
+def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n{"text": "ef"}\n')
     config = JobConfig(data=Data(border="eos"))
     config.model.hf_assets_path = str(BYTE_TOKENIZER)

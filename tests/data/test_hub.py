@@ -1,4 +1,4 @@
-"""Data sets of the hub, where there is none: one line with the command that fetches them."""
+"""Datasets of the hub without network: a one-line error with the download command."""
 
 import time
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_hub_set_is_streamed(monkeypatch: pytest.MonkeyPatch, reachable: None)
         (KeyError(), "KeyError"),
     ],
 )
-def test_what_the_library_raises_becomes_one_line(
+def test_library_errors_become_one_line(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, reachable: None
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -71,8 +71,8 @@ def test_what_the_library_raises_becomes_one_line(
     assert ("hf auth login && hf download" in text) == ("gated" in said)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The library itself would try for minutes. Nothing is written."""
+def test_an_unreachable_hub_is_contacted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The library itself would retry for minutes. Nothing is written."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     begin = time.monotonic()

@@ -25,14 +25,14 @@ def test_follows_the_formula() -> None:
 
 
 def test_first_step_is_the_learning_rate() -> None:
-    """With bias correction the first step is lr * sign(g), whatever the gradient's size."""
+    """With bias correction the first step is lr * sign(g) for any gradient magnitude."""
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1e-3, -50.0])
     AdamS([parameter], lr=0.1, weight_decay=0.0).step()
     assert all(math.isclose(abs(x), 0.1, rel_tol=1e-4) for x in parameter.tolist())
 
 
-def test_state_keeps_its_dtypes_over_a_resume() -> None:
+def test_state_keeps_its_dtypes_when_resumed() -> None:
     def make() -> tuple[nn.Parameter, AdamS]:
         parameter = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
         return parameter, AdamS([parameter], lr=0.1)

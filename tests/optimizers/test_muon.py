@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks: against PyTorch's own, its formula, and in containers of either kind."""
+"""Muon for the matrices of the blocks: against PyTorch's Muon, against its formula, and in the containers."""
 
 import weakref
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload, local_shapes
 from torchtitan_scape.optimizers import muon
-from torchtitan_scape.optimizers.muon import Muon, orthogonalised
+from torchtitan_scape.optimizers.muon import Muon, orthogonalized
 from torchtitan_scape.planner.muon_volumes import muon_flops, muon_parts
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import PlannedRun, optimizer_bytes, simulated_memory_bytes
@@ -35,25 +35,25 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value) for name, value in local.start().items()}
 
 
-def give(weights: dict[str, nn.Parameter], step: int) -> None:
+def set_gradients(weights: dict[str, nn.Parameter], step: int) -> None:
     for name, weight in weights.items():
         weight.grad = None if name == local.WITHOUT else local.gradient(name, weight.detach(), step, 0)
 
 
-def pytorchs(weights: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+def make_pytorch_optimizers(weights: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
     muon = torch.optim.Muon([weights[n] for n in HIDDEN], LR, DECAY, momentum=BETAS[0], adjust_lr_fn="match_rms_adamw")
     rest = [weight for name, weight in weights.items() if name not in HIDDEN]
     return [muon, torch.optim.AdamW(rest, **RATES)]
 
 
-def test_it_is_pytorchs_muon_and_adamw_also_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit where BF16 is multiplied as it is; of a parameter that never had a gradient nothing changes."""
+def test_equals_pytorchs_muon_and_adamw_also_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise with BF16 products; a parameter without gradients does not change."""
     monkeypatch.setattr(muon, "products_dtype", lambda device: torch.bfloat16)
     weights, theirs = parameters(), parameters()
-    optimizer, plain = Muon(weights.items(), **RATES), pytorchs(theirs)
+    optimizer, plain = Muon(weights.items(), **RATES), make_pytorch_optimizers(theirs)
     for step in range(1, 9):
-        give(weights, step)
-        give(theirs, step)
+        set_gradients(weights, step)
+        set_gradients(theirs, step)
         if step == 4:
             resumed = Muon(weights.items(), **RATES | {"lr": 1.0})
             resumed.load_state_dict(optimizer.state_dict())
@@ -69,33 +69,35 @@ def test_it_is_pytorchs_muon_and_adamw_also_after_a_resume(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 40), (40, 96)])
-def test_products_on_a_cpu_round_as_bf16_does(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to FP64 as products of BF16 tensors are, and to these by less than a rounding of every entry."""
+def test_products_on_a_cpu_round_like_bf16(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their error relative to FP64 equals that of BF16 products, and the difference to these is less than one rounding
+    per entry.
+    """
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact = quintic(matrix.double())
     assert muon.products_dtype(torch.device("cpu")) is torch.float32
-    own = orthogonalised(matrix)
+    own = orthogonalized(matrix)
     monkeypatch.setattr(muon, "products_dtype", lambda device: torch.bfloat16)
-    in_bf16 = orthogonalised(matrix)
+    in_bf16 = orthogonalized(matrix)
     assert own.dtype is in_bf16.dtype is torch.bfloat16
-    assert apart(own, exact) < 1.1 * apart(in_bf16, exact) < 0.02
-    assert apart(own, in_bf16.double()) < 2**-8
+    assert relative_error(own, exact) < 1.1 * relative_error(in_bf16, exact) < 0.02
+    assert relative_error(own, in_bf16.double()) < 2**-8
 
 
-def apart(a: Tensor, exact: Tensor) -> float:
+def relative_error(a: Tensor, exact: Tensor) -> float:
     return float((a.double() - exact).norm() / exact.norm())
 
 
 def quintic(matrix: Tensor) -> Tensor:
-    """Newton-Schulz in the precision of its argument."""
+    """Return the Newton-Schulz iterations in the precision of the argument."""
     x = matrix / matrix.norm()
     for _ in range(5):
         x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
     return x
 
 
-def test_a_step_is_as_long_as_adamws() -> None:
-    """The quintic of Newton-Schulz in FP64: BF16 loses 1 % of it. 0.2 lr in the mean square, at a full rank."""
+def test_the_step_size_matches_adamw() -> None:
+    """With FP64 iterations (BF16 reduces the norm by 1 %): a root mean square of 0.2 lr at full rank."""
     weights = {"layers.0.weight": nn.Parameter(torch.zeros(24, 40))}
     gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
     weights["layers.0.weight"].grad = gradient.clone()
@@ -103,7 +105,7 @@ def test_a_step_is_as_long_as_adamws() -> None:
     x = quintic(gradient.double())
     moved = weights["layers.0.weight"].detach().double()
     expected = -0.01 * 0.2 * 40**0.5 * x
-    assert apart(moved, expected) < 0.02
+    assert relative_error(moved, expected) < 0.02
     assert 0.7 < float(moved.square().mean().sqrt()) / (0.2 * 0.01) < 1.2
 
 
@@ -115,9 +117,10 @@ CUT = {
 }
 
 
-def step_cut_and_whole() -> tuple[bool, list[int]]:
-    """Whether the shards are those of a Muon whose matrices nobody cut, to the last bit, and the bytes that went from
-    this rank to each in the last step, which had all gradients."""
+def step_sharded_and_whole() -> tuple[bool, list[int]]:
+    """Return whether the shards are bitwise equal to those of an unsharded Muon, and the bytes sent from this rank to
+    each.
+    """
     generator, mesh = torch.Generator().manual_seed(3), init_device_mesh("cpu", (dist.get_world_size(),))
     whole = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in CUT.items()}
     cut = {name: nn.Parameter(distribute_tensor(own.detach(), mesh, [Shard(0)])) for name, own in whole.items()}
@@ -140,8 +143,8 @@ def step_cut_and_whole() -> tuple[bool, list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_matrices_that_are_cut_by_rows_are_dealt_out(ranks: int, request: pytest.FixtureRequest) -> None:
-    results = request.getfixturevalue(f"pool{ranks}")(step_cut_and_whole)
+def test_row_sharded_matrices_are_exchanged(ranks: int, request: pytest.FixtureRequest) -> None:
+    results = request.getfixturevalue(f"pool{ranks}")(step_sharded_and_whole)
     assert all(equal for equal, _ in results)
     to_others = sum(size for i, (_, sent) in enumerate(results) for j, size in enumerate(sent) if i != j)
     shapes = [CUT["embedding.weight"], *(s for n, s in CUT.items() if n.startswith("layers")), (5,), (9, 4)]
@@ -164,23 +167,25 @@ def refused(style: str) -> str:
 
 
 @pytest.mark.parametrize("style", ["", "columns", "rows"])
-def test_matrices_that_are_cut_otherwise_are_refused(style: str, pool4: Pool) -> None:
+def test_other_shardings_are_refused(style: str, pool4: Pool) -> None:
     """By columns; by tensor parallelism below FSDP2's shards."""
-    assert all("cut by rows alone, and 'layers.0.weight' of (4, 4) is not" in text for text in pool4(refused, style))
+    assert all("sharded by rows only, and 'layers.0.weight' of (4, 4) is not" in text for text in pool4(refused, style))
 
 
-def test_what_it_is_not_for_is_refused() -> None:
+def test_models_without_hidden_matrices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"matrices of numbered layers, and none of 'a' to 'b' .* name = 'AdamW'"):
         Muon([("a", nn.Parameter(torch.zeros(3, 3))), ("b", nn.Parameter(torch.zeros(3)))])
 
 
 class Literal(local.Literal):
-    """DiLoCo whose replicas step by PyTorch's Muon and AdamW, each with moments of its own (MuLoCo, 2505.23725)."""
+    """DiLoCo with PyTorch's Muon and AdamW as inner optimizers, with separate moments per replica (MuLoCo,
+    2505.23725).
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.weights = [parameters() for _ in range(self.replicas)]
-        self.optimizers = [pytorchs(weights) for weights in self.weights]
+        self.optimizers = [make_pytorch_optimizers(weights) for weights in self.weights]
 
     def inner(self, i: int, n: str, g: Tensor) -> None:
         weights = self.weights[i]
@@ -192,9 +197,10 @@ class Literal(local.Literal):
         self.theta[i][n] = weights[n].detach().clone()
 
 
-def test_replicas_that_step_alone_have_muons_of_their_own(pool1: Pool, pool2: Pool) -> None:
-    """Three replicas of one process, and two gloo ranks: parameters of all. What a sum in another order changes of FP32
-    may round otherwise in the iterations' BF16."""
+def test_local_updates_have_a_muon_per_replica(pool1: Pool, pool2: Pool) -> None:
+    """Three replicas of one process, and two gloo ranks: parameters of all. Sums in another FP32 order may round
+    differently in the BF16 iterations.
+    """
     for replicas in (3, 2):
         literal = Literal(replicas, **DILOCO)  # type: ignore[arg-type]
         for _ in range(20):
@@ -211,15 +217,15 @@ def test_replicas_that_step_alone_have_muons_of_their_own(pool1: Pool, pool2: Po
     "method, options",
     [("quantized", {"block": 32}), ("powersgd", {"rank": 2, "start": 2}), ("topk", {"density": 0.1, "block_size": 32})],
 )
-def test_behind_a_method_that_synchronises(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """Replicas stay equal to the last bit, and simulated ones are the real ones."""
+def test_with_synchronized_gradients(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """Replicas stay bitwise equal, and simulated replicas equal real ones."""
     first, second = (run[-1][0][0] for run in pool2(trained, 8, method, options, 1, inner="Muon"))
     ((own, _),) = (run[-1] for run in pool1(trained, 8, method, options, 2, inner="Muon"))
     assert all(torch.equal(first[n], second[n]) for n in SHAPES)
     assert far(own[0], first) < 1e-5
 
 
-def test_the_planner_has_what_it_holds_and_multiplies() -> None:
+def test_the_planner_knows_its_memory_and_flops() -> None:
     shapes = [(20, 8), (8, 9), (9, 8), (8,), (20, 8)]
     weights = {f"{'layers.0.' if i in (1, 2) else ''}p{i}": nn.Parameter(torch.zeros(s)) for i, s in enumerate(shapes)}
     optimizer = Muon(weights.items())
@@ -230,8 +236,8 @@ def test_the_planner_has_what_it_holds_and_multiplies() -> None:
     assert muon_parts(shapes, 2) == [(0, 2 * 4 * 9), (1, 2 * 5 * 8)]
 
 
-def test_the_planner_shares_the_work_and_counts_what_is_dealt() -> None:
-    """Over eight ranks of a node of Frontier: 56 matrices of three shapes in seven rounds, there and back."""
+def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
+    """Eight ranks of a Frontier node: 56 matrices of three shapes in seven rounds, there and back."""
     workload, machine = replace(get_workload("llama_1_8b"), layers=8), get_machine("frontier")
 
     def predicted(shard: int, kind: str) -> Prediction:
@@ -242,22 +248,22 @@ def test_the_planner_shares_the_work_and_counts_what_is_dealt() -> None:
     assert products[8] == pytest.approx(products[1] / 8)
     more = predicted(8, "muon").shard - predicted(8, "adamw").shard
     part = sum(nbytes for _, nbytes in muon_parts(workload.shapes(), 8))
-    # Of an exchange one part in seven crosses the faster link to the other half of a GPU, and each waits once.
+    # One of seven parts of an exchange uses the faster link within a GPU, and each exchange incurs one latency.
     expected = 2 * part / 8 * (1 / 200e9 + 6 / 50e9) + 14 * (2e-6 + 6 * 3e-6)
     assert more == pytest.approx(expected)
 
 
 def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
-    """Of Muon's passes, as `predict` takes them without measured rates."""
+    """Return the time of Muon's passes, as `predict` computes it without measured rates."""
     nbytes = sum(optimizer_bytes(PlannedRun("muon"), local_shapes(workload.shapes(), shard), 16 // shard))
     return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)
 
 
-def test_a_step_lets_go_of_the_gradients() -> None:
-    """They would stay through the next backward pass."""
+def test_a_step_releases_the_gradients() -> None:
+    """Otherwise they would be kept through the next backward pass."""
     weights = parameters()
     optimizer = Muon(weights.items(), **RATES)
-    give(weights, 1)
+    set_gradients(weights, 1)
     held = [weakref.ref(w.grad.untyped_storage()) for w in weights.values() if w.grad is not None]
     optimizer.step()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Sign descent: its formula, and what it leaves alone."""
+"""Sign descent: its formula and its state."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from torchtitan_scape.optimizers.signsgd import SignSGD
 
 
-def test_it_steps_by_signs_and_keeps_nothing() -> None:
+def test_steps_follow_signs_without_moments() -> None:
     start = torch.tensor([1.0, -2.0, 3.0])
     theta, other = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     optimizer = SignSGD([("theta", theta), ("other", other)], lr=0.1, weight_decay=0.5)

@@ -1,4 +1,4 @@
-"""When what is kept of weights is stale: the container says so."""
+"""Version of the weights: the optimizer container reports every change."""
 
 from functools import partial
 from unittest.mock import patch
@@ -32,7 +32,7 @@ def versions() -> None:
     version = optimizers.sharding.version
 
     def step(nan: bool) -> bool:
-        """Whether it has changed weights, as who keeps them is told."""
+        """Return whether the step has changed the version of the weights."""
         before = version.now()
         for p in model.parameters():
             p.grad = torch.full_like(p, float("nan") if nan and dist.get_rank() else 1.0)
@@ -45,15 +45,15 @@ def versions() -> None:
     assert version.now() == before + 1
     optimizers.check_consistency(3)
     assert version.now() == before + 1
-    with patch.object(container, "check_replicas_equal", lambda *_: False):  # it has repaired something
+    with patch.object(container, "check_replicas_equal", lambda *_: False):  # A repair took place.
         optimizers.check_consistency(4)
     assert version.now() == before + 2
-    # A step that nobody asked after, and the next one.
+    # Steps without a read of the version in between.
     step(nan=False)
     optimizers.step()
     optimizers.step()
     assert version.now() > before + 3
 
 
-def test_what_changes_weights_says_so(pool2: Pool) -> None:
+def test_changes_of_weights_advance_the_version(pool2: Pool) -> None:
     pool2(versions)

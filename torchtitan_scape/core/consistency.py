@@ -1,12 +1,12 @@
-"""Whether replicas still hold the same numbers where they must, to the last bit.
+"""Consistency check: replicated tensors must be bitwise equal on all replicas.
 
-Each replica updates by itself what all of them hold. A bit that flips in the memory of one, or a kernel that errs
-there, parts it from the others for good, and nothing in the loss tells. So each rank hashes, now and then, what is to
-be equal over the replicate axis, and compares eight bytes with its twins.
+Each replica updates the replicated tensors by itself. A flipped bit in memory, or a faulty computation, makes one
+replica diverge permanently without a visible effect on the loss. Each rank therefore periodically hashes the tensors
+that must be equal over the replicate axis, and compares eight bytes with its peers.
 
-What one replica holds alone cannot be compared: residuals, rounding errors, and in the sharded form an owner's moments
-and master. The moment that all hold on the mask is not hashed either, to spare reading the state: where it is wrong and
-is used, parameters differ one step later.
+Per-replica state cannot be compared: residuals, rounding errors, and in the sharded form an owner's moments and master.
+The moment that all replicas share on the mask is not hashed either, to avoid reading the state. If it is wrong and
+used, parameters differ one step later.
 """
 
 import logging
@@ -22,27 +22,29 @@ from topology.collectives import ReplicaCollectives
 
 logger = logging.getLogger(__name__)
 
-# Of the hash. A prime: entries that lie whole rows of a matrix apart shall not meet in a column.
+# Columns of the hash. A prime, so that entries whole matrix rows apart do not fall into the same column.
 _COLUMNS = 1021
-# Hashed at a time: what lies on the host, or where 64-bit words cannot be read, is copied so.
+# Bytes hashed at a time; tensors on the host, and tensors not aligned to 64 bits, are copied in chunks of this size.
 _CHUNK_BYTES = 1 << 26
-# Odd, and signed.
+# Odd multipliers, as signed 64-bit integers.
 _ODD, _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
 
 class ReplicasDifferError(RuntimeError):
-    """Replicas have come to hold different numbers."""
+    """Replicated tensors differ between replicas."""
 
-    exit_code = 3  # of the process: starting again from the last checkpoint helps
+    exit_code = 3  # Exit code of the process: a restart from the last checkpoint helps.
 
 
 @dataclass(frozen=True)
 class ReplicatedTensors:
-    """What all replicas hold alike of one parameter, or of all of them (`name` is None).
+    """Replicated tensors of one parameter, or of all parameters together (`name` is None).
 
-    parts: (what it is, the tensor), of any dtype and shape, on the host where it is offloaded; None stands for the
-        parameter's own numbers. Every replica has as many, of the same sizes.
-    on_mask: (FP32 (n,), packed bits or None for all ones): state that all hold alike where the bits are set.
+    Attributes:
+        name: Name of the parameter.
+        parts: (kind, tensor) of any dtype and shape, on the host if offloaded. The kind None denotes the parameter
+            itself. Number and sizes are equal on all replicas.
+        on_mask: (FP32 (n,), packed bits, or None for all ones): state that is replicated where the bits are set.
     """
 
     name: str | None
@@ -54,35 +56,35 @@ class ReplicatedTensors:
 
 
 def fingerprints(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """int64 (tensors,), on `device`: hashes that any one flipped bit changes for sure, in one read of the tensors.
+    """Return hashes of tensors, int64 (tensors,), on `device`; any single flipped bit changes the hash.
 
-    Words of 64 bits are added up by column, in integers, so that no order matters; what becomes of the sums then can
-    be undone, so that no change of a single one gets lost. Words that change places show, unless they are a multiple
-    of `_COLUMNS` words apart.
+    The tensors are read once. 64-bit words are summed per column as integers, so the order of summation does not
+    matter. The sums are then mixed by a bijective function, so no change of a single sum is lost. Swapped words change
+    the hash, unless they are a multiple of `_COLUMNS` words apart.
     """
     sums: list[Tensor] = []
-    places: list[tuple[int, int]] = []  # (tensor, chunk of it)
+    chunk_ids: list[tuple[int, int]] = []  # (tensor, chunk of it)
     for number, tensor in enumerate(tensors):
         data = tensor.detach().reshape(-1).view(torch.uint8)
-        for place, chunk in enumerate(data.split(_CHUNK_BYTES)):
+        for index, chunk in enumerate(data.split(_CHUNK_BYTES)):
             chunk = chunk.to(device, non_blocking=True)
             if chunk.numel() % 8 or chunk.storage_offset() % 8:
                 chunk = torch.nn.functional.pad(chunk.clone(), (0, -chunk.numel() % 8))
             sums.append(_column_sums(chunk.view(torch.int64)))
-            places.append((number, place))
-    numbers, chunks = torch.tensor(places, device=device).unbind(1)
-    of_chunks = _scrambled(_numbered(torch.stack(sums))).sum(1)
+            chunk_ids.append((number, index))
+    numbers, chunks = torch.tensor(chunk_ids, device=device).unbind(1)
+    of_chunks = _mixed(_numbered(torch.stack(sums))).sum(1)
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    return found.index_add_(0, numbers, _scrambled(of_chunks + chunks * _ODD))
+    return found.index_add_(0, numbers, _mixed(of_chunks + chunks * _ODD))
 
 
 def combined(hashes: Tensor) -> Tensor:
-    """int64 (1,): of int64 (n,); it changes for sure where one of them does."""
-    return _scrambled(_numbered(hashes)).sum().view(1)
+    """Return one hash, int64 (1,), of hashes int64 (n,); a change of any one of them changes it."""
+    return _mixed(_numbered(hashes)).sum().view(1)
 
 
 def _column_sums(words: Tensor) -> Tensor:
-    """int64 (_COLUMNS,): of int64 (n,)."""
+    """Return the column sums, int64 (_COLUMNS,), of int64 (n,)."""
     rows = words.numel() // _COLUMNS
     sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     rest = words[rows * _COLUMNS :]
@@ -91,28 +93,30 @@ def _column_sums(words: Tensor) -> Tensor:
 
 
 def _numbered(values: Tensor) -> Tensor:
-    """Equal values in other columns become other values."""
+    """Make equal values in different columns different."""
     return values + torch.arange(1, values.shape[-1] + 1, device=values.device) * _ODD
 
 
-def _scrambled(values: Tensor) -> Tensor:
-    """One to one, int64 to int64, so that sums of the result depend on all bits."""
+def _mixed(values: Tensor) -> Tensor:
+    """Apply a bijective function, int64 to int64, so that sums of the result depend on all bits."""
     for _ in range(2):
-        values = values ^ (values >> 32 & 0xFFFFFFFF)  # a shift that brings in zeros
+        values = values ^ (values >> 32 & 0xFFFFFFFF)  # A logical shift.
         values = values * _FACTOR
     return values ^ (values >> 32 & 0xFFFFFFFF)
 
 
-# ------------------------------------------------------------------------------------------------ the check
+# ---------------------------------------------------------------------------------------------------- check
 
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """Twins that do not agree on one `ReplicatedTensors`.
+    """Peers that disagree on one `ReplicatedTensors`.
 
-    odd: which of the twins hold something else than most; all of them where there is no majority.
-    source: one of the majority, None without one.
-    parts: numbers of the parts that differ.
+    Attributes:
+        shared: The replicated tensors.
+        odd: Indices of the peers that differ from the majority; all peers if there is no majority.
+        source: Index of a peer of the majority, None without one.
+        parts: Indices of the parts that differ.
     """
 
     shared: ReplicatedTensors
@@ -121,7 +125,7 @@ class _Mismatch:
     parts: tuple[int, ...]
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         kind = self.shared.parts[self.parts[0]][0]
         name = repr(self.shared.name) if self.shared.name else ""
         return " of ".join(text for text in (kind, name) if text)
@@ -131,48 +135,56 @@ class _Mismatch:
 def check_replicas_equal(
     collectives: ReplicaCollectives, shared: Sequence[ReplicatedTensors], device: torch.device, step: int, repair: bool
 ) -> bool:
-    """Whether nothing had to be repaired. A collective call; all ranks of all replicas come to the same result.
+    """Compare replicated tensors over all replicas. Collective; all ranks of all replicas get the same result.
 
-    Waits for the device. Bytes are not counted: eight for each twin, unless something differs.
+    Waits for the device. Bytes are not counted: eight per peer, unless something differs.
 
-    shared: the same on all `peers`. device: where hashes are computed and compared.
-    repair: overwrite what differs by what most of the twins hold.
+    Args:
+        collectives: Collectives over the replicas.
+        shared: Replicated tensors, in the same order on all `peers`.
+        device: Device on which hashes are computed and compared.
+        step: The step, for messages.
+        repair: Overwrite deviating tensors by those of the majority.
 
-    Raises ReplicasDifferError that names ranks and parameters: without `repair`, without a majority, and where replicas
-    differ again right after a repair.
+    Returns:
+        Whether nothing had to be repaired.
+
+    Raises:
+        ReplicasDifferError: Names ranks and parameters. Raised without `repair`, without a majority, and if replicas
+            differ again directly after a repair.
     """
     hashes = fingerprints([tensor for one in shared for _, tensor in one.parts], device)
-    every = collectives.gather_from_peers(combined(hashes))
-    # Other twins, of other shards, must hear of it.
-    if not collectives.sum_over_all((every != every[0]).any().double()).item():
+    all_hashes = collectives.gather_from_peers(combined(hashes))
+    # Ranks that hold other shards take part in the following collectives.
+    if not collectives.sum_over_all((all_hashes != all_hashes[0]).any().double()).item():
         return True
-    peers, place = collectives.peers
+    peers, group_rank = collectives.peers
     findings = _findings(shared, collectives.gather_from_peers(hashes).tolist())
-    own = (_texts(findings, peers), all(finding.source is not None for finding in findings))
-    reports = collectives.gather_objects(own)
-    texts = list(dict.fromkeys(text for told, _ in reports for text in told))
-    told = f"step {step}: " + "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
+    report = (_texts(findings, peers), all(finding.source is not None for finding in findings))
+    reports = collectives.gather_objects(report)
+    texts = list(dict.fromkeys(text for rank_texts, _ in reports for text in rank_texts))
+    message = f"step {step}: " + "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
     if not repair or not all(good for _, good in reports):
         raise ReplicasDifferError(
-            f"{told}: replicas must be equal to the last bit, so memory or a computation has failed there"
+            f"{message}: replicas must be bitwise equal, so memory or a computation has failed there"
             + (" (on_inconsistency = 'repair' needs a majority)" if repair else "")
-            + ". Every checkpoint was checked before it was written: the last one is whole, start again from it"
+            + ". Every checkpoint is checked before it is written: the last one is valid, restart from it"
         )
     for finding in findings:
-        _repair(finding, collectives, device, place)
+        _repair(finding, collectives, device, group_rank)
     try:
         check_replicas_equal(collectives, shared, device, step, False)
     except ReplicasDifferError as error:
         raise ReplicasDifferError(f"after a repair at {error}") from None
-    logger.warning(f"{told}: overwritten by what most replicas hold")
+    logger.warning(f"{message}: overwritten by the values of the majority")
     return False
 
 
-def _findings(shared: Sequence[ReplicatedTensors], every: list[list[int]]) -> list[_Mismatch]:
-    """every: the hashes of all parts, a row a twin."""
-    found, first = [], 0
+def _findings(shared: Sequence[ReplicatedTensors], hashes: list[list[int]]) -> list[_Mismatch]:
+    """Return the mismatches, from the hashes of all parts, one row per peer."""
+    mismatches, first = [], 0
     for one in shared:
-        rows = [tuple(row[first : first + len(one.parts)]) for row in every]
+        rows = [tuple(row[first : first + len(one.parts)]) for row in hashes]
         first += len(one.parts)
         if len(set(rows)) == 1:
             continue
@@ -180,25 +192,25 @@ def _findings(shared: Sequence[ReplicatedTensors], every: list[list[int]]) -> li
         source = rows.index(most) if 2 * count > len(rows) else None
         odd = tuple(i for i, row in enumerate(rows) if source is None or row != most)
         parts = tuple(i for i, values in enumerate(zip(*rows, strict=True)) if len(set(values)) > 1)
-        found.append(_Mismatch(one, odd, source, parts))
-    return found
+        mismatches.append(_Mismatch(one, odd, source, parts))
+    return mismatches
 
 
 def _texts(findings: Sequence[_Mismatch], peers: list[int]) -> list[str]:
-    """One for every group of ranks that are odd in the same parameters."""
+    """Return one text per group of ranks that deviate in the same parameters."""
     by_ranks: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for finding in findings:
-        by_ranks.setdefault((finding.odd, finding.source is None), []).append(finding.what)
+        by_ranks.setdefault((finding.odd, finding.source is None), []).append(finding.description)
     texts = []
     for (odd, undecided), names in by_ranks.items():
-        what = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        description = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         if undecided:
-            texts.append(f"{_ranks([peers[i] for i in odd])} differ in {what}, and no majority tells which is right")
+            texts.append(f"{_ranks([peers[i] for i in odd])} differ in {description}, without a majority")
             continue
         others = _ranks([rank for i, rank in enumerate(peers) if i not in odd])
         ranks = _ranks([peers[i] for i in odd])
         verb = "differs" if len(names) == 1 else "differ"
-        texts.append(ranks + ("'s " if len(odd) == 1 else ": ") + f"{what} {verb} from {others}")
+        texts.append(ranks + ("'s " if len(odd) == 1 else ": ") + f"{description} {verb} from {others}")
     return texts
 
 
@@ -210,9 +222,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _repair(finding: _Mismatch, collectives: ReplicaCollectives, device: torch.device, place: int) -> None:
-    """Takes what differs from the source, and its state where that is shared; own residuals stay."""
-    source, is_odd = finding.source, place in finding.odd
+def _repair(finding: _Mismatch, collectives: ReplicaCollectives, device: torch.device, group_rank: int) -> None:
+    """Overwrite the deviating parts from the source, and the state where it is replicated; per-replica residuals
+    stay.
+    """
+    source, is_odd = finding.source, group_rank in finding.odd
     assert source is not None
     for number in finding.parts:
         tensor = finding.shared.parts[number][1].detach()
@@ -221,9 +235,9 @@ def _repair(finding: _Mismatch, collectives: ReplicaCollectives, device: torch.d
         if is_odd and values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
     for state, bits in finding.shared.on_mask:
-        theirs = state.to(device, copy=True)
-        collectives.broadcast(theirs, source)
+        received = state.to(device, copy=True)
+        collectives.broadcast(received, source)
         if is_odd and bits is not None:
-            theirs = torch.where(unpack_bits(bits, state.numel()), theirs, state.to(device))
+            received = torch.where(unpack_bits(bits, state.numel()), received, state.to(device))
         if is_odd:
-            state.copy_(theirs)
+            state.copy_(received)

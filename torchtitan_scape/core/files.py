@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic file writes."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Text, as UTF-8, or bytes; in a folder that is there. It is on the disk before it has its name."""
+    """Write text (UTF-8) or bytes to a file in an existing folder. The content is synced to disk before the rename."""
     part = path.with_name(f"{path.name}.part")
     with open(part, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -17,7 +17,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Puts the names in a folder on the disk; not every file system can, and then it need not."""
+    """Sync a folder's entries to disk, if the file system supports it."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

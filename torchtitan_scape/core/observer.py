@@ -1,4 +1,4 @@
-"""Who looks at a step, and what is there to be seen: between exchange and clipping, and after the update."""
+"""Observer interface: access to gradients between exchange and clipping, and to state after the update."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
@@ -7,25 +7,32 @@ from torch import Tensor
 
 
 class Observer(Protocol):
-    """names: of the parameters that it looks at."""
+    """Receiver of synchronized gradients.
+
+    Attributes:
+        names: Names of the observed parameters.
+    """
 
     @property
     def names(self) -> Collection[str]: ...
 
     def synchronised(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
-        """Between exchange and clipping, on every rank. A collective call.
+        """Observe gradients between exchange and clipping, on every rank. Collective.
 
-        gradient: by a parameter's name FP32 (n,), in mean units, not to be written to; NaN at entries that the step
-            exchanges nothing of. A collective call, too: every rank asks for the same ones in the same order.
-        applied: see `methods.interface.StepInfo`.
+        Args:
+            gradient: Returns the gradient of a parameter by name, FP32 (n,), in mean units and read-only; NaN at
+                entries that the step does not exchange. Collective: every rank requests the same names in the same
+                order.
+            applied: See `methods.interface.StepInfo`.
         """
 
 
 class ObservedState(NamedTuple):
-    """Of a parameter after a step, FP32 (n,), not to be written to.
+    """State of a parameter after a step, FP32 (n,), read-only.
 
-    moment: the first one, None where none is kept. residuals: of each replica of this process what it has not
-    delivered; empty where methods deliver all.
+    Attributes:
+        moment: First moment, or None if there is none.
+        residuals: Residual of each replica of this process; empty for methods without error feedback.
     """
 
     moment: Tensor | None

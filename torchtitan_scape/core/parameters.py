@@ -1,4 +1,4 @@
-"""Local views of parameters and gradients, plain tensors or DTensors."""
+"""Local views of parameters and gradients, which are plain tensors or DTensors."""
 
 import math
 import re
@@ -20,9 +20,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class SliceParameter(torch.nn.Parameter):
-    """Entries [start, start + n) of a parameter of `whole` shape, flat, in a tensor of as many dimensions, (1, ..., n).
+    """Entries [start, start + n) of a parameter of `whole` shape, flat, with the same number of dimensions, (1, ...,
+    n).
 
-    A view of a larger buffer, as a rule. It takes part in a step, and in a checkpoint, under the parameter's name.
+    Usually a view of a larger buffer. It takes part in steps and checkpoints under the parameter's name.
     """
 
     whole: torch.Size
@@ -38,18 +39,22 @@ class SliceParameter(torch.nn.Parameter):
 
 
 def is_slice(tensor: Any) -> TypeGuard[SliceParameter]:
-    """Fake tensors, of a dry run, are no subclasses and have its attributes alone."""
+    """Return whether a tensor is a `SliceParameter`. Fake tensors of a dry run have its attributes but not its
+    class.
+    """
     return hasattr(tensor, "whole")
 
 
 @dataclass(eq=False)
 class Shard:
-    """One parameter's local shard.
+    """The local shard of one parameter.
 
-    name: as in `model.named_parameters()`, without what wrappers add.
-    group: index of its param group.
-    counted: False on ranks that hold another rank's copy (tensor parallelism replicates norms), so that a
-        norm over the model counts every entry once.
+    Attributes:
+        name: As in `model.named_parameters()`, without prefixes of wrappers.
+        parameter: The parameter.
+        group: Index of its param group.
+        counted: False on ranks that hold another rank's copy (tensor parallelism replicates norms), so that a norm over
+            the model counts every entry once.
     """
 
     name: str
@@ -63,9 +68,9 @@ class Shard:
 
     @property
     def entries(self) -> int:
-        """Of the whole parameter, over all ranks."""
-        own = self.parameter
-        return own.whole.numel() if is_slice(own) else own.numel()
+        """Number of entries of the whole parameter, over all ranks."""
+        parameter = self.parameter
+        return parameter.whole.numel() if is_slice(parameter) else parameter.numel()
 
     @property
     def local_shape(self) -> torch.Size:
@@ -77,41 +82,49 @@ class Shard:
 
     @property
     def columns(self) -> int:
-        """Entries of a row: of all dimensions but the first. A slice has whole rows of as many as divide both."""
-        own = self.parameter
-        if is_slice(own):
-            return max(1, math.gcd(own.numel(), math.prod(own.whole[1:])))
-        return max(1, math.prod(local(own).shape[1:]))
+        """Entries per row: the product of all dimensions but the first.
+
+        For a slice, the greatest common divisor of that product and of the slice's size, so that the slice has complete
+        rows.
+        """
+        parameter = self.parameter
+        if is_slice(parameter):
+            return max(1, math.gcd(parameter.numel(), math.prod(parameter.whole[1:])))
+        return max(1, math.prod(local(parameter).shape[1:]))
 
 
 def plain_name(name: str) -> str:
-    """The parameter's name without what activation checkpointing, FSDP1 or torch.compile put into it."""
+    """Return a parameter's name without the prefixes of activation checkpointing, FSDP1 and torch.compile."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the block that a parameter of this name is in; None for embedding, output and last norm."""
+    """Return the index of the block that contains a parameter; None for embedding, output and final norm."""
     layer = _LAYER.search(name)
     return None if layer is None else int(layer[1])
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, or the tensor itself."""
+    """Return the local shard of a DTensor, or the tensor itself."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """The numbers of the local shard: those that a `ScaledTensor` keeps, else the shard itself."""
-    own = local(parameter).detach()
-    return own.weight if isinstance(own, ScaledTensor) else own
+    """Return the stored numbers of the local shard: the BF16 weight of a `ScaledTensor`, else the shard itself."""
+    shard = local(parameter).detach()
+    return shard.weight if isinstance(shard, ScaledTensor) else shard
 
 
 def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
-    """Every parameter in constructor order. Raises ValueError for what cannot be trained."""
+    """Return the shards of all parameters in constructor order.
+
+    Raises:
+        ValueError: A parameter cannot be trained.
+    """
     shards = []
     for index, group in enumerate(param_groups):
         names = group.get("param_names") or [f"group{index}.{i}" for i in range(len(group["params"]))]
@@ -120,19 +133,20 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
             if not parameter.dtype.is_floating_point:
                 raise ValueError(
                     f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point parameters can "
-                    "be trained: leave it out of the optimizer"
+                    "be trained: do not pass it to the optimizer"
                 )
             _check_even(name, parameter)
             shards.append(Shard(name, parameter, index, _counted(parameter)))
     if not shards:
-        raise ValueError("no parameters to optimise")
+        raise ValueError("no parameters to optimize")
     return shards
 
 
 def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
-    """Shards that are compressed (global ndim of 2 or more, not named dense) and the others.
+    """Return the compressed shards (global ndim of 2 or more, not named dense) and the others.
 
-    Raises ValueError for a name that no parameter has.
+    Raises:
+        ValueError: A name matches no parameter.
     """
     unknown = set(dense_names) - {s.name for s in shards}
     if unknown:
@@ -143,9 +157,10 @@ def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Sha
 
 
 def flat_gradient(shard: Shard) -> Tensor:
-    """The local gradient, flat and contiguous (n,), of its own dtype: its own storage wherever that can be viewed so.
+    """Return the local gradient, flat and contiguous (n,), in its own dtype, without a copy if possible.
 
-    Zeros where there is none: a replica that did not use a parameter still takes part in every collective.
+    A missing gradient is returned as zeros, because a replica that did not use a parameter still takes part in every
+    collective.
     """
     gradient = shard.parameter.grad
     if gradient is None:
@@ -159,14 +174,14 @@ def flat_gradient(shard: Shard) -> Tensor:
 
 
 def store_gradient(shard: Shard, flat: Tensor) -> None:
-    """Puts FP32 (n,) back as the parameter's gradient, where it is no view of it already."""
+    """Store FP32 (n,) as the parameter's gradient, unless it is a view of the gradient already."""
     parameter = shard.parameter
     gradient = parameter.grad
     same_layout = not isinstance(gradient, DTensor) or gradient.placements == cast(DTensor, parameter).placements
     if gradient is not None and same_layout:
-        own = local(gradient)
-        if own.data_ptr() != flat.data_ptr():
-            own.copy_(flat.view(own.shape))
+        local_gradient = local(gradient)
+        if local_gradient.data_ptr() != flat.data_ptr():
+            local_gradient.copy_(flat.view(local_gradient.shape))
         return
     values = flat.view(local(parameter).shape).to(parameter.dtype)
     if isinstance(parameter, DTensor):
@@ -181,10 +196,12 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
 
 
 def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
-    """The group over which DTensor parameters are sharded, read off their mesh; None for plain tensors.
+    """Return the group over which DTensor parameters are sharded, from their mesh; None for plain tensors.
 
-    For a caller that names its replicas by a plain ProcessGroup. Raises ValueError where the mesh has more
-    than one axis, or parameters have different meshes: then `ReplicaGroups` has to say.
+    Used if replicas are given as a plain ProcessGroup.
+
+    Raises:
+        ValueError: The mesh has several axes, or parameters have different meshes; `ReplicaGroups` is then required.
     """
     meshes = {p.device_mesh for p in (s.parameter for s in shards) if isinstance(p, DTensor)}
     if not meshes:
@@ -199,8 +216,12 @@ def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
 
 
 def _check_even(name: str, parameter: Tensor) -> None:
-    """Ranks of tensor parallelism hold copies of what it does not cut. Where the rest of what they hold differs in
-    size, copies lie elsewhere in what replicas exchange, other ranks add and code them, and they drift apart."""
+    """Raise ValueError for a parameter that tensor parallelism divides unevenly.
+
+    Tensor-parallel ranks hold copies of the parameters that are not split. If the sizes of their other shards differ,
+    the copies have different offsets in the exchanged buffers, so that different ranks sum and encode them, and they
+    diverge.
+    """
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh

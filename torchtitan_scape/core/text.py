@@ -1,8 +1,8 @@
-"""Figures for people, as all reports write them."""
+"""Formatting of quantities for logs and reports."""
 
 
 def size_text(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """Return bytes in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -11,7 +11,7 @@ def size_text(count: float) -> str:
 
 
 def sent_text(sent: dict[str, float], dense: float) -> str:
-    """Bytes by level, and the factor against dense."""
+    """Return bytes by level, and the reduction relative to dense."""
     if not sent:
         return "nothing (one replica)"
     levels = ", ".join(f"{level} {size_text(value)}" for level, value in sent.items())
@@ -19,7 +19,7 @@ def sent_text(sent: dict[str, float], dense: float) -> str:
 
 
 def shards_text(sent: dict[tuple[str, str], float]) -> str:
-    """Bytes by level and kind, level by level."""
+    """Return bytes by level and kind."""
     levels: dict[str, list[str]] = {}
     for (level, kind), value in sent.items():
         levels.setdefault(level, []).append(f"{kind} {size_text(value)}")
@@ -27,9 +27,10 @@ def shards_text(sent: dict[tuple[str, str], float]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
+    """Return seconds, in ms below one second."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
 
 
 def kinds_text(kinds: dict[str, float]) -> str:
-    """Bytes by kind."""
+    """Return bytes by kind."""
     return ", ".join(f"{kind} {size_text(value)}" for kind, value in kinds.items())

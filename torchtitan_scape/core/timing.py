@@ -1,4 +1,4 @@
-"""Where a step's time goes, by phase."""
+"""Time of a step by phase."""
 
 import time
 from collections import defaultdict
@@ -14,10 +14,9 @@ R = TypeVar("R")
 
 
 class PhaseTimer:
-    """Adds up the time spent in named phases; on a GPU by events, so that measuring waits for nothing.
+    """Accumulates the time spent in named phases; on a GPU with events, so that measuring does not synchronize.
 
-    Time in a phase inside another one is the inner one's alone. Off until `enabled` is set by whoever calls `take` now
-    and then.
+    Time in a nested phase counts only for the inner phase. Set `enabled` if `take` is called regularly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,24 +24,24 @@ class PhaseTimer:
         self._device, self._cuda = device, device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._open: list[str] = []  # phases, the innermost last
-        self._since: Any = None  # when the innermost one began, or went on
+        self._open: list[str] = []  # Open phases, the innermost last.
+        self._since: Any = None  # Time at which the innermost phase began or continued.
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if not self.enabled:
             yield
             return
-        self._turn()
+        self._switch()
         self._open.append(name)
         try:
             yield
         finally:
-            self._turn()
+            self._switch()
             self._open.pop()
 
     def timed(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, every call of which is a phase."""
+        """Return `function` with every call timed as a phase."""
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,8 +50,8 @@ class PhaseTimer:
 
         return call
 
-    def _turn(self) -> None:
-        """One phase ends and another begins: the time up to here is that of the one that was on."""
+    def _switch(self) -> None:
+        """Attribute the time since the last switch to the innermost open phase."""
         if self._cuda:
             now: Any = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self._device))
@@ -65,7 +64,7 @@ class PhaseTimer:
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call. Waits for the device: call it where a log line is made."""
+        """Return the seconds by phase since the last call. Waits for the device."""
         for name, start, end in self._events:
             end.synchronize()
             self._seconds[name] += start.elapsed_time(end) / 1000.0

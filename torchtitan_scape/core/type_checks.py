@@ -1,15 +1,19 @@
-"""Whether a config's values have the types that its dataclasses declare: neither TOML nor TorchTitan asks."""
+"""Checks of configuration values against the types of their dataclasses, which neither TOML nor TorchTitan enforces."""
 
 import math
 import types
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-LARGEST = 2**63 - 1  # what tensors, files and collectives can hold
+MAX_INTEGER = 2**63 - 1  # Largest integer in tensors, files and collectives.
 
 
 def check_section(section: Any, name: str) -> None:
-    """Checks the values of a section and of those in it. Raises ValueError."""
+    """Check the values of a section and of its subsections.
+
+    Raises:
+        ValueError: A value has the wrong type.
+    """
     for field in fields(section):
         value = getattr(section, field.name)
         if is_dataclass(field.type) and is_dataclass(value):
@@ -19,22 +23,26 @@ def check_section(section: Any, name: str) -> None:
 
 
 def check_value(section: str, key: str, value: Any, expected: Any) -> None:
-    """Raises ValueError that names key, value and what is expected."""
-    if isinstance(value, int) and abs(value) > LARGEST:
+    """Check one value.
+
+    Raises:
+        ValueError: Names key, value and the expected type.
+    """
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise ValueError(f"[{section}] {key} = {short(value)}; it is beyond 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"[{section}] {key} = {value}; it must be finite")
     if not _fits(value, expected):
-        raise ValueError(f"[{section}] {key} = {short(value)}; it must be {_wanted(expected)}")
+        raise ValueError(f"[{section}] {key} = {short(value)}; it must be {_type_text(expected)}")
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"[{section}] {key} = {short(value)}; it has a NUL character in it")
+        raise ValueError(f"[{section}] {key} = {short(value)}; it contains a NUL character")
 
 
 def short(value: Any) -> str:
-    """As Python writes it, at most 200 characters."""
+    """Return `repr(value)`, truncated to 200 characters."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # Python does not convert integers of thousands of digits.
         return "a very large number"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -53,25 +61,27 @@ def _fits(value: Any, expected: Any) -> bool:
         return isinstance(value, bool) and expected is bool
     if expected is float:
         return isinstance(value, (int, float))
-    # A module of the user's may have types that TOML has not.
+    # A user's module may use types that TOML does not have.
     return not isinstance(expected, type) or isinstance(value, expected)
 
 
-def _wanted(expected: Any) -> str:
+def _type_text(expected: Any) -> str:
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is Literal:
         return " | ".join(map(repr, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_wanted(argument) for argument in arguments if argument is not types.NoneType))
+        return " or ".join(
+            dict.fromkeys(_type_text(argument) for argument in arguments if argument is not types.NoneType)
+        )
     if origin is list:
-        return f"a list of {_several(arguments[0])}"
+        return f"a list of {_plural(arguments[0])}"
     names = {int: "an integer", float: "a number", bool: "bool", str: "a string"}
     return names.get(expected, str(expected))
 
 
-def _several(expected: Any) -> str:
+def _plural(expected: Any) -> str:
     if get_origin(expected) is list:
-        return f"lists of {_several(get_args(expected)[0])}"
+        return f"lists of {_plural(get_args(expected)[0])}"
     return {str: "strings", int: "integers"}[expected]
 
 

@@ -1,7 +1,7 @@
-"""Models and batches as data, for predictions before anything is built. Plain arithmetic: no torch.
+"""Models and batches as data, for predictions without building a model. Plain arithmetic: no torch.
 
-Sizes are those of the SCAPE paper's models (Section V). Tensor shapes come from formulas, so that payloads, masks
-and memory can be told for a model that does not fit on this machine.
+Sizes are those of the SCAPE paper's models (Section V). Tensor shapes are computed by formulas, so that payload, masks
+and memory can be predicted for models that do not fit on this machine.
 """
 
 import math
@@ -13,11 +13,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """A decoder and what it is trained on.
+    """A decoder model and its training batch.
 
-    sequence: tokens a sequence. batch: sequences a step, over all ranks.
-    positions: rows of a table of learned positions, which GPT-2's form has, with biases, a tied output and GELU; 0 for
-        Llama's.
+    Attributes:
+        sequence: Tokens per sequence.
+        batch: Sequences per step, over all ranks.
+        positions: Rows of the learned position embedding for GPT-2, which also has biases, a tied output and GELU; 0
+            for Llama.
     """
 
     name: str
@@ -39,11 +41,11 @@ class Workload:
 
     @property
     def gpt2(self) -> bool:
-        """Whether it has GPT-2's form."""
+        """Whether the model has the GPT-2 architecture."""
         return self.positions > 0
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Every parameter tensor, in the order of the model."""
+        """Return the shapes of all parameters, in model order."""
         return self._gpt2_shapes() if self.gpt2 else self._llama_shapes()
 
     def _llama_shapes(self) -> tuple[Shape, ...]:
@@ -58,14 +60,14 @@ class Workload:
         return ((self.vocab, w), (self.positions, w), *layer * self.layers, (w,), (w,))
 
     def names(self) -> tuple[str, ...]:
-        """Of the tensors of `shapes`, as the models have them."""
+        """Return the names of the parameters of `shapes`, as in the models."""
         kinds = ("weight", "bias") if self.gpt2 else ("weight",)
         parts = [f"attention.{part}" for part in ("wq", "wk", "wv", "wo")]
         parts += [f"feed_forward.{part}" for part in (("w1", "w2") if self.gpt2 else ("w1", "w2", "w3"))]
-        own = [f"{part}.{kind}" for part in (*parts, "attention_norm", "ffn_norm") for kind in kinds]
+        layer_names = [f"{part}.{kind}" for part in (*parts, "attention_norm", "ffn_norm") for kind in kinds]
         first = ["tok_embeddings.weight", "pos_embeddings.weight"] if self.gpt2 else ["tok_embeddings.weight"]
         last = ["norm.weight", "norm.bias"] if self.gpt2 else ["norm.weight", "output.weight"]
-        return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in own), *last)
+        return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in layer_names), *last)
 
     @property
     def kv_width(self) -> int:
@@ -76,32 +78,37 @@ class Workload:
         return sum(map(math.prod, self.shapes()))
 
     def flops_per_token(self) -> float:
-        """Forward and backward: 6 a parameter that is multiplied, and 6 * layers * width * sequence for attention.
+        """Return the FLOPs of forward and backward: 6 per multiplied parameter, and 6 * layers * width * sequence for
+        attention.
 
-        The input embedding is a look-up and not counted (a tied one is the output's matrix, and is; positions are
-        not). Attention is causal: half of 12 * layers * width * sequence. Recomputation is not counted.
+        The input embedding is a lookup and is not counted; a tied embedding is counted as the output matrix, positions
+        are not. Attention is causal: half of 12 * layers * width * sequence. Recomputation is not counted.
         """
-        looked_up = self.positions if self.gpt2 else self.vocab
-        return 6.0 * (self.parameters - looked_up * self.width) + 6.0 * self.layers * self.width * self.sequence
+        lookup_rows = self.positions if self.gpt2 else self.vocab
+        return 6.0 * (self.parameters - lookup_rows * self.width) + 6.0 * self.layers * self.width * self.sequence
 
     def activation_bytes(self, micro_batch: int) -> float:
-        """Estimated peak for `micro_batch` sequences, BF16, every second layer recomputed (selective checkpointing).
+        """Return the estimated peak of activations for `micro_batch` sequences in BF16, with every second layer
+        recomputed.
 
-        A kept layer holds the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4 ffn) bytes a token
-        for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed one holds its input, and one at a time is whole
-        again. Logits: BF16, their FP32 copy and its gradient, 10 bytes an entry. Attention keeps no scores.
+        A layer that is not recomputed stores the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4
+        ffn) bytes per token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer stores its input, and one
+        layer at a time is complete. Logits take 10 bytes per entry: BF16, their FP32 copy and its gradient. Attention
+        stores no scores.
         """
         w, f = self.width, self.ffn
-        kept = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
+        per_layer = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
         recomputed = self.layers // 2
-        layers = (self.layers - recomputed) * kept + recomputed * 2 * w + kept
+        layers = (self.layers - recomputed) * per_layer + recomputed * 2 * w + per_layer
         return micro_batch * self.sequence * (layers + 10.0 * self.vocab)
 
     def working_bytes(self) -> float:
-        """Estimated: FSDP's largest unit (a layer or an embedding), gathered while the next one arrives.
+        """Return the estimated memory of FSDP's largest unit (a layer or an embedding), with the next one being
+        gathered.
 
-        Two BF16 copies of its parameters (4 bytes a parameter), BF16 gradients and what is reduced in FP32 (2 + 4).
-        GPT-2's tables are gathered throughout, beside its layers: a copy, BF16 gradients, and the reduction at the end.
+        Two BF16 copies of its parameters (4 bytes per parameter), BF16 gradients, and the FP32 input of the reduction
+        (2 + 4). GPT-2's embeddings are gathered throughout, in addition to its layers: a copy, BF16 gradients, and the
+        reduction at the end.
         """
         tables = (self.positions + self.vocab if self.gpt2 else 2 * self.vocab) * self.width
         layer = (self.parameters - tables) / max(1, self.layers)
@@ -121,12 +128,18 @@ WORKLOADS = {
 
 
 def get_workload(name: str) -> Workload:
-    """The workload of that name. Raises ValueError that lists the names."""
+    """Return the workload of that name.
+
+    Raises:
+        ValueError: The name is unknown; the message lists the names.
+    """
     if name not in WORKLOADS:
         raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
 
 
 def local_shapes(shapes: Sequence[Shape], shard: int) -> tuple[Shape, ...]:
-    """The first rank's shards: FSDP2 cuts the first dimension into `shard` pieces of ceil(rows / shard)."""
+    """Return the shapes of the first rank's shards: FSDP2 splits the first dimension into chunks of ceil(rows /
+    shard).
+    """
     return tuple((-(-s[0] // shard), *s[1:]) for s in shapes)

@@ -1,22 +1,22 @@
-"""What stands between documents: written by `prepare` and by the text loader alike.
+"""Tokens between documents, for `prepare` and the text loader alike.
 
-Published tokenizers say it in three ways: names of BOS and EOS in tokenizer_config.json, a template in tokenizer.json
-that puts them around a text by itself, or neither (GPT-2's). Documents get what `[data] border` asks for.
+Published tokenizers define them in one of three ways: names of BOS and EOS in tokenizer_config.json, a template in
+tokenizer.json that adds them to every text, or neither (GPT-2). Documents get the tokens that `[data] border` selects.
 """
 
 from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-END_OF_TEXT = "<|endoftext|>"  # GPT-2's, both at once
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, both BOS and EOS.
 
 
 def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
-    """Sets `eos_id` where TorchTitan's class does not find it.
+    """Set `eos_id` if TorchTitan's class does not find it.
 
-    Where BOS and EOS are one token, as GPT-2's are, that class finds BOS alone: documents would get no end, and masks
-    that keep attention inside a document fail. It becomes EOS, and there is no BOS, so that one border is written. A
-    tokenizer that names neither and has the entry <|endoftext|> ends documents with it.
+    If BOS and EOS are the same token, as for GPT-2, TorchTitan's class finds only BOS. Documents would have no end, and
+    masks that keep attention within a document would fail. The token then becomes EOS and BOS is removed, so that it is
+    written once. A tokenizer that defines neither but has the entry <|endoftext|> uses it as EOS.
     """
     config: dict[str, Any] = tokenizer.config or {}
     if tokenizer.eos_id is None and tokenizer.bos_id is not None:
@@ -29,16 +29,18 @@ def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
 
 
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:
-    """The ids in front of a document and after it; none where the tokenizer has no such token.
+    """Return the ids before and after a document; empty if the tokenizer has no such token.
 
-    border: "bos_eos" or "eos".
+    Args:
+        tokenizer: The tokenizer.
+        border: "bos_eos" or "eos".
     """
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
 
 class BoundaryTokenizer:
-    """A tokenizer whose `encode` puts the border around a text, whatever its own template would add."""
+    """Tokenizer whose `encode` adds the document border to a text and ignores the tokenizer's own template."""
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self._encode = tokenizer.tokenizer.encode

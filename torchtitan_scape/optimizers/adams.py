@@ -1,4 +1,4 @@
-"""Dense AdamS: Adam whose normaliser is its own momentum, so that it keeps one moment instead of two.
+"""Dense AdamS: Adam with a normalizer computed from its momentum, so that it stores one moment instead of two.
 
 Zhang, Wang, Chen, "AdamS: Momentum Itself Can Be A Normalizer for LLM Pretraining and Post-training" (EMNLP 2025).
 """
@@ -18,13 +18,17 @@ from torchtitan_scape.core.type_checks import check_hyperparameters
 
 
 class AdamS(Optimizer):
-    """AdamS on gradients that are already synchronised; decoupled weight decay.
+    """AdamS on synchronized gradients, with decoupled weight decay.
 
-    Args as in `torch.optim.AdamW`; `params` may be plain tensors or DTensors, named or not. A parameter
-    without a gradient is left as it is. `found_inf`, a tensor set from outside as a gradient scaler sets it,
-    skips the step where it is not 0, on the device, with nothing written. `kernels` is "auto" (one Triton launch
-    on a GPU, PyTorch on a CPU), "triton" or "torch". With
-    `allocate_state=False` it supplies its rates to a method that performs the update itself, and cannot step.
+    A parameter without a gradient is not changed. If `found_inf`, a tensor set from outside as a gradient scaler does,
+    is not 0, the step is skipped on the device and nothing is written.
+
+    Args:
+        params, lr, betas, eps, weight_decay: As in `torch.optim.AdamW`. Parameters are plain tensors or DTensors, named
+            or not.
+        kernels: "auto" (one Triton launch on a GPU, PyTorch on a CPU), "triton" or "torch".
+        allocate_state: False for an optimizer that supplies its rates to a method that performs the update itself.
+            It has no state and cannot step.
     """
 
     def __init__(
@@ -41,16 +45,17 @@ class AdamS(Optimizer):
         self._allocates_state = allocate_state
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
-        self._step_supports_amp_scaling = True  # as PyTorch's fused optimizers say that they mind `found_inf`
+        self._step_supports_amp_scaling = True  # Declares support of `found_inf`, as PyTorch's fused optimizers do.
         self._kernels = kernels
-        self._passes: dict[torch.device, Any] = {}  # one launch works on tensors of one device
+        self._passes: dict[torch.device, Any] = {}  # One launch processes tensors of one device.
         for shard in self._shards:
-            choose_backend(
-                kernels, local(shard.parameter).device, [shard.parameter.dtype]
-            )  # refuses here, not in a step
+            # Raises here instead of in a step.
+            choose_backend(kernels, local(shard.parameter).device, [shard.parameter.dtype])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. All state exists at once: checkpoint helpers would otherwise make it by taking a step."""
+        """Add a param group as torch does, with all state, because checkpoint helpers would otherwise create it by a
+        step.
+        """
         super().add_param_group(param_group)
         self._shards = collect_shards(self.param_groups)
         for parameter in self.param_groups[-1]["params"] if self._allocates_state else ():
@@ -65,7 +70,7 @@ class AdamS(Optimizer):
         self._allocates_state = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the state keeps its dtypes, and the step counter comes to the parameter's device."""
+        """Load the state as torch does, but keep its dtypes, and move the step counter to the parameter's device."""
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -78,8 +83,7 @@ class AdamS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step. Returns the closure's value, None without one."""
-        assert self._allocates_state, "this AdamS supplies rates alone: the method performs the update"
+        """Take one step. Return the closure's value, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Matrices that lie by rows with the ranks of one replica, each whole on one of these while something is done to it."""
+"""Exchange of row-sharded matrices within a replica, so that each rank processes whole matrices."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,47 +9,50 @@ from torch.distributed import ProcessGroup
 
 
 class MatrixExchange:
-    """Deals as many matrices at once as there are ranks, so that none repeats what another does.
+    """All-to-all that assigns one whole matrix to each rank at a time, so that no work is repeated.
 
     Args:
-        group: of the ranks, which hold the rows in their order, as FSDP2 cuts them: ceil(rows / ranks) each, the last
-            ones fewer or none. None for one rank.
-        count: is told of every exchange the bytes that go to each rank, in their order.
+        group: The ranks, in the order of their rows, sharded as by FSDP2: ceil(rows / ranks) each, fewer or none on the
+            last ranks. None for one rank.
+        count: Called for every exchange with the bytes sent to each rank, in rank order.
     """
 
     def __init__(self, group: ProcessGroup | None, count: Callable[[Sequence[int]], None] | None = None) -> None:
         self._group, self._count = group, count
         self.ranks = 1 if group is None else group.size()
-        self._place = 0 if group is None else group.rank()
+        self._group_rank = 0 if group is None else group.rank()
 
     def work(
-        self, pieces: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[Tensor], Tensor]
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[Tensor], Tensor]
     ) -> None:
-        """pieces: this rank's rows of `ranks` matrices at most, contiguous, of one dtype; they become those of what
-        `on_whole` makes of the whole matrix, on the one rank that has it. A collective call.
+        """Replace matrices by `on_whole` of the whole matrices. Collective.
 
-        shapes: of the whole matrices, the same on all ranks.
+        Args:
+            shards: This rank's rows of at most `ranks` matrices, contiguous and of one dtype; overwritten by the rows
+                of the result.
+            shapes: Shapes of the whole matrices, equal on all ranks.
+            on_whole: Function of a whole matrix; called on the one rank that owns the matrix.
         """
-        assert len(pieces) <= self.ranks
+        assert len(shards) <= self.ranks
         if self._group is None:
-            pieces[0].copy_(on_whole(pieces[0]))
+            shards[0].copy_(on_whole(shards[0]))
             return
-        given = [-(-rows // self.ranks) * columns for rows, columns in shapes] + [0] * (self.ranks - len(pieces))
-        taken = [given[self._place]] * self.ranks
-        parts = pieces[0].new_zeros(sum(given))
+        send_sizes = [-(-rows // self.ranks) * columns for rows, columns in shapes] + [0] * (self.ranks - len(shards))
+        receive_sizes = [send_sizes[self._group_rank]] * self.ranks
+        parts = shards[0].new_zeros(sum(send_sizes))
         views = [
-            part[: piece.numel()].view_as(piece)
-            for piece, part in zip(pieces, parts.split(given)[: len(pieces)], strict=True)
+            part[: shard.numel()].view_as(shard)
+            for shard, part in zip(shards, parts.split(send_sizes)[: len(shards)], strict=True)
         ]
-        torch._foreach_copy_(views, list(pieces))
-        whole = parts.new_empty(sum(taken))
-        self._exchange(whole, taken, parts, given)
-        if self._place < len(pieces):
-            rows, columns = shapes[self._place]
+        torch._foreach_copy_(views, list(shards))
+        whole = parts.new_empty(sum(receive_sizes))
+        self._exchange(whole, receive_sizes, parts, send_sizes)
+        if self._group_rank < len(shards):
+            rows, columns = shapes[self._group_rank]
             matrix = whole.view(-1, columns)[:rows]
             matrix.copy_(on_whole(matrix))
-        self._exchange(parts, given, whole, taken)
-        torch._foreach_copy_(list(pieces), views)
+        self._exchange(parts, send_sizes, whole, receive_sizes)
+        torch._foreach_copy_(list(shards), views)
 
     def _exchange(self, output: Tensor, outputs: list[int], parts: Tensor, sizes: list[int]) -> None:
         if self._count is not None:

@@ -1,7 +1,7 @@
-"""Muon for the matrices of a model's blocks, AdamW for the rest, as one optimizer.
+"""Muon for the matrices of a model's blocks and AdamW for the other parameters, as one optimizer.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), kellerjordan.github.io/posts/muon; the
-step's length is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
+step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
 """
 
 import math
@@ -20,31 +20,34 @@ from torchtitan_scape.core.type_checks import check_hyperparameters
 from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange
 from torchtitan_scape.planner.muon_volumes import ITERATIONS
 
-A, B, C = 3.4445, -4.7750, 2.0315  # of Jordan et al.
+A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
 
 
 class Muon(Optimizer):
-    """PyTorch's Muon and AdamW, on gradients that are already synchronised; decoupled weight decay.
+    """PyTorch's Muon and AdamW on synchronized gradients, with decoupled weight decay.
 
-    Muon steps along momentum whose singular values are made equal, by five Newton-Schulz iterations in BF16. It is for
-    the matrices of the blocks (two dimensions, a layer's number in the name): embedding, output, norms and biases
-    are AdamW's, as Muon's authors and PyTorch's documentation advise. One learning rate serves both: a step of Muon is
-    as long as one of AdamW usually is, 0.2 lr in the mean square (PyTorch's `match_rms_adamw`).
+    Muon steps along its momentum orthogonalized by five Newton-Schulz iterations in BF16. It updates the matrices of
+    the blocks (two dimensions, a layer's number in the name). AdamW updates embedding, output, norms and biases, as
+    recommended by Muon's authors and PyTorch's documentation. Both use one learning rate: the root mean square of a
+    Muon step is 0.2 lr, about that of AdamW (PyTorch's `match_rms_adamw`).
 
-    Matrices that FSDP2 cuts are dealt out to the ranks of their replica, in BF16, for the iterations: each makes those
-    of its own, to the bits of a matrix that was never cut. A step is then a collective call of these ranks.
+    Matrices sharded by FSDP2 are exchanged within the replica in BF16, so that each rank iterates on whole matrices,
+    bitwise equal to an unsharded run. A step is then collective over these ranks.
+
+    The state of every parameter is "step" and "exp_avg", FP32, which is Muon's momentum; AdamW also has "exp_avg_sq". A
+    parameter without a gradient is not changed; the gradient must then be missing on all ranks of the replica.
 
     Args:
-        params: (name, parameter), all in one group; plain tensors or DTensors, which may be cut by rows.
-        betas: the first is Muon's momentum, too, which is Nesterov's.
-        eps: AdamW's. Muon's own, which keeps a gradient of zeros from 0 / 0, is PyTorch's.
+        params: (name, parameter), all in one group; plain tensors or DTensors, which may be sharded by rows.
+        lr: Learning rate.
+        betas: The first is also Muon's (Nesterov) momentum.
+        eps: AdamW's epsilon. Muon uses PyTorch's, which prevents 0 / 0 for a zero gradient.
+        weight_decay: Decoupled weight decay.
         fused, foreach: AdamW's implementation.
-        count: is told the bytes that go to each rank of the replica, as of `MatrixExchange`.
+        count: Receives the bytes sent to each rank of the replica; see `MatrixExchange`.
 
-    State of every parameter is "step" and "exp_avg", which is Muon's momentum, FP32; AdamW has "exp_avg_sq" besides.
-    A parameter without a gradient, which it must then have on no rank of the replica, is left as it is.
-
-    Raises ValueError for a model without such matrices, and for matrices that are cut otherwise.
+    Raises:
+        ValueError: The model has no such matrices, or they are not sharded by rows.
     """
 
     def __init__(
@@ -66,12 +69,12 @@ class Muon(Optimizer):
         rest = [shard.parameter for shard in shards if not is_hidden(shard)]
         if not hidden:
             raise ValueError(
-                f"Muon is for matrices of numbered layers, and none of {shards[0].name!r} to {shards[-1].name!r} is "
+                f"Muon needs matrices of numbered layers, and none of {shards[0].name!r} to {shards[-1].name!r} is "
                 "one; set [optimizer] name = 'AdamW'"
             )
-        # Those that are dealt out together are of like size, so that ranks work for as long as each other.
+        # Sorted by size, so that matrices exchanged together take about the same time.
         self._hidden = sorted(hidden, key=lambda shard: -shard.entries)
-        self._dealer = MatrixExchange(_group_of(hidden), count)
+        self._exchange = MatrixExchange(_group_of(hidden), count)
         self._adamw = torch.optim.AdamW(rest, fused=fused, foreach=foreach) if rest else None
         for shard in shards:
             parameter = shard.parameter
@@ -81,7 +84,7 @@ class Muon(Optimizer):
             self.state[parameter] = {"step": step, **moments}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the count of steps stays where it was."""
+        """Load the state as torch does, but keep the step counters on their devices."""
         devices = {parameter: state["step"].device for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, device in devices.items():
@@ -89,13 +92,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step. Returns the closure's value, None without one."""
+        """Take one step. Return the closure's value, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         (group,) = self.param_groups
-        present, together = [s for s in self._hidden if s.parameter.grad is not None], self._dealer.ranks
+        present, together = [s for s in self._hidden if s.parameter.grad is not None], self._exchange.ranks
         for first in range(0, len(present), together):
             self._step_of(present[first : first + together], group)
         if self._adamw is not None:
@@ -106,7 +109,7 @@ class Muon(Optimizer):
         return loss
 
     def _step_of(self, shards: Sequence[Shard], group: dict[str, Any]) -> None:
-        """Of as many matrices as there are ranks."""
+        """Update at most as many matrices as there are ranks."""
         lr, momentum = group["lr"], group["betas"][0]
         directions = []
         for shard in shards:
@@ -114,32 +117,33 @@ class Muon(Optimizer):
             average = local(state["exp_avg"]).lerp_(gradient, 1 - momentum)
             directions.append(gradient.lerp(average, momentum).bfloat16())
             state["step"] += 1
-        self._dealer.work(directions, [shard.parameter.shape for shard in shards], orthogonalised)
+        self._exchange.work(directions, [shard.parameter.shape for shard in shards], orthogonalized)
         for shard, direction in zip(shards, directions, strict=True):
-            own = local(shard.parameter).detach().mul_(1 - lr * group["weight_decay"])
-            own.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
+            weight = local(shard.parameter).detach().mul_(1 - lr * group["weight_decay"])
+            weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """BF16 (a, b): the matrix after Newton-Schulz iterations from a norm of 1, which bring singular values near 1.
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return BF16 (a, b): the matrix, scaled to norm 1, after Newton-Schulz iterations that move singular values
+    towards 1.
 
-    x = A x + (B g + C g^2) x, g = x x^T, of the matrix or, where it is higher than wide, its transpose; as PyTorch's
-    Muon, which has them inside its step alone, with every product rounded to BF16. On a CPU products of the same BF16
-    numbers are made in FP32: BF16 ones take 1.5 to 2.5 times as long with BF16 instructions and ten and more without.
-    A sum may then round the other way, by the order of its addends.
+    x = A x + (B g + C g^2) x with g = x x^T, for the matrix or, if it has more rows than columns, its transpose. This
+    equals PyTorch's Muon, which has no separate function for it, with every product rounded to BF16. On a CPU products
+    of the BF16 numbers are computed in FP32: BF16 products take 1.5 to 2.5 times as long with BF16 instructions, and
+    more than ten times without. Sums in another order may round differently.
     """
-    high = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if high else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     dtype = products_dtype(matrix.device)
 
-    def rounded(product: Tensor) -> Tensor:
+    def to_bf16(product: Tensor) -> Tensor:
         return product.bfloat16().to(dtype)
 
     x = (x / x.norm().clamp(min=1e-7)).to(dtype)
     for _ in range(ITERATIONS):
-        gram = rounded(x @ x.T)
-        x = rounded(torch.addmm(x, rounded(torch.addmm(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
-    return (x.T if high else x).bfloat16()
+        gram = to_bf16(x @ x.T)
+        x = to_bf16(torch.addmm(x, to_bf16(torch.addmm(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
+    return (x.T if is_tall else x).bfloat16()
 
 
 def products_dtype(device: torch.device) -> torch.dtype:
@@ -147,31 +151,35 @@ def products_dtype(device: torch.device) -> torch.dtype:
 
 
 def is_hidden(shard: Shard) -> bool:
-    """Whether Muon updates it: a matrix of a block."""
+    """Return whether Muon updates the parameter: a matrix of a block."""
     return shard.parameter.ndim == 2 and layer_of(shard.name) is not None
 
 
 def _group_of(shards: Sequence[Shard]) -> ProcessGroup | None:
-    """The group over which all of them are cut by rows; None where they are whole. Raises ValueError for other cuts."""
+    """Return the group over which all matrices are sharded by rows, or None if they are whole.
+
+    Raises:
+        ValueError: A matrix is sharded otherwise.
+    """
     groups: dict[ProcessGroup | None, str] = {}
     for shard in shards:
-        parameter, cuts = shard.parameter, []
+        parameter, sharded_axes = shard.parameter, []
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
-            # Behind column-wise tensor parallelism FSDP2's placement is no `Shard` to `is_shard`.
-            cuts = [
+            # On top of column-wise tensor parallelism, `is_shard` is false for FSDP2's placement.
+            sharded_axes = [
                 (axis, p) for axis, p in enumerate(parameter.placements) if not p.is_replicate() and sizes[axis] > 1
             ]
-        if is_slice(parameter) or len(cuts) > 1 or any(placement != Cut(0) for _, placement in cuts):
+        if is_slice(parameter) or len(sharded_axes) > 1 or any(placement != Cut(0) for _, placement in sharded_axes):
             raise ValueError(
-                f"Muon needs matrices that are whole or cut by rows alone, and {shard.name!r} of "
+                f"Muon needs matrices that are whole or sharded by rows only, and {shard.name!r} of "
                 f"{tuple(parameter.shape)} is not; train without tensor parallelism and [sharding.levels], or with "
                 "[optimizer] name = 'AdamW'"
             )
-        groups[parameter.device_mesh.get_group(cuts[0][0]) if cuts else None] = shard.name
+        groups[parameter.device_mesh.get_group(sharded_axes[0][0]) if sharded_axes else None] = shard.name
     if len(groups) > 1:
         raise ValueError(
-            f"Muon needs matrices that are cut alike, and {' and '.join(map(repr, groups.values()))} differ"
+            f"Muon needs matrices with the same sharding, but {' and '.join(map(repr, groups.values()))} differ"
         )
     (group,) = groups
     return group

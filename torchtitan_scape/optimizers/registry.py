@@ -1,4 +1,4 @@
-"""Which optimizers `[optimizer] name` may ask for, and what each keeps: one line each."""
+"""Registry of the optimizers that `[optimizer] name` can select, and of their states."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +18,15 @@ FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer by its name, which is its class's.
+    """An optimizer, registered under the name of its class.
 
-    make: of named parameters, and by keyword lr, betas, eps, weight_decay, `implementation` (PyTorch's AdamW: "fused",
-        "foreach" or "for-loop"), `kernels`, and `count`, told the bytes that go to each rank of the replica.
-    moments: kinds of its state of a parameter, FP32 of the parameter's shape. Each state has "step" besides, how many
-        were applied.
-    on_matrices: whether it works on matrices, which must be whole or cut by rows.
+    Attributes:
+        make: Constructor from named parameters, with keywords lr, betas, eps, weight_decay, `implementation` (PyTorch's
+            AdamW: "fused", "foreach" or "for-loop"), `kernels`, and `count`, which receives the bytes sent to each rank
+            of the replica.
+        moments: Kinds of a parameter's state, FP32 of its shape. Each state also has "step", the number of applied
+            steps.
+        on_matrices: Whether it needs matrices that are whole or sharded by rows.
     """
 
     make: Callable[..., Optimizer]
@@ -57,16 +59,23 @@ OPTIMIZERS = {
 
 
 def check_layout(name: str, layout: Layout, levels: bool) -> None:
-    """Refuses an optimizer whose matrices the layout cuts otherwise than by rows. Raises ValueError with the fix.
+    """Check that the layout shards matrices as the optimizer needs.
 
-    levels: whether weights, gradients and the rest lie on three levels, in pieces.
+    Args:
+        name: Name of the optimizer.
+        layout: Layout of the run.
+        levels: Whether three-level sharding is used.
+
+    Raises:
+        ValueError: Matrices would not be whole or sharded by rows; the message contains the fix.
     """
     if not OPTIMIZERS[name].on_matrices:
         return
-    cut = [f"parallelism.tensor_parallel_degree = {layout.tensor}"] if layout.tensor > 1 else []
-    cut += ["[sharding.levels]"] if levels else []
-    if cut:
+    conflicts = [f"parallelism.tensor_parallel_degree = {layout.tensor}"] if layout.tensor > 1 else []
+    conflicts += ["[sharding.levels]"] if levels else []
+    if conflicts:
         raise ValueError(
-            f"[optimizer] name = {name!r} with {' and '.join(cut)}: it needs matrices that are whole or cut by rows; "
-            "use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = 'AdamW'"
+            f"[optimizer] name = {name!r} with {' and '.join(conflicts)}: it needs matrices that are whole or sharded "
+            "by rows; use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = "
+            "'AdamW'"
         )

@@ -1,4 +1,4 @@
-"""Descent by signs (Bernstein et al., "signSGD", ICML 2018, arXiv:1802.04434): an optimizer that keeps nothing."""
+"""Sign descent (Bernstein et al., "signSGD", ICML 2018, arXiv:1802.04434), an optimizer without moments."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,19 +13,21 @@ from torchtitan_scape.core.type_checks import check_hyperparameters
 
 
 class SignSGD(Optimizer):
-    """theta = theta - lr weight_decay theta - lr sign(gradient), on gradients that are already synchronised.
+    """theta = theta - lr weight_decay theta - lr sign(gradient), on synchronized gradients.
 
-    It has no moments: momentum is to be in the gradient, as `[sync] method = "demo"` gives it. No clipping is seen.
-    Args as in `torch.optim.SGD`; plain tensors or DTensors, named or not. A parameter without a gradient is left as it
-    is. `found_inf`, a tensor set from outside as a gradient scaler sets it, skips the step where it is not 0, on the
-    device, with nothing written. State of every parameter is "step" alone.
+    Momentum must be part of the gradient, as with `[sync] method = "demo"`. Clipping has no effect. A parameter without
+    a gradient is not changed. If `found_inf`, a tensor set from outside as a gradient scaler does, is not 0, the step
+    is skipped on the device and nothing is written. The state of every parameter is "step".
+
+    Args:
+        params, lr, weight_decay: As in `torch.optim.SGD`. Parameters are plain tensors or DTensors, named or not.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
         check_hyperparameters(lr, (0.0, 0.0), 0.0, weight_decay)
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
         self.found_inf: Tensor | None = None
-        self._step_supports_amp_scaling = True  # as PyTorch's fused optimizers say that they mind `found_inf`
+        self._step_supports_amp_scaling = True  # Declares support of `found_inf`, as PyTorch's fused optimizers do.
         self._shards = collect_shards(self.param_groups)
         for shard in self._shards:
             step = torch.zeros((), dtype=torch.float32, device=local(shard.parameter).device)
@@ -33,7 +35,7 @@ class SignSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step. Returns the closure's value, None without one."""
+        """Take one step. Return the closure's value, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

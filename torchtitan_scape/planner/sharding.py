@@ -1,7 +1,7 @@
-"""What the shard axis sends and keeps, in closed form: FSDP2's own collectives, ZeRO++, what Muon deals out. No torch.
+"""Closed form of the bytes sent and the memory used on the shard axis: FSDP2, ZeRO++, Muon's matrix exchange. No torch.
 
-Messages are those of `sharding.messages`, padding included. A rank group is counted under its levels, as in
-`topology.shard_collectives`, as the mean over the ranks of the group.
+Message sizes are those of `sharding.messages`, padding included. The traffic of a rank group is counted under its link
+levels, as in `topology.shard_collectives`, as the mean over its ranks.
 """
 
 import itertools
@@ -25,11 +25,19 @@ _CUT_BIASES = ("wq.bias", "wk.bias", "wv.bias", "w1.bias")
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How weights are gathered and gradients are reduced.
+    """Configuration of the all-gather and the reduce-scatter of the shard axis.
 
-    weights: a code, or "dense". gradients: of the hops, from the inside out; () for dense. hops: 1 or 2.
-    weight_bytes, gradient_bytes: of an entry that is not coded.
-    exchanged: dense gradients go part by part, as on gloo, not round a ring. sparse: they are reduced by TAGC.
+    Attributes:
+        weights: Name of the block code, or "dense".
+        weights_block: Entries that share a scale.
+        secondary: Weights are sent between nodes once per update (hpZ).
+        gradients: Codes of the hops, innermost first; () for dense.
+        gradients_block: Entries that share a scale.
+        hops: 1 or 2.
+        weight_bytes: Bytes per entry of weights that are not quantized.
+        gradient_bytes: Bytes per entry of dense gradients.
+        exchanged: Dense gradients use an all-to-all, as on gloo, instead of a ring.
+        sparse: Plan of TAGC, if it reduces the gradients.
     """
 
     weights: str = "dense"
@@ -50,8 +58,13 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class FlatRow:
-    """What a rank keeps of one of FSDP's groups: the shapes of its shards. gathers: in a micro-batch. names: of its
-    parameters."""
+    """One rank's row of an FSDP2 parameter group.
+
+    Attributes:
+        shapes: Shapes of the rank's shards.
+        gathers: All-gathers per micro-batch.
+        names: Names of the parameters.
+    """
 
     shapes: tuple[Shape, ...]
     gathers: int = 2
@@ -62,7 +75,13 @@ class FlatRow:
         return sum(map(math.prod, self.shapes))
 
     def message_bytes(self, code: str, block: int, raw: int) -> int:
-        """Of the row; "dense" for all of it as it is. raw: bytes of an entry that is not coded."""
+        """Return the size in bytes of the row's message.
+
+        Args:
+            code: Name of the block code; "dense" sends the whole row raw.
+            block: Entries that share a scale.
+            raw: Bytes per entry that is not quantized.
+        """
         coded = 0 if code == "dense" else sum(-(-math.prod(s) // block) * block for s in self.shapes if len(s) > 1)
         rest = sum(math.prod(s) for s in self.shapes if code == "dense" or len(s) == 1)
         size = coded * FORMATS[code].bits // 8 + coded // block * _SCALE if coded else 0
@@ -74,55 +93,65 @@ def _padded(size: int) -> int:
 
 
 def flat_rows(workload: Workload, ranks: int, tensor: int = 1, reshard: str = "default") -> tuple[FlatRow, ...]:
-    """TorchTitan's groups over so many ranks: embeddings, every layer, then what follows. GPT-2's embeddings and what
-    follows its layers are one, of the root.
+    """Return the rows of TorchTitan's parameter groups: embeddings, each layer, and the last group.
 
-    tensor: of tensor parallelism, which divides matrices besides, and biases of those that it cuts by outputs.
-    reshard: `[parallelism] fsdp_reshard_after_forward`; a group that is not resharded is gathered once; by default that
-        is the last one.
+    For GPT-2 the embeddings and the parameters after the layers form one group, that of the root module.
+
+    Args:
+        workload: Model and batch.
+        ranks: Ranks of the shard axis.
+        tensor: Degree of tensor parallelism. It divides matrices, and the biases of layers that are split by outputs.
+        reshard: `[parallelism] fsdp_reshard_after_forward`. A group that is not resharded is gathered once per
+            micro-batch; by default this is the last group.
     """
     shapes, names = [], workload.names()
     for name, (rows, *rest) in zip(names, workload.shapes(), strict=True):
-        own = -(-rows // tensor) if rest or name.endswith(_CUT_BIASES) else rows
-        shapes.append((-(-own // ranks), *rest))
+        local_rows = -(-rows // tensor) if rest or name.endswith(_CUT_BIASES) else rows
+        shapes.append((-(-local_rows // ranks), *rest))
     first = 2 if workload.gpt2 else 1
-    each = (len(shapes) - first - 2) // workload.layers
-    ends = [0, *(first + i * each for i in range(workload.layers + 1)), len(shapes)]
+    per_layer = (len(shapes) - first - 2) // workload.layers
+    ends = [0, *(first + i * per_layer for i in range(workload.layers + 1)), len(shapes)]
     gathers = 1 if reshard == "never" else 2
-    found = [FlatRow(tuple(shapes[a:b]), gathers, names=names[a:b]) for a, b in itertools.pairwise(ends)]
+    groups = [FlatRow(tuple(shapes[a:b]), gathers, names=names[a:b]) for a, b in itertools.pairwise(ends)]
     if workload.gpt2:
-        (tables, *found, norm) = found
-        found.append(replace(norm, shapes=tables.shapes + norm.shapes, names=tables.names + norm.names))
-    return (*found[:-1], replace(found[-1], gathers=2 if reshard == "always" else 1))
+        (tables, *groups, norm) = groups
+        groups.append(replace(norm, shapes=tables.shapes + norm.shapes, names=tables.names + norm.names))
+    return (*groups[:-1], replace(groups[-1], gathers=2 if reshard == "always" else 1))
 
 
 def mean_gathers(rows: Sequence[FlatRow]) -> float:
-    """Of an entry, in a micro-batch."""
+    """Return the mean number of all-gathers of an entry per micro-batch."""
     return sum(row.gathers * row.entries for row in rows) / sum(row.entries for row in rows)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A collective: its stage of one rank in the mean, and how often a step has it."""
+    """One collective.
+
+    Attributes:
+        kind: Kind of its bytes in the ledger.
+        stage: Traffic of one rank, as the mean over ranks.
+        times: Number of calls per step.
+    """
 
     kind: str
     stage: Stage
     times: float
 
 
-def _round(circles: Sequence[tuple[int, ...]], own: float, layout: Layout) -> Iterator[Stage]:
-    """A gather of `own` bytes a rank, round every circle."""
+def _gather_stages(circles: Sequence[tuple[int, ...]], own_bytes: float, layout: Layout) -> Iterator[Stage]:
+    """Yield the stages of an all-gather of `own_bytes` bytes per rank over each rank group."""
     for level, share in _shares([layout.ring_level(rank, ranks) for ranks in circles for rank in ranks]):
         others = len(circles[0]) - 1
-        yield Stage(level, share * others, share * others * own)
+        yield Stage(level, share * others, share * others * own_bytes)
 
 
-def _parts(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
-    """An exchange of parts of `given` bytes in every circle."""
+def _exchange_stages(circles: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
+    """Yield the stages of an all-to-all with `input_bytes` bytes of input per rank over each rank group."""
     pairs = [layout.level(a, b) for ranks in circles for a in ranks for b in ranks if a != b]
     others = len(circles[0]) - 1
     for level, share in _shares(pairs):
-        yield Stage(level, share * others, share * others / len(circles[0]) * given)
+        yield Stage(level, share * others, share * others / len(circles[0]) * input_bytes)
 
 
 def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
@@ -132,73 +161,85 @@ def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
 def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> Iterator[_Sent]:
     group = layout.shard_group(0)
     whole, nodes = [group], list(layout.by_node(group))
-    across = [tuple(ranks) for ranks in zip(*nodes, strict=plan.hops == 2)]
+    between_nodes = [tuple(ranks) for ranks in zip(*nodes, strict=plan.hops == 2)]
     ranks = len(group)
-    # From the inside out; a circle of one sends nothing.
-    circles = [one for one in ((nodes, across) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
+    # Innermost first; a group of one rank sends nothing.
+    circles = [one for one in ((nodes, between_nodes) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
     for row in rows:
         gathers = micro_batches * row.gathers
         if plan.weights == "dense" and not plan.secondary:
-            yield from (_Sent("weights", s, gathers) for s in _round(whole, row.entries * plan.weight_bytes, layout))
+            yield from (
+                _Sent("weights", s, gathers) for s in _gather_stages(whole, row.entries * plan.weight_bytes, layout)
+            )
         else:
-            own = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
+            sent = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
             for number, circle in enumerate(reversed(circles)):
                 times = 1 if plan.secondary and number == 0 else gathers
-                yield from (_Sent("weights", stage, times) for stage in _round(circle, own, layout))
-                own *= len(circle[0])
+                yield from (_Sent("weights", stage, times) for stage in _gather_stages(circle, sent, layout))
+                sent *= len(circle[0])
         if plan.sparse is not None:
             yield from _sparse(plan.sparse, row, layout, micro_batches)
             continue
         if not plan.gradients:
-            stages = _parts if plan.exchanged else _ring
-            given = row.entries * ranks * plan.gradient_bytes
-            yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, given, layout))
+            stages = _exchange_stages if plan.exchanged else _scatter_stages
+            sent = row.entries * ranks * plan.gradient_bytes
+            yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, sent, layout))
             continue
-        left = ranks
+        remaining = ranks
         for number, circle in enumerate(circles):
             code = plan.gradients[min(number, len(plan.gradients) - 1)]
-            given = left * row.message_bytes(code, plan.gradients_block, 4)
-            yield from (_Sent("gradients", stage, micro_batches) for stage in _parts(circle, given, layout))
-            left //= len(circle[0])
+            sent = remaining * row.message_bytes(code, plan.gradients_block, 4)
+            yield from (_Sent("gradients", stage, micro_batches) for stage in _exchange_stages(circle, sent, layout))
+            remaining //= len(circle[0])
 
 
 def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:
     whole = [layout.shard_group(0)]
     ranks, times = len(whole[0]), micro_batches if plan.each else 1
     if blocks := plan.blocks(row.shapes, row.names, ranks):
-        yield from (_Sent("index", s, times) for s in _parts(whole, plan.exchanged(blocks, ranks), layout))
-        yield from (_Sent("index", s, times) for s in _round(whole, plan.gathered(blocks, ranks), layout))
+        yield from (_Sent("index", s, times) for s in _exchange_stages(whole, plan.exchanged(blocks, ranks), layout))
+        yield from (_Sent("index", s, times) for s in _gather_stages(whole, plan.gathered(blocks, ranks), layout))
     values = plan.values(row.shapes, row.names, ranks)
-    yield from (_Sent("gradients", stage, times) for stage in _parts(whole, values, layout))
+    yield from (_Sent("gradients", stage, times) for stage in _exchange_stages(whole, values, layout))
 
 
-def _ring(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
-    """A reduce-scatter of `given` bytes round every circle."""
-    return _round(circles, given / len(circles[0]), layout)
+def _scatter_stages(circles: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
+    """Yield the stages of a ring reduce-scatter with `input_bytes` bytes of input per rank over each rank group."""
+    return _gather_stages(circles, input_bytes / len(circles[0]), layout)
 
 
 def shard_bytes(
     plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int
 ) -> dict[tuple[str, str], float]:
-    """Bytes that a rank of the first group sends in a step, in the mean, by (level, kind)."""
+    """Return the bytes per step that a rank of the first shard group sends, as the mean over ranks, by (link level,
+    kind).
+    """
     sent: dict[tuple[str, str], float] = defaultdict(float)
     if layout.shard * layout.context > 1:
-        for one in _collectives(plan, rows, layout, micro_batches):
-            sent[one.stage.level, one.kind] += one.times * one.stage.sent
+        for call in _collectives(plan, rows, layout, micro_batches):
+            sent[call.stage.level, call.kind] += call.times * call.stage.sent
     return dict(sent)
 
 
 def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> list[Stage]:
-    """The same as stages that follow one another."""
+    """Return the same traffic as a list of stages that run one after the other."""
     if layout.shard * layout.context == 1:
         return []
-    found = _collectives(plan, rows, layout, micro_batches)
-    return [Stage(one.stage.level, one.times * one.stage.rounds, one.times * one.stage.sent) for one in found]
+    calls = _collectives(plan, rows, layout, micro_batches)
+    return [Stage(call.stage.level, call.times * call.stage.rounds, call.times * call.stage.sent) for call in calls]
 
 
 def dealt_stages(method: PlannedRun, shapes: Shapes, layout: Layout) -> list[Stage]:
-    """Of what the optimizer deals to the ranks of a replica, a part to each at a time, and gets back: of one rank in
-    the mean; none of an optimizer that deals nothing. shapes: of whole parameters."""
+    """Return the stages of the optimizer's matrix exchange: one parameter at a time goes to each owner rank and back.
+
+    Args:
+        method: Method and optimizer. The list is empty if the optimizer exchanges no parameters.
+        shapes: Shapes of whole parameters.
+        layout: Layout of the run.
+
+    Returns:
+        Traffic of one rank, as the mean over ranks.
+    """
     group = layout.shard_group(0)
     parts = dealt_parts(method, shapes, len(group))
     if not parts:
@@ -208,12 +249,13 @@ def dealt_stages(method: PlannedRun, shapes: Shapes, layout: Layout) -> list[Sta
         for rank in (rank for rank in group if rank != group[owner]):
             sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
     exchanges = 2 * -(-len(parts) // len(group))
-    return [Stage(one.level, exchanges * one.rounds, sent[one.level]) for one in _parts([group], 0.0, layout)]
+    return [Stage(one.level, exchanges * one.rounds, sent[one.level]) for one in _exchange_stages([group], 0.0, layout)]
 
 
 def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
-    """Bytes that stand-ins keep ("secondary weights", "shard residual"), and need at once for the largest group
-    ("shard messages")."""
+    """Return the bytes that the hooks keep ("secondary weights", "shard residual") and the temporary buffers of the
+    largest group ("shard messages").
+    """
     group = layout.shard_group(0)
     ranks, nodes = len(group), layout.by_node(group)
     if ranks == 1 or not plan.active:
@@ -221,17 +263,17 @@ def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> di
     kinds: dict[str, float] = {}
     messages = [0.0]
     for row in rows:
-        own = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
+        message = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
         if plan.secondary:
-            kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * own
+            kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * message
         if plan.weights != "dense" or plan.secondary:
-            passing = len(nodes) if plan.hops == 2 and not plan.secondary else 0
-            messages.append((1 + ranks + passing) * own + 4.0 * row.entries)
+            forwarded = len(nodes) if plan.hops == 2 and not plan.secondary else 0
+            messages.append((1 + ranks + forwarded) * message + 4.0 * row.entries)
         if plan.sparse is not None:
             kinds["shard residual"] = kinds.get("shard residual", 0.0) + plan.sparse.kept(row.shapes, row.names, ranks)
             messages.append(2 * plan.sparse.values(row.shapes, row.names, ranks))
         if plan.gradients:
-            given = ranks * row.message_bytes(plan.gradients[0], plan.gradients_block, 4)
+            input_bytes = ranks * row.message_bytes(plan.gradients[0], plan.gradients_block, 4)
             sums = 4.0 * row.entries * (len(nodes) if plan.hops == 2 else 1)
-            messages.append(2 * given + sums + 4.0 * row.entries)
+            messages.append(2 * input_bytes + sums + 4.0 * row.entries)
     return kinds | {"shard messages": max(messages)}

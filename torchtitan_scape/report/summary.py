@@ -1,4 +1,4 @@
-"""What a run says of itself at its end."""
+"""Summary of a run at its end."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from torchtitan_scape.sharding.base import UPDATE
 
 
 class SummaryView(Protocol):
-    """What is asked of a trainer."""
+    """The trainer's attributes that the summary uses."""
 
     job_config: JobConfig
     layout: Layout
@@ -47,13 +47,13 @@ class SummaryView(Protocol):
 
 
 def summarise(trainer: SummaryView) -> None:
-    """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
+    """Log a summary on rank 0, and write it to summary.json in the dump folder. Collective."""
     trainer.replica_optimizer.finish_previous_step()
     traffic = trainer.replica_optimizer.collectives.traffic
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
-    own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
-    read = torch.tensor(own, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)
-    # Ranks of one data-parallel index read the same tokens.
+    local = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
+    read = torch.tensor(local, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)
+    # Ranks with the same data-parallel index read the same tokens.
     read = trainer.replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
     steps, total = trainer.steps_taken, trainer.step
@@ -106,10 +106,10 @@ def summarise(trainer: SummaryView) -> None:
     for line in (
         f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}"
         + (f", {trainer.simulated} simulated replicas)" if trainer.simulated > 1 else ")")
-        + (f": the data ran out after {total} steps" if trainer.ran_out else ""),
+        + (f": end of data after {total} steps" if trainer.ran_out else ""),
         f"  layout            {trainer.described}",
-        f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
-        f"  empty documents   {empty:,.0f} passed over",
+        f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} per second",
+        f"  empty documents   {empty:,.0f} skipped",
         f"  training loss     {_loss_text(trainer.metrics_processor.last_loss)} (last logged step)",
         f"  validation loss   {_loss_text(validation)}{_figures_text(figures)}",
         f"  sent per step and rank, replicate axis: {sent_text(sent.replicas, sent.dense)}",
@@ -126,21 +126,21 @@ def summarise(trainer: SummaryView) -> None:
 
 
 def report_dry_run(trainer: SummaryView) -> None:
-    """What a step of this run would send, known without taking one."""
+    """Log the planned bytes per step of a dry run."""
     sent, dense = trainer.replica_optimizer.planned_bytes(), trainer.replica_optimizer.dense_bytes()
-    logger.info("Dry run: everything was built, nothing was trained")
+    logger.info("Dry run: everything was built, no step was taken")
     logger.info(
-        f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
+        f"Payload and masks per step and rank on the replicate axis: {size_text(sent)} sent, "
         f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
     )
     if shards := _planned_on_shard_axis(trainer):
-        logger.info(f"Weights, gradients and updates of a step, per rank on the shard axis: {shards_text(shards)}")
+        logger.info(f"Weights, gradients and updates per step and rank on the shard axis: {shards_text(shards)}")
     for line in trainer.forecast.lines() if trainer.forecast else ():
         logger.info(line)
 
 
 def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]:
-    """Bytes a step and rank, by level and kind, in closed form."""
+    """Return the planned bytes per step and rank, by level and kind."""
     on_cpu = trainer.device.type == "cpu" and trainer.job_config.comm.mode != "fake_backend"
     plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)
     micro_batches = trainer.gradient_accumulation_steps // trainer.simulated
@@ -155,11 +155,11 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
 
 
 def _to_export(config: JobConfig, folder: Path) -> list[str]:
-    """The command that hands over what was saved."""
+    """Return lines with the export command, if there is a checkpoint."""
     if not config.checkpoint.enable or config.checkpoint.load_only:
         return []
-    told = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
-    return ["To load the model elsewhere:", f"  python -m torchtitan_scape.export {told}"]
+    arguments = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
+    return ["To export the model:", f"  python -m torchtitan_scape.export {arguments}"]
 
 
 def _figures_text(figures: dict[str, float]) -> str:

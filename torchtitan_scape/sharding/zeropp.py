@@ -1,12 +1,14 @@
-"""ZeRO++ (arXiv:2306.10209): weights and gradients travel coded, and weights cross nodes once an update.
+"""ZeRO++ (arXiv:2306.10209): quantized all-gather and reduce-scatter, and weights sent between nodes once per update.
 
-qwZ: the all-gather carries every row as one message; all ranks decode all messages, their own included, so that all
-compute with the same bits. Over two circles rows cross nodes once for each rank's place, then go round the node.
+qwZ: the all-gather sends every row as one quantized message. All ranks decode all messages, including their own, so
+that all compute with the same bits. With two hops a row is sent once to the rank with the same position in every other
+node, then all-gathered within the node.
 
-hpZ: what has crossed nodes is kept, coded (n c / P bytes), until parameters change; the gathers in between stay in the
-node. The paper gathers across nodes in every forward pass.
+hpZ: the messages received from other nodes (n c / P encoded bytes) are kept until the parameters change; the
+all-gathers in between stay within the node. The paper gathers between nodes in every forward pass.
 
-qgZ: the reduce-scatter is an all-to-all of messages, decoded and added in rank order: in the node, then across nodes.
+qgZ: the reduce-scatter is an all-to-all of messages, decoded and summed in rank order: within the node, then between
+nodes.
 """
 
 from collections.abc import Sequence
@@ -31,12 +33,15 @@ from torchtitan_scape.sharding.messages import RowCodec, gather_between_nodes, g
 
 
 class QuantizedAllGather(Allocates):
-    """Stands in for the all-gather of one group.
+    """Quantized all-gather of one parameter group (qwZ, hpZ).
 
     Args:
-        circles: what rows go over, from the inside out.
-        rows: how they are coded.
-        keeps: what has come over the last circle stays for later gathers of the same version of the weights.
+        flat: The parameter group.
+        circles: Rank groups of the hops, innermost first.
+        rows: Codec of the rows.
+        ledger: Byte ledger.
+        cache_version: Version of the weights; messages of the outermost hop are reused while it is unchanged. None
+            disables the cache.
     """
 
     def __init__(
@@ -45,10 +50,10 @@ class QuantizedAllGather(Allocates):
         circles: Sequence[Circle],
         rows: RowCodec,
         ledger: ShardLedger,
-        keeps: WeightsVersion | None = None,
+        cache_version: WeightsVersion | None = None,
     ) -> None:
         self._flat, self._circles, self._rows, self._ledger = flat, circles, rows, ledger
-        self._kept = WeightsCache(keeps) if keeps is not None else None
+        self._cache = WeightsCache(cache_version) if cache_version is not None else None
 
     @torch.no_grad()
     def __call__(
@@ -56,31 +61,35 @@ class QuantizedAllGather(Allocates):
     ) -> None:
         ranks = group.size()
         self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._circles))
-        messages = self._across(input_tensor)
-        every = gather_within_node(messages, self._circles, self._ledger, WEIGHTS)
-        if dist.get_backend(group) == "fake":  # what has been received is no message
+        messages = self._outermost_messages(input_tensor)
+        gathered = gather_within_node(messages, self._circles, self._ledger, WEIGHTS)
+        if dist.get_backend(group) == "fake":  # The received bytes are not valid messages.
             output_tensor.zero_()
             return
-        self._rows.unpack(every, output_tensor.view(ranks, -1))
+        self._rows.unpack(gathered, output_tensor.view(ranks, -1))
 
-    def _across(self, row: Tensor) -> Tensor:
-        """What has come over the last circle, now or before."""
-        if self._kept is not None and (kept := self._kept.get()) is not None:
-            return kept
-        own = torch.empty(self._rows.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
-        self._rows.encode(self._rows.split(row), own)
-        messages = gather_between_nodes(own, self._circles, self._ledger, WEIGHTS)
-        if self._kept is not None:
-            self._kept.keep(messages)
+    def _outermost_messages(self, row: Tensor) -> Tensor:
+        """Return the messages received over the outermost hop, from the cache if they are still valid."""
+        if self._cache is not None and (cached := self._cache.get()) is not None:
+            return cached
+        message = torch.empty(self._rows.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
+        self._rows.encode(self._rows.split(row), message)
+        messages = gather_between_nodes(message, self._circles, self._ledger, WEIGHTS)
+        if self._cache is not None:
+            self._cache.keep(messages)
         return messages
 
 
 class QuantizedReduceScatter(Allocates):
-    """Stands in for the reduce-scatter of one group. FP32 inside; a flat of another dtype is converted once.
+    """Quantized reduce-scatter of one parameter group (qgZ). It works in FP32; a flat buffer of another dtype is
+    converted first.
 
     Args:
-        circles: of the hops, from the inside out. rows: how each codes what it sends.
-        moment: for the keys of stochastic rounding; None to round to nearest.
+        flat: The parameter group.
+        circles: Rank groups of the hops, innermost first.
+        rows: Codec of each hop.
+        ledger: Byte ledger.
+        position: Source of the keys of stochastic rounding; None rounds to nearest.
     """
 
     def __init__(
@@ -89,9 +98,9 @@ class QuantizedReduceScatter(Allocates):
         circles: Sequence[Circle],
         rows: Sequence[RowCodec],
         ledger: ShardLedger,
-        moment: TrainPosition | None = None,
+        position: TrainPosition | None = None,
     ) -> None:
-        self._flat, self._circles, self._rows, self._ledger, self._moment = flat, circles, rows, ledger, moment
+        self._flat, self._circles, self._rows, self._ledger, self._position = flat, circles, rows, ledger, position
 
     @torch.no_grad()
     def __call__(
@@ -106,7 +115,7 @@ class QuantizedReduceScatter(Allocates):
         self._rows[0].assemble(parts, output_tensor)
 
     def _key(self, hop: int, message: int) -> int | None:
-        return None if self._moment is None else self._moment.key(hop, dist.get_rank(), self._flat.number, message)
+        return None if self._position is None else self._position.key(hop, dist.get_rank(), self._flat.number, message)
 
 
 def _ranks(circles: Sequence[Circle]) -> int:
