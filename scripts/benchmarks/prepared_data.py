@@ -35,7 +35,7 @@ from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
 from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare  # noqa: E402
 from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
 from torchtitan_scape.data.manifest import Manifest  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, TextSource, Work  # noqa: E402
+from torchtitan_scape.data.prepare_parts import Encoder, PrepareWork, TextSource  # noqa: E402
 
 DATASET = "standard_library"
 SEQUENCES = (256, 2048, 4096)
@@ -101,7 +101,7 @@ def _worker(folder: Path, plan: Manifest, part: Any, source: TextSource, encoder
         done[:] = [a + b for a, b in zip(done, more, strict=True)]
 
     begin = time.process_time()
-    Work(folder, unfinished, plan, [part], [source], encoder)(0, count)
+    PrepareWork(folder, unfinished, plan, [part], [source], encoder)(0, count)
     seconds = time.process_time() - begin
     borders = len(encoder._before) + len(encoder._after)
     return (done[1] - borders * done[0]) / seconds

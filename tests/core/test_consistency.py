@@ -207,8 +207,6 @@ def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
                 if hit == "moment":
                     states = optimizer.method.passes.kept("state")
                     for state, held in zip(states, state_on_mask(optimizer), strict=True):
-                        optimizer.method.passes.kept("state"), state_on_mask(optimizer), strict=True
-                    ):
                         state[held != 0] *= 1.5
                 else:
                     # With "local", BF16 weights are rewritten from each replica's master.
