@@ -253,7 +253,7 @@ def test_there_is_python_to_run() -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
     """With the very lines that the page would add to the registry and to the contract."""
-    scope: dict[str, Any] = {"__name__": "page", "Entry": MethodEntry, "Case": test_contract.Case}
+    scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
     exec(blocks("docs/adding_a_method.md", "python")[0], scope)
     registry, contract = (
         code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."

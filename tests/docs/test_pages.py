@@ -81,9 +81,8 @@ def test_the_readme_is_short_and_the_pages_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(QUESTIONS))
-def test_a_page_opens_with_its_question(page: str) -> None:
-    first = read(page).splitlines()[0]
-    assert first.startswith("# ") and first.endswith("?")
+def test_a_page_opens_with_its_title(page: str) -> None:
+    assert read(page).startswith("# ")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,6 +1,7 @@
 """`replicate`: any synchronization method in any training loop."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -114,10 +115,9 @@ def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
     if name not in METHODS:
         raise ValueError(f"method is {name!r}; it must be one of {', '.join(METHODS)}")
     entry = METHODS[name]
-    unknown = section.keys() - entry.options.__dataclass_fields__.keys()
-    if unknown:
-        known = ", ".join(entry.options.__dataclass_fields__)
-        raise ValueError(f"method {name!r} has no option {sorted(unknown)[0]!r}; its options are {known or 'none'}")
+    known = [field.name for field in fields(entry.options)]
+    if unknown := sorted(section.keys() - set(known)):
+        raise ValueError(f"method {name!r} has no option {unknown[0]!r}; its options are {', '.join(known) or 'none'}")
     return entry.options(**section), entry
 
 
