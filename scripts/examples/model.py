@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
@@ -28,7 +28,7 @@ class GPT(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4, length: int = 64) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
