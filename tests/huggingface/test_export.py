@@ -114,7 +114,7 @@ def tensors(found: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_logits_of_transformers_agree_and_import_is_exact(name: str, export: Any, runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with patch.object(folder, "MOST_BYTES", 1_000_000):
+    with patch.object(folder, "MAX_FILE_BYTES", 1_000_000):
         code, output, found = export(name)
     assert code == 0 and "agree to" in output, output
     assert len(list(found.glob("model-*.safetensors"))) > 1 or name == "gpt2"
@@ -229,7 +229,7 @@ def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> Non
         (["--config", str(other), "--checkpoint", str(steps / "step-20")], ("tok_embeddings.weight", "(4096, 128)")),
         ([*recipe, "--checkpoint", "latest", "--output", str(tmp_path / "there")], ("there exists already",)),
         (["--checkpoint", "latest"], ("--config",)),
-        (["import", *recipe, "--model", str(half)], ("no model", "config.json")),
+        (["import", *recipe, "--model", str(half)], ("not a Hugging Face model", "config.json")),
     ):
         before = sorted(tmp_path.iterdir())
         code, output = run_main([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])

@@ -205,7 +205,7 @@ def _texts(findings: Sequence[_Mismatch], peers: list[int]) -> list[str]:
     for (odd, undecided), names in by_ranks.items():
         description = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         if undecided:
-            texts.append(f"{_ranks([peers[i] for i in odd])} differ in {description}, without a majority")
+            texts.append(f"{_ranks([peers[i] for i in odd])} differ in {description} without a majority")
             continue
         others = _ranks([rank for i, rank in enumerate(peers) if i not in odd])
         ranks = _ranks([peers[i] for i in odd])
