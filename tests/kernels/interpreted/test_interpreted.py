@@ -253,7 +253,7 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
         seen = Seen([f"p{i}" for i in range(len(options["shapes"]))])
 
         def probe(optimizer: Scape, step: int) -> None:
-            optimizer.watch(seen)
+            optimizer.observe(seen)
             if collectives.replica == 0:
                 shown[kernels] += seen.gradients.values()
             if collectives.replica == 0 and optimizer.method.passes.masters:
