@@ -3,6 +3,7 @@
 torchrun --nproc_per_node=2 -m torchtitan_scape.train --job.config_file train_configs/embedded.toml
 """
 
+import logging
 import os
 import sys
 import time
@@ -11,60 +12,52 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_scape.titan import device
+from topology.groups import build_groups, build_level_groups
+from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
+from topology.machines import detect_machine, get_machine
+from torchtitan_scape.checkpoint.best import BestCheckpoint
+from torchtitan_scape.checkpoint.metadata import RunMetadata
+from torchtitan_scape.checkpoint.reader import GlobalLayout
+from torchtitan_scape.config.checks import check_config, remarks
+from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.parsing import parse as parse
+from torchtitan_scape.config.parsing import resolve
+from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.core.workloads import local_shapes
+from torchtitan_scape.data.exhaustion import EndOfDataSync
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader
+from torchtitan_scape.data.prepared import PreparedDataLoader
+from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.observe.observation import Observation
+from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.replica.guard import NonFiniteGradientError
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of
+from torchtitan_scape.report.interfaces import InterfaceCount
+from torchtitan_scape.report.memory import MemoryReport
+from torchtitan_scape.report.sample import log_samples
+from torchtitan_scape.report.summary import report_dry_run, summarise
+from torchtitan_scape.runtime.agreement import check_ranks_agree, facts
+from torchtitan_scape.runtime.shutdown import Shutdown
+from torchtitan_scape.sharding.build import groups_for
+from torchtitan_scape.sharding.levels_build import check_levels
+from torchtitan_scape.titan import DEVICE_TYPE, device, patches
+from torchtitan_scape.titan.data import DataloaderExhaustedError
+from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
+from torchtitan_scape.titan.trainer import Trainer, init_logger
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
+from torchtitan_scape.trainer.metrics import ReplicaMetrics
+from torchtitan_scape.trainer.optimizers import TitanOptimizers
+from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+from torchtitan_scape.trainer.specs import register, whole_model
 
-DEVICE_TYPE = device.prepare()  # before the first import of torchtitan
-
-import torchtitan.train as titan_train  # noqa: E402
-from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.tools import utils as titan_utils  # noqa: E402
-from torchtitan.tools.logging import init_logger, logger  # noqa: E402
-from torchtitan.train import Trainer  # noqa: E402
-
-from topology.groups import build_groups, build_level_groups  # noqa: E402
-from topology.layout import Layout, plan_layout, ranks_per_node_from_environment  # noqa: E402
-from topology.machines import detect_machine, get_machine  # noqa: E402
-from torchtitan_scape.checkpoint.best import BestCheckpoint  # noqa: E402
-from torchtitan_scape.checkpoint.metadata import RunMetadata  # noqa: E402
-from torchtitan_scape.checkpoint.reader import GlobalLayout  # noqa: E402
-from torchtitan_scape.config.checks import check_config, remarks  # noqa: E402
-from torchtitan_scape.config.job_config import JobConfig, options_of  # noqa: E402
-from torchtitan_scape.config.parsing import parse as parse  # noqa: E402  what imports the trainer takes it from here
-from torchtitan_scape.config.parsing import resolve  # noqa: E402
-from torchtitan_scape.core.consistency import ReplicasDifferError  # noqa: E402
-from torchtitan_scape.core.workloads import local_shapes  # noqa: E402
-from torchtitan_scape.data.exhaustion import EndOfDataSync  # noqa: E402
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader  # noqa: E402
-from torchtitan_scape.data.prepared import PreparedDataLoader  # noqa: E402
-from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
-from torchtitan_scape.observe.observation import Observation  # noqa: E402
-from torchtitan_scape.optimizers.registry import check_layout  # noqa: E402
-from torchtitan_scape.replica.guard import NonFiniteGradientError  # noqa: E402
-from torchtitan_scape.replica.optimizer import ReplicaOptimizer  # noqa: E402
-from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of  # noqa: E402
-from torchtitan_scape.report.interfaces import InterfaceCount  # noqa: E402
-from torchtitan_scape.report.memory import MemoryReport  # noqa: E402
-from torchtitan_scape.report.sample import log_samples  # noqa: E402
-from torchtitan_scape.report.stragglers import timed_token_count  # noqa: E402
-from torchtitan_scape.report.summary import report_dry_run, summarise  # noqa: E402
-from torchtitan_scape.runtime.agreement import check_ranks_agree, facts  # noqa: E402
-from torchtitan_scape.runtime.shutdown import Shutdown  # noqa: E402
-from torchtitan_scape.sharding.build import groups_for  # noqa: E402
-from torchtitan_scape.sharding.levels_build import check_levels  # noqa: E402
-from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer  # noqa: E402
-from torchtitan_scape.trainer.metrics import ReplicaMetrics  # noqa: E402
-from torchtitan_scape.trainer.optimizers import TitanOptimizers  # noqa: E402
-from torchtitan_scape.trainer.parallelize import ReplicaParallelDims  # noqa: E402
-from torchtitan_scape.trainer.specs import register, whole_model  # noqa: E402
+logger = logging.getLogger(__name__)
 
 # What a user can get wrong ends in one line; anything else keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
@@ -105,12 +98,12 @@ class ScapeTrainer(Trainer):
             check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
             self.forecast = Forecast.of(job_config, self.layout)
         else:
-            self.memory = MemoryReport.of(job_config, self.layout, titan_utils.device_module)
+            self.memory = MemoryReport.of(job_config, self.layout, device_module)
             for line in self.memory.lines():
                 logger.info(line)
             if job_config.comm.mode != "fake_backend":
                 self.memory.check()
-        with ExitStack() as self._dry_run, patch.object(titan_train, "CheckpointManager", ReplicaCheckpointer):
+        with ExitStack() as self._dry_run, patches.checkpoint_manager(ReplicaCheckpointer):
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
@@ -149,7 +142,7 @@ class ScapeTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         config, layout = self.job_config, self.layout
-        dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
+        init_distributed(config.comm, base_folder=config.job.dump_folder)
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
         logger.info(self.described)
@@ -245,14 +238,10 @@ class ScapeTrainer(Trainer):
             self.observation.before_step(self.step)
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
-        norm_to_come = patch.object(
-            dist_utils, "clip_grad_norm_", lambda *args, **kwargs: self.replica_optimizer.grad_norm
-        )
         try:
             with (
-                norm_to_come,
-                patch.object(dist_utils, "dist_sum", self._data_end.first_sum(dist_utils.dist_sum)),
-                timed_token_count(self.replica_optimizer.timer),
+                patches.gradient_norm(lambda: self.replica_optimizer.grad_norm),
+                patches.first_token_count(self._data_end.count, self.replica_optimizer.timer),
             ):
                 super().train_step(data_iterator)
         except (DataloaderExhaustedError, NoTextError):
@@ -273,7 +262,7 @@ class ScapeTrainer(Trainer):
             self.replica_optimizer.collectives.groups.set_timeout(timeout)
             self.replica_optimizer.sharding.set_timeout(timeout)
             if self.step > 1:  # a resumed run has no step 1, after which TorchTitan does this
-                dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
+                set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(self._a_step_follows())
         if self.shutdown is not None:
             self.shutdown.after_step(self, first=self.steps_taken == 1)
@@ -357,7 +346,7 @@ def layout_of(config: JobConfig) -> Layout:
     world_size = int(value)
     machine_name: str = config.topology.machine
     if machine_name == "auto":
-        machine_name = detect_machine(titan_utils.device_module.get_device_name())
+        machine_name = detect_machine(device_module.get_device_name())
     machine = get_machine(machine_name)
     ranks_per_node = config.topology.ranks_per_node
     if not ranks_per_node and not fake:  # a dry run is one process, whatever the launcher says

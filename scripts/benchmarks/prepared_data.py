@@ -27,15 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, RESULTS, command_of, guarded, parser
-from torchtitan_scape.titan import device
-
-device.prepare()  # before the first import of torchtitan
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
-from torchtitan_scape.data.manifest import Manifest  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, TextSource, Work  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare
+from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
+from torchtitan_scape.data.manifest import Manifest
+from torchtitan_scape.data.prepare_parts import Encoder, TextSource, Work
 
 DATASET = "standard_library"
 SEQUENCES = (256, 2048, 4096)

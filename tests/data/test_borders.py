@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from torchtitan_scape.config.job_config import Data, JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.borders import END_OF_TEXT, BoundaryTokenizer, border_ids  # noqa: E402
-from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+from torchtitan_scape.config.job_config import Data, JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.borders import END_OF_TEXT, BoundaryTokenizer, border_ids
+from torchtitan_scape.data.loader import TextDataset
 
 
 def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:

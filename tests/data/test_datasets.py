@@ -14,17 +14,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from torchtitan_scape.data import EMBEDDED_TOKENIZER
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import validation_batches  # noqa: E402
-from torchtitan_scape.trainer import validator  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import EMBEDDED_TOKENIZER, validation_batches
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.titan.data import HuggingFaceTextDataset
+from torchtitan_scape.trainer import validator
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]

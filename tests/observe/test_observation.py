@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torchtitan.tools.logging import logger
 
 from tests.checkpoint.runs import run
 from tests.pool import Pool
@@ -198,6 +197,6 @@ def test_a_sum_that_overflows_is_told_and_not_counted(caplog: pytest.LogCaptureF
     record = Record(Path("nowhere"), {})
     own = SimpleNamespace(tensors=[Observed("w", ())], _counts=True, _window=None, _step=3, record=record)
     own._whole = lambda one, parts: torch.tensor([1.0, torch.inf])
-    with caplog.at_level(logging.WARNING, logger=logger.name):
+    with caplog.at_level(logging.WARNING):
         Observation.synchronised(cast(Any, own), lambda name: torch.empty(0), torch.tensor(True))
     assert "Step 3: the sum of the gradients of w overflows" in caplog.text and not record.histograms

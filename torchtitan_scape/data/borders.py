@@ -6,7 +6,7 @@ that puts them around a text by itself, or neither (GPT-2's). Documents get what
 
 from typing import Any
 
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, both at once
 

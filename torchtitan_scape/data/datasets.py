@@ -9,20 +9,14 @@ Importing this file registers the data sets below with TorchTitan, whose names a
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
     prepared                                        what torchtitan_scape.data.prepare wrote, or a pair of Megatron's
-
-On a machine without a GPU, call `torchtitan_scape.titan.device.prepare()` before importing this file.
 """
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
-from torchtitan.config.job_config import Training, Validation
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line
@@ -34,6 +28,10 @@ from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.titan.config import Training, Validation
+from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig, build_hf_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 

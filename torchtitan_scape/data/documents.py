@@ -13,11 +13,13 @@ ones begin where the slowest reader was; what others had read beyond that is rea
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 Unit = list[Any]
 Units = list[Unit]

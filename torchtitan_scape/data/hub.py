@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import datasets.config
 from datasets import load_dataset
@@ -10,6 +9,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.patching import replaced
 
 SECONDS = 5.0  # for the hub's first answer; the library would try for minutes
 
@@ -42,7 +42,7 @@ class HubDataset:
         offline = unreachable()
         try:
             # The library then looks into its cache at once, and tries nothing else.
-            with patch.object(datasets.config, "HF_HUB_OFFLINE", bool(offline) or datasets.config.HF_HUB_OFFLINE):
+            with replaced(datasets.config, "HF_HUB_OFFLINE", bool(offline) or datasets.config.HF_HUB_OFFLINE):
                 return load_dataset(self.repository, split=split, streaming=True)
         except Exception as error:  # each version of the libraries raises others
             why, first = _reason(error, offline)

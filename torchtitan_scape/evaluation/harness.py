@@ -4,14 +4,12 @@ Needs the extra `eval`; whoever imports this file has looked whether it is there
 """
 
 import difflib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets.config
 import torch
@@ -25,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import hash_string
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.evaluation import squad
 from torchtitan_scape.huggingface.loading import load_model
 
@@ -105,7 +104,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dic
     if offline:  # what is read from a disk is short, and bars would stand in front of what is said
         datasets.disable_progress_bars()
     flag = "HF_HUB_OFFLINE"
-    asked = [patch.object(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
+    asked = [replaced(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
     with asked[0], asked[1]:
         try:
             return manager.load(list(names))
@@ -129,7 +128,7 @@ class _Model(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts after the token that stands in front of them. The harness puts it there; a tokenizer that did
         the same would have it predicted, after itself."""
-        with patch.object(self, "add_bos_token", False):
+        with replaced(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
 
@@ -178,7 +177,7 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
     if processes > 1:  # it takes a model that it has not loaded for a single process's
         lm.accelerator, lm._rank, lm._world_size = accelerator, accelerator.process_index, processes
     _check_generation(tasks["tasks"], lm)
-    with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of resampling; it would fork
+    with environment(DISABLE_MULTIPROC="1"):  # of resampling; it would fork
         found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
     if processes > 1:
         accelerator.wait_for_everyone()

@@ -5,40 +5,17 @@ gradients, where a slow forward or backward pass does. Where FSDP shards a repli
 inside these passes: all ranks of a slow one's shard group look slow.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
-from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import utils as dist_utils
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.timing import PhaseTimer
 
 # Of a step: ranks whose waits differ by less are equally fast.
 LEAST_SHARE = 0.05
 # Up to so many ranks are listed one by one.
 _FEW = 8
-
-
-@contextmanager
-def timed_token_count(timer: PhaseTimer) -> Iterator[None]:
-    """The first `dist_sum` inside is a phase "wait": in TorchTitan's `train_step` it counts tokens."""
-    count, calls = dist_utils.dist_sum, 0
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            return count(*args, **kwargs)
-        with timer.phase("wait"):
-            return count(*args, **kwargs)
-
-    with patch.object(dist_utils, "dist_sum", timed):
-        yield
 
 
 def gather_waits(
