@@ -34,7 +34,8 @@ WHERE = LAYOUTS | MORE
 def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     """Trains until `steps`. What `look` sees in the trainer, after loading where there is a checkpoint, and at the end;
     the last loss, and what the log says of the checkpoint."""
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
     trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]

@@ -144,7 +144,8 @@ def test_a_seed_checkpoint_is_where_another_run_begins(pool2: Pool, tmp_path: Pa
 
 
 def seed(folder: str) -> None:
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(
         parse([*RECIPE, *SAVING, f"--job.dump_folder={folder}", "--checkpoint.last_save_model_only"])

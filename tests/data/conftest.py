@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
-from torchtitan_scape.data.datasets import build_tokenizer
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 
 @pytest.fixture(autouse=True)

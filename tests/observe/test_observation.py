@@ -94,7 +94,7 @@ def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[st
     """Trains, with a NaN in the first simulated replica's gradients; first moments and residuals after every step."""
     from torchtitan_scape.core.parameters import local
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-    from torchtitan_scape.train import ScapeTrainer
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     after: dict[int, dict[str, Any]] = {}
     step, gradients = ScapeTrainer.train_step, ReplicaOptimizer._gradients

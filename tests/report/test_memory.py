@@ -17,8 +17,9 @@ from torchtitan_scape.report.memory import MemoryReport
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
     from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import stored
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
     optimizers = trainer.replica_optimizer
@@ -77,7 +78,8 @@ def test_a_model_that_cannot_fit_is_refused() -> None:
 
 
 def test_a_dry_run_asks_the_machines_preset() -> None:
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     arguments = ["--job.config_file=train_configs/llama_1_8b.toml", "--comm.mode=fake_backend"]
@@ -96,8 +98,9 @@ def test_a_dry_run_asks_the_machines_preset() -> None:
 
 
 def test_names_that_go_whole_have_no_residual() -> None:
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import method_of
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     with patch.dict(os.environ, {"NGPU": "4"}):
@@ -111,7 +114,8 @@ def test_names_that_go_whole_have_no_residual() -> None:
 
 def test_what_lies_on_the_host_is_compared_with_what_would_not() -> None:
     """Of any method; coded messages are none of it."""
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):

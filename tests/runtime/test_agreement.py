@@ -15,8 +15,8 @@ from torchtitan_scape.runtime.agreement import difference, file_facts
 
 def compare(arguments: list[list[str]], code: str | None = None) -> None:
     """Compares, every rank with arguments of its own (the last for the rest)."""
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.runtime import agreement
-    from torchtitan_scape.train import parse
 
     rank = dist.get_rank()
     facts = agreement.facts(parse([*RECIPE, *arguments[min(rank, len(arguments) - 1)]]))

@@ -108,9 +108,10 @@ def test_the_published_figures_follow() -> None:
 
 def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 GCDs; a rank holds half the model, and an eighth of what its node reduces and SCAPE exchanges."""
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import levels_of
     from torchtitan_scape.report.memory import MemoryReport
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     monkeypatch.setenv("NGPU", "64")

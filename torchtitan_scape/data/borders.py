@@ -6,26 +6,7 @@ that puts them around a text by itself, or neither (GPT-2's). Documents get what
 
 from typing import Any
 
-from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTokenizer
-
-END_OF_TEXT = "<|endoftext|>"  # GPT-2's, both at once
-
-
-def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
-    """Sets `eos_id` where TorchTitan's class does not find it.
-
-    Where BOS and EOS are one token, as GPT-2's are, that class finds BOS alone: documents would get no end, and masks
-    that keep attention inside a document fail. It becomes EOS, and there is no BOS, so that one border is written. A
-    tokenizer that names neither and has the entry <|endoftext|> ends documents with it.
-    """
-    config: dict[str, Any] = tokenizer.config or {}
-    if tokenizer.eos_id is None and tokenizer.bos_id is not None:
-        if tokenizer._get_token_from_config(config, "eos_token") != tokenizer.bos_token:
-            return
-        tokenizer.eos_id, tokenizer.eos_token = tokenizer.bos_id, tokenizer.bos_token
-        tokenizer.bos_id = tokenizer.bos_token = None
-    elif tokenizer.eos_id is None and (found := tokenizer.token_to_id(END_OF_TEXT)) is not None:
-        tokenizer.eos_id, tokenizer.eos_token = found, END_OF_TEXT
+from torchtitan_scape.titan.data import BaseTokenizer
 
 
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:

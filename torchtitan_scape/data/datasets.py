@@ -1,4 +1,4 @@
-"""Data sets and tokenizer as TorchTitan builds them, with the mistakes of a user caught first.
+"""Data sets as TorchTitan builds them, with the mistakes of a user caught first.
 
 Importing this file registers the data sets below with TorchTitan, whose names are lower-case:
 
@@ -13,15 +13,12 @@ Importing this file registers the data sets below with TorchTitan, whose names a
 
 import functools
 import logging
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.command import one_line
 from torchtitan_scape.data import speeches, standard_library
-from torchtitan_scape.data.borders import name_borders
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.hub import HubDataset
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
@@ -29,12 +26,9 @@ from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
 from torchtitan_scape.titan.config import Training, Validation
-from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig, build_hf_tokenizer
+from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-
 
 # TorchTitan reads a data set again right after `_check` counted its documents.
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
@@ -137,31 +131,3 @@ def build_dataloader(
     if simulated == 1:
         return loaders[0]
     return SimulatedDataLoader(loaders, max(1, training.global_batch_size // (training.local_batch_size * readers)))
-
-
-def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """TorchTitan's tokenizer from the folder `model.hf_assets_path`.
-
-    Raises:
-        ValueError: the folder is missing or holds no tokenizer, or one that cannot be read.
-    """
-    folder = Path(job_config.model.hf_assets_path)
-    expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
-    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {folder}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"
-        )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
-    try:
-        tokenizer = build_hf_tokenizer(job_config)
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
-    # A published tokenizer.json may ask for either: documents would be cut, or filled up to the longest of a batch.
-    tokenizer.tokenizer.no_truncation()
-    tokenizer.tokenizer.no_padding()
-    name_borders(tokenizer)
-    if tokenizer.eos_id is None:
-        logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
-    return tokenizer

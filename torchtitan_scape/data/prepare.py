@@ -23,12 +23,12 @@ import numpy as np
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.files import write_whole
-from torchtitan_scape.data.datasets import build_tokenizer
+from torchtitan_scape.data.datasets import DATASETS
 from torchtitan_scape.data.indexed import damage, dtype_for
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts
 from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, TextSource, Work
 from torchtitan_scape.data.prepare_workers import GO_ON, run
-from torchtitan_scape.titan.data import DATASETS
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
+from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
@@ -25,6 +25,7 @@ from torchtitan_scape.titan.models import (
     parallelize_llama,
     train_spec,
 )
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.metrics import build_metrics_processor
 from torchtitan_scape.trainer.optimizers import build_optimizers
 from torchtitan_scape.trainer.parallelize import parallelize
