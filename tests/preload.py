@@ -7,11 +7,9 @@ import importlib
 import torch
 from tyro import _docstrings
 
-from torchtitan_scape.titan import device
-
 torch.set_num_threads(1)
-device.prepare()
 for _name in (
+    "torchtitan_scape.titan",  # selects the device before a test imports TorchTitan
     "tests.test_training",
     "torchtitan_scape.runtime.launch",
     "torchtitan_scape.train",

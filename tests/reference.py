@@ -36,7 +36,8 @@ RENAMED_KINDS = {"owed": "owner_error", "own_parameters": "replica_weights"}
 
 
 def make_trainer(arguments: list[str]) -> Any:
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     return ScapeTrainer(parse(arguments))
 

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -165,3 +167,28 @@ def test_methods_are_named_in_their_files_and_the_registry_alone() -> None:
     names = "|".join(METHODS)
     compared = rf"""[!=]=\s*["']({names})["']|["']({names})["']\s*[!=]=|case .*["']({names})["']"""
     assert [line for line in lines(compared, FILES) if not line.startswith(MAY_NAME_METHODS)] == []
+
+
+def test_titan_is_the_only_folder_that_imports_torchtitan() -> None:
+    files = {name: path for name, path in FILES.items() if name.startswith("torchtitan_scape")}
+    outside = {name: path for name, path in files.items() if not name.startswith("torchtitan_scape.titan")}
+    assert list(lines(r"^\s*(from|import) torchtitan([. ]|$)", outside)) == []
+    assert list(lines(r"unittest\.mock|noqa: E402", files)) == []
+
+
+def test_optimizers_methods_and_sharding_do_not_need_torchtitan() -> None:
+    folders = ("core", "optimizers", "methods", "sharding", "replica")
+    edges = graph(lambda imports: imports.all)
+    wrong = [
+        f"{module} -> {other}"
+        for module, others in edges.items()
+        for other in others
+        if module.startswith(tuple(f"torchtitan_scape.{folder}" for folder in folders))
+        and other.startswith("torchtitan_scape.titan")
+    ]
+    assert wrong == []
+
+
+def test_the_optimizer_does_not_import_torchtitan() -> None:
+    code = "import torchtitan_scape as t, sys; t.Scape; assert 'torchtitan' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

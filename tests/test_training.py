@@ -134,8 +134,9 @@ def train(
 
     nan_at: the step at which the last rank's gradient has a NaN, or the first such step, if it is `for_good`.
     """
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
     steps: list[tuple[int, float, float]] = []

@@ -81,7 +81,8 @@ FORMS = {
 def measure(model: Model, form: Form) -> dict[str, Any]:
     """Bytes by kind of what the trainer has built, as this process is one of the model's ranks."""
     os.environ |= {"NGPU": str(model.ranks), "LOCAL_RANK": "0"}
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     config = parse(
         [

@@ -47,7 +47,8 @@ def cell_of(args: argparse.Namespace, method: str) -> Cell:
 
 def train(args: argparse.Namespace) -> int:
     """Trains one method in this process and stores what the probe saw."""
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     cell = cell_of(args, args.methods)
     trainer = ScapeTrainer(parse([*arguments(Grid(args.grid), cell), f"--job.dump_folder={args.work / cell.name}"]))

@@ -68,7 +68,7 @@ class View:
     """What the probe sees of SCAPE, all that it knows of the inside: masks, replicas' states, averaged payloads.
 
     Args:
-        replicas: an optimizer each; sizes: of the sparsified tensors, their first ones.
+        replicas: the method of each; sizes: of the sparsified tensors, their first ones.
     """
 
     def __init__(self, replicas: Sequence[Any], sizes: Sequence[int]) -> None:

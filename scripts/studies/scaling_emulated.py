@@ -155,9 +155,10 @@ class Emulated:
         """The model's tensors."""
         path = self.folder / f"shapes-{recipe.stem}.json"
         if not path.exists():
-            from torchtitan_scape import train  # decides on the device, before TorchTitan is imported
+            from torchtitan_scape.config.parsing import parse
+            from torchtitan_scape.trainer.layout import parameter_shapes
 
-            write(path, train.parameter_shapes(train.parse([f"--job.config_file={recipe}", *self.args.rest])))
+            write(path, parameter_shapes(parse([f"--job.config_file={recipe}", *self.args.rest])))
         return [tuple(shape) for shape in read(path)]
 
     def rank_of(self, cell: Cell) -> int:

@@ -41,10 +41,13 @@ from topology.groups import Ring
 from topology.primitives import all_gather_into
 from topology.shard_collectives import Circle
 from torchtitan_scape import train
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
+from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.metrics import LEVELS
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 PASSES = ("check", "pack", "clip", "update")
 SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's collectives
@@ -52,7 +55,7 @@ SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's 
 ALONE = 3  # passes that tell a peer's compute from its exchange
 
 
-class ScalingTrainer(train.ScapeTrainer):
+class ScalingTrainer(ScapeTrainer):
     """The trainer; it times every step by phase, and can wait instead of computing."""
 
     def __init__(self, job_config: Any) -> None:
@@ -243,8 +246,8 @@ def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
     found = {}
     for name, one in wanted["calibrate"].items():
         os.environ["SCALING"] = json.dumps({**wanted, **one})
-        config = train.parse([*arguments, *one["options"]])
-        replicas = train.layout_of(config).replicate
+        config = parse([*arguments, *one["options"]])
+        replicas = layout_of(config).replicate
         with patch("torchtitan_scape.trainer.optimizers.collectives_of", lambda _, n=replicas: _Silent(n)):
             trainer = ScalingTrainer(config)
         trainer.train()

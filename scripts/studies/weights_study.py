@@ -56,7 +56,8 @@ def rank(form: str, output: str, options: list[str]) -> None:
     import torch.distributed as dist
 
     from kernels.scape.updaters import ShardedUpdate
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     def decay_in_place(owner: ShardedUpdate, step: Any) -> None:
         owner.scales = owner.scales[:0]  # then `write` decays what BF16 holds, and rounds it

@@ -146,7 +146,8 @@ def test_means_are_enough_to_go_on(residual: str, signs: list[str], pool2: Pool,
 def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
     """The validation loss of a run at its end, and of a run that starts from its model alone; whether that is where
     all its replicas start."""
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     common = [*RECIPE, *SAVING, *arguments, "--validation.enable", "--training.steps=6"]
     trainer = ScapeTrainer(parse([*common, f"--job.dump_folder={folder}"]))

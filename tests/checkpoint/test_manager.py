@@ -5,11 +5,11 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.logs import logged
 from tests.pool import Pool, attempts
 from tests.test_training import EMBEDDED, METHODS, RECIPE, train
 
@@ -26,14 +26,7 @@ SAVING = [
 
 def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -> dict[str, Any]:
     """Trains until `steps`; the log's warnings and "Resumed" lines."""
-    from torchtitan.tools.logging import logger
-
-    told: list[str] = []
-
-    def keep(text: Any, *more: Any) -> None:
-        told.append(str(text))
-
-    with patch.object(logger, "warning", keep), patch.object(logger, "info", keep):
+    with logged() as told:
         result = train(folder, [*SAVING, *arguments], stop_after=steps, nan_at=nan_at, for_good=True)
     kept = [
         line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes", "alone"))
@@ -151,7 +144,8 @@ def test_a_seed_checkpoint_is_where_another_run_begins(pool2: Pool, tmp_path: Pa
 
 
 def seed(folder: str) -> None:
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(
         parse([*RECIPE, *SAVING, f"--job.dump_folder={folder}", "--checkpoint.last_save_model_only"])

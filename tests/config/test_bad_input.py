@@ -9,9 +9,10 @@ import pytest
 
 from tests import server
 from torchtitan_scape.config.checks import check_config, remarks
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.optimizers.registry import check_layout
-from torchtitan_scape.train import layout_of, parse
+from torchtitan_scape.trainer.layout import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "--job.config_file=train_configs/embedded.toml"

@@ -2,17 +2,12 @@
 
 from typing import Any
 
+import datasets.config
 import pytest
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-import datasets.config  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from torchtitan_scape.config.job_config import Data, JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.borders import END_OF_TEXT, BoundaryTokenizer, border_ids  # noqa: E402
-from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+from torchtitan_scape.config.job_config import Data, JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.borders import BoundaryTokenizer, border_ids
+from torchtitan_scape.data.loader import TextDataset
+from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
 
 
 def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:
@@ -35,7 +32,7 @@ def made(folder: Path, special: list[str], template: str = "", **config: Any) ->
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     job = JobConfig()
     job.model.hf_assets_path = str(folder)
-    return ours.build_tokenizer(job)
+    return build_tokenizer(job)
 
 
 @pytest.mark.parametrize("named", [{"bos_token": END_OF_TEXT, "eos_token": {"content": END_OF_TEXT}}, {}])
@@ -66,7 +63,7 @@ def test_documents_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     job = JobConfig()
     job.model.hf_assets_path = str(tmp_path)
-    encode = ours.build_tokenizer(job).tokenizer.encode_batch_fast  # type: ignore[attr-defined]
+    encode = build_tokenizer(job).tokenizer.encode_batch_fast  # type: ignore[attr-defined]
     assert [len(found.ids) for found in encode(["ab", "abcdef"], add_special_tokens=False)] == [2, 6]
 
 
@@ -82,7 +79,7 @@ def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(tmp_path / "a.jsonl")
     config.training.seq_len, config.training.local_batch_size = 4, 1
-    tokenizer = ours.build_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     (inputs, labels) = next(iter(ours.build_dataloader(1, 0, tokenizer, config)))
     got = [*inputs["input"][0].tolist(), labels[0, -1].item()]
     bos, eos = tokenizer.bos_id, tokenizer.eos_id

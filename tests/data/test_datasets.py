@@ -14,17 +14,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from torchtitan_scape.data import EMBEDDED_TOKENIZER
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import validation_batches  # noqa: E402
-from torchtitan_scape.trainer import validator  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import EMBEDDED_TOKENIZER, validation_batches
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.titan.data import HuggingFaceTextDataset
+from torchtitan_scape.titan.tokenizer import build_tokenizer
+from torchtitan_scape.trainer import validator
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
@@ -32,7 +27,7 @@ ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return ours.build_tokenizer(_config())
+    return build_tokenizer(_config())
 
 
 def _config(dataset: str = "standard_library", path: Path | None = None) -> JobConfig:
@@ -89,11 +84,11 @@ def test_tokenizer_folder_is_checked(tmp_path: Path) -> None:
     config = _config()
     config.model.hf_assets_path = str(tmp_path / "none")
     with pytest.raises(ValueError, match=r"none' is not a folder; expected .*tokenizer\.json"):
-        ours.build_tokenizer(config)
+        build_tokenizer(config)
     config.model.hf_assets_path = str(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"has no tokenizer; expected tokenizer\.json"):
-        ours.build_tokenizer(config)
+        build_tokenizer(config)
 
 
 # Local text

@@ -4,18 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 import pytest
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub import constants
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-import datasets.config  # noqa: E402
-from datasets.exceptions import DatasetNotFoundError  # noqa: E402
-from huggingface_hub import constants  # noqa: E402
-
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import hub  # noqa: E402
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data import hub
 
 WEB = (
     "hf download Skylion007/openwebtext --repo-type dataset --revision refs/convert/parquet --local-dir "

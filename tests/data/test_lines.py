@@ -6,18 +6,13 @@ import multiprocessing
 import re
 from pathlib import Path
 
+import datasets.config
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-import datasets.config  # noqa: E402
-
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import lines  # noqa: E402
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data import lines
 
 GOOD = [json.dumps({"text": f"document {i} é", "meta": i}, ensure_ascii=False).encode() for i in range(30)]
 BAD = {

@@ -8,12 +8,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-
-from torchtitan_scape.data.local import load_text_files  # noqa: E402
+from torchtitan_scape.data.local import load_text_files
 
 TEXTS = ["one", "two", "three"]
 

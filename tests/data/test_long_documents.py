@@ -5,17 +5,12 @@ import time
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from datasets import Dataset  # noqa: E402
-
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.loader import TextDataset
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, load_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from datasets import Dataset, load_dataset  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.documents import Documents, _split_ranges, documents  # noqa: E402
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset  # noqa: E402
-from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.documents import Documents, _split_ranges, documents
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset
+from torchtitan_scape.data.simulated import SimulatedDataLoader
 
 N = 40
 

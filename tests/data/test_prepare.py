@@ -11,20 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset, load_dataset
 
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from datasets import Dataset, load_dataset  # noqa: E402
-from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER, prepare, prepare_parts  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
-from torchtitan_scape.data.indexed import Pair, PairWriter  # noqa: E402
-from torchtitan_scape.data.manifest import Manifest  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER, prepare, prepare_parts
+from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.indexed import Pair, PairWriter
+from torchtitan_scape.data.manifest import Manifest
+from torchtitan_scape.titan.data import DATASETS, DatasetConfig
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 TEXTS = [f"<{i}> é" + "x" * (37 * i % 90) if i % 9 else "" for i in range(60)]
 KEPT = [text for text in TEXTS if text]

@@ -16,19 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_indexed import literal
-from torchtitan_scape.titan import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data import prepared as prepared_data  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader  # noqa: E402
-from torchtitan_scape.data.indexed import PairWriter  # noqa: E402
-from torchtitan_scape.data.manifest import Manifest, tokenizer_facts  # noqa: E402
-from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split  # noqa: E402
-from torchtitan_scape.data.validation_batches import by_rows, validation_batches  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.data import prepared as prepared_data
+from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.indexed import PairWriter
+from torchtitan_scape.data.manifest import Manifest, tokenizer_facts
+from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split
+from torchtitan_scape.data.validation_batches import by_rows, validation_batches
 
 S = 4  # Sequence length.
 N = 61  # Number of samples.

@@ -16,7 +16,7 @@ from tests.test_training import LAYOUTS, METHODS, train
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
-from torchtitan_scape.data.datasets import build_tokenizer
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 
 

@@ -93,7 +93,7 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 def check_run(command: Command) -> None:
     """A recipe and what overrides it: known keys, values that fit, ranks that can be laid out."""
-    from torchtitan_scape.train import layout_of
+    from torchtitan_scape.trainer.layout import layout_of
 
     recipes = command.variables.get("CONFIG_FILE", "train_configs/embedded.toml").split(",")
     given = ",".join(str(ROOT / recipe) for recipe in recipes)

@@ -20,10 +20,10 @@ from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data import standard_library
-from torchtitan_scape.data.datasets import build_tokenizer
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface import families, folder
 from torchtitan_scape.huggingface.check import filled
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.specs import whole_model
 
 GPT2 = ["--model.name=gpt2", "--model.flavor=tiny", "--training.seq_len=96", "--data.border=eos"]
@@ -47,7 +47,7 @@ def train(parent: str) -> None:
 
 def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
     from torchtitan_scape.config.parsing import resolve
-    from torchtitan_scape.train import ScapeTrainer
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     given = [f"--job.dump_folder={run}", "--checkpoint.enable", "--validation.freq=20"]
     resolved = resolve([*RECIPE, *arguments, *given, "--checkpoint.interval=20"])

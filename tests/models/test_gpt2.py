@@ -55,8 +55,8 @@ def parallel(arguments: list[str], tensor: int = 1, rows: int = 260) -> tuple[fl
     """Return the loss of all sequences, and every parameter's whole gradient. Called on a rank."""
     from torchtitan.protocols.train_spec import get_train_spec
 
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import plain_name
-    from torchtitan_scape.train import parse
     from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
     from torchtitan_scape.trainer.specs import register
 
@@ -150,8 +150,8 @@ def recomputed(arguments: list[str], theirs: bool = False) -> int:
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import apply_ac
 
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.models.gpt2_parallel import SAVED, parallelize_gpt2
-    from torchtitan_scape.train import parse
 
     config, model = parse([*GPT2_RECIPE, *arguments]), whole_model()
     if theirs:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torchtitan.tools.logging import logger
 
 from tests.checkpoint.runs import run
 from tests.pool import Pool
@@ -97,7 +96,7 @@ def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[st
     """
     from torchtitan_scape.core.parameters import local
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-    from torchtitan_scape.train import ScapeTrainer
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     after: dict[int, dict[str, Any]] = {}
     step, gradients = ScapeTrainer.train_step, ReplicaOptimizer._gradients
@@ -200,6 +199,6 @@ def test_an_overflowing_sum_is_logged_and_not_recorded(caplog: pytest.LogCapture
     record = Record(Path("nowhere"), {})
     own = SimpleNamespace(tensors=[Observed("w", ())], _counts=True, _window=None, _step=3, record=record)
     own._whole = lambda one, parts: torch.tensor([1.0, torch.inf])
-    with caplog.at_level(logging.WARNING, logger=logger.name):
+    with caplog.at_level(logging.WARNING):
         Observation.synchronised(cast(Any, own), lambda name: torch.empty(0), torch.tensor(True))
     assert "Step 3: the sum of the gradients of w overflows" in caplog.text and not record.histograms

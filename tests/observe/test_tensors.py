@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.pool import Pool
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import Shard, SliceParameter, collect_shards
 from torchtitan_scape.observe.tensors import PAPER, chosen, label_of, whole
-from torchtitan_scape.train import parse
 from torchtitan_scape.trainer.specs import FAMILIES, whole_model
 
 

@@ -88,9 +88,10 @@ def test_resuming_is_the_run_that_never_stopped(pool1: Pool, tmp_path: Path) -> 
 
 def test_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2,229,888 parameters eight replicas need 8 x 8 bytes of state and gradients each, and 4 for themselves."""
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import check_memory
     from torchtitan_scape.titan import device
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     monkeypatch.setenv("WORLD_SIZE", "1")

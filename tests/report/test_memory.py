@@ -17,8 +17,9 @@ from torchtitan_scape.report.memory import MemoryReport
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the predicted bytes by kind, and those of the tensors of a trainer before its first step."""
     from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import stored
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
     optimizers = trainer.replica_optimizer
@@ -79,7 +80,8 @@ def test_a_model_that_cannot_fit_is_refused() -> None:
 
 
 def test_a_dry_run_uses_the_machine_preset() -> None:
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     arguments = ["--job.config_file=train_configs/llama_1_8b.toml", "--comm.mode=fake_backend"]
@@ -98,8 +100,9 @@ def test_a_dry_run_uses_the_machine_preset() -> None:
 
 
 def test_dense_names_have_no_residual() -> None:
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import method_of
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     with patch.dict(os.environ, {"NGPU": "4"}):
@@ -113,7 +116,8 @@ def test_dense_names_have_no_residual() -> None:
 
 def test_offloaded_state_is_compared_with_state_on_the_device() -> None:
     """For several methods; encoded messages are not part of the comparison."""
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):

@@ -16,9 +16,10 @@ def run(folder: str, arguments: list[str]) -> tuple[list[str], Any]:
     """Train; return the logged samples, and the generator state and the parameters at the end."""
     from unittest.mock import patch
 
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
     from torchtitan_scape.report import sample
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     more = ["--training.steps=2", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *more, *arguments]))

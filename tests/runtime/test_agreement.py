@@ -15,8 +15,8 @@ from torchtitan_scape.runtime.agreement import difference, file_facts
 
 def compare(arguments: list[list[str]], code: str | None = None) -> None:
     """Run the comparison, with different arguments per rank (the last ones for the remaining ranks)."""
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.runtime import agreement
-    from torchtitan_scape.train import parse
 
     rank = dist.get_rank()
     facts = agreement.facts(parse([*RECIPE, *arguments[min(rank, len(arguments) - 1)]]))

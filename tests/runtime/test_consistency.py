@@ -29,9 +29,10 @@ def train(
         flip: (step after which a bit of the named tensor flips, rank, kind of the replicated tensor).
         late: (rank that is 0.3 s late in every step, in "forward" or in "data").
     """
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
-    from torchtitan_scape.train import ScapeTrainer, parse
     from torchtitan_scape.trainer import metrics
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
     optimizers, lines, rank = trainer.replica_optimizer, list[str](), dist.get_rank()

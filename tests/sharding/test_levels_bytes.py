@@ -110,9 +110,10 @@ def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch)
     """64 GCDs. A rank stores half the model, and an eighth of the gradients that its node reduces and SCAPE
     exchanges.
     """
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import levels_of
     from torchtitan_scape.report.memory import MemoryReport
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
     monkeypatch.setenv("NGPU", "64")

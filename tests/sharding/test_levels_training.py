@@ -217,8 +217,9 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
 )
 def test_incompatible_options_are_refused(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan_scape.config.checks import check_config
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.sharding.levels_build import check_levels
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
 
     monkeypatch.setenv("WORLD_SIZE", "8" if "tensor" in message + str(arguments) else "4")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

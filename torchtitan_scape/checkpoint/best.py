@@ -1,13 +1,14 @@
 """best.json in the dump folder: the step with the lowest validation loss, and the checkpoint with the lowest."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.logging import logger
-
 from torchtitan_scape.core.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 FILE = "best.json"
 

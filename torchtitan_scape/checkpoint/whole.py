@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 from torchtitan_scape.checkpoint.folder import read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA
@@ -19,6 +18,7 @@ from torchtitan_scape.checkpoint.parts import RANDOM
 from torchtitan_scape.checkpoint.reader import load_into
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
 from torchtitan_scape.checkpoint.storage import find_damage, is_finished
+from torchtitan_scape.titan.components import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 _PROGRESS = "train_state"
 # First parts of names of what is no parameter.

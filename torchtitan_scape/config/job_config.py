@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, make_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from torchtitan.config import JobConfig as TitanJobConfig
-from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
-
 from topology.machines import MACHINES
 from torchtitan_scape.core.type_checks import check_section
 from torchtitan_scape.methods.options import MethodOptions, Options
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.titan.config import Checkpoint as TitanCheckpoint
+from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
 
 
 @dataclass

@@ -8,22 +8,21 @@ import contextlib
 import difflib
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unicodedata import category
-from unittest.mock import patch
 
-from torchtitan.config import ConfigManager
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
+from torchtitan_scape.core.patching import environment
 from torchtitan_scape.core.type_checks import check_section, check_value
+from torchtitan_scape.titan.config import ConfigManager
 
 # Keys that there were, and what to write today.
 GONE = {
@@ -92,7 +91,7 @@ def resolve(arguments: list[str]) -> Resolved:
             if not asks_help:
                 stack.enter_context(contextlib.redirect_stderr(told))
                 # The message stands in a box, which would break it into lines.
-                stack.enter_context(patch.dict(os.environ, COLUMNS="100000"))
+                stack.enter_context(environment(COLUMNS="100000"))
             config = _Composed(recipe.table).parse_args(arguments)
     except SystemExit as end:
         if asks_help or not end.code:

@@ -6,26 +6,7 @@ tokenizer.json that adds them to every text, or neither (GPT-2). Documents get t
 
 from typing import Any
 
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-
-END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, both BOS and EOS.
-
-
-def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
-    """Set `eos_id` if TorchTitan's class does not find it.
-
-    If BOS and EOS are the same token, as for GPT-2, TorchTitan's class finds only BOS. Documents would have no end, and
-    masks that keep attention within a document would fail. The token then becomes EOS and BOS is removed, so that it is
-    written once. A tokenizer that defines neither but has the entry <|endoftext|> uses it as EOS.
-    """
-    config: dict[str, Any] = tokenizer.config or {}
-    if tokenizer.eos_id is None and tokenizer.bos_id is not None:
-        if tokenizer._get_token_from_config(config, "eos_token") != tokenizer.bos_token:
-            return
-        tokenizer.eos_id, tokenizer.eos_token = tokenizer.bos_id, tokenizer.bos_token
-        tokenizer.bos_id = tokenizer.bos_token = None
-    elif tokenizer.eos_id is None and (found := tokenizer.token_to_id(END_OF_TEXT)) is not None:
-        tokenizer.eos_id, tokenizer.eos_token = found, END_OF_TEXT
+from torchtitan_scape.titan.data import BaseTokenizer
 
 
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ MAX_DOCUMENT_BYTES = 1024
 SHORT_DOCUMENT_BYTES = 126
 SHUFFLE_SEED = 0
 
-logger = logging.getLogger()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -9,34 +9,26 @@ Importing this file registers the following datasets, whose names are lower-case
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
     prepared                                        output of torchtitan_scape.data.prepare, or a Megatron pair
-
-On a machine without a GPU, call `torchtitan_scape.titan.device.prepare()` before importing this file.
 """
 
 import functools
-from pathlib import Path
+import logging
 from typing import Any
 
 from datasets import Dataset
-from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
-from torchtitan.config.job_config import Training, Validation
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.command import one_line
 from torchtitan_scape.data import speeches, standard_library
-from torchtitan_scape.data.borders import name_borders
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.hub import HubDataset
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.titan.config import Training, Validation
+from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-
+logger = logging.getLogger(__name__)
 
 # TorchTitan reads a dataset again right after `check_dataset` counted its documents.
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
@@ -145,31 +137,3 @@ def build_dataloader(
     if simulated == 1:
         return loaders[0]
     return SimulatedDataLoader(loaders, max(1, training.global_batch_size // (training.local_batch_size * readers)))
-
-
-def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """Return TorchTitan's tokenizer from the folder `model.hf_assets_path`.
-
-    Raises:
-        ValueError: The folder is missing, contains no tokenizer, or one that cannot be read.
-    """
-    folder = Path(job_config.model.hf_assets_path)
-    expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
-    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {folder}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"
-        )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
-    try:
-        tokenizer = build_hf_tokenizer(job_config)
-    except Exception as error:  # The tokenizers library raises no narrower type.
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
-    # A published tokenizer.json may enable truncation, or padding to the longest document of a batch.
-    tokenizer.tokenizer.no_truncation()
-    tokenizer.tokenizer.no_padding()
-    name_borders(tokenizer)
-    if tokenizer.eos_id is None:
-        logger.warning(f"The tokenizer in {str(folder)!r} defines no EOS: documents are concatenated without a border")
-    return tokenizer

@@ -13,11 +13,13 @@ the new readers start at the position of the slowest reader, so documents that o
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 Unit = list[Any]
 Units = list[Unit]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import datasets.config
 from datasets import load_dataset
@@ -10,6 +9,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.patching import replaced
 
 SECONDS = 5.0  # Timeout of the hub's first response; the library itself would retry for minutes.
 
@@ -46,7 +46,7 @@ class HubDataset:
         offline = unreachable()
         try:
             # Offline, the library uses its cache without attempting a connection.
-            with patch.object(datasets.config, "HF_HUB_OFFLINE", bool(offline) or datasets.config.HF_HUB_OFFLINE):
+            with replaced(datasets.config, "HF_HUB_OFFLINE", bool(offline) or datasets.config.HF_HUB_OFFLINE):
                 return load_dataset(self.repository, split=split, streaming=True)
         except Exception as error:  # The exception types differ between versions of the libraries.
             reason, first = _reason(error, offline)

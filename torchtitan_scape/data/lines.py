@@ -7,6 +7,7 @@ line, once: the good lines are copied next to the library's own cache. Nothing i
 import gzip
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -22,9 +23,10 @@ import pyarrow.compute
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.core.command import one_line
+
+logger = logging.getLogger(__name__)
 
 # Share of bad lines above which the files are assumed to have another format.
 MAX_BAD = 0.1

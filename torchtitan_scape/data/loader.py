@@ -1,20 +1,20 @@
 """TorchTitan's text dataset and data loader, with a position in plain JSON that supports any number of readers."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config.job_config import Training, Validation
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, documents
+from torchtitan_scape.titan.config import Training, Validation
+from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTextDataset, ParallelAwareDataloader
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]

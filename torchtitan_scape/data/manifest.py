@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.data.indexed import IndexedShard, paths_of
+from torchtitan_scape.titan.data import BaseTokenizer
 
 MANIFEST, FORMAT = "manifest.json", 1
 TRAIN, VALIDATION = "train", "validation"

@@ -18,21 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_scape.titan import device
+import numpy as np
 
-device.prepare()  # before the first import of torchtitan
-
-import numpy as np  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.core.command import one_line, parser_of  # noqa: E402
-from torchtitan_scape.core.files import write_whole  # noqa: E402
-from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
-from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
-from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource  # noqa: E402
-from torchtitan_scape.data.prepare_workers import RESUME_HINT, run  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.data.datasets import DATASETS
+from torchtitan_scape.data.indexed import damage, dtype_for
+from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts
+from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource
+from torchtitan_scape.data.prepare_workers import RESUME_HINT, run
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow.compute
 from datasets import Dataset, IterableDataset
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import write_whole
@@ -24,6 +23,7 @@ from torchtitan_scape.data.borders import border_ids
 from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.prepared import mixed
+from torchtitan_scape.titan.data import BaseTokenizer
 
 # Limits of a group of documents that is encoded together.
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 20

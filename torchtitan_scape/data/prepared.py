@@ -10,6 +10,7 @@ of ranks and replicas.
 import bisect
 import hashlib
 import json
+import logging
 import math
 import resource
 from collections.abc import Iterator, Sequence
@@ -18,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config.job_config import Training, Validation
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.indexed import Pair, Tokens, map_tokens, paths_of
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest, tokenizer_facts
 from torchtitan_scape.data.simulated import Batch
+from torchtitan_scape.titan.config import Training, Validation
+from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
+
+logger = logging.getLogger(__name__)
 
 NAME = "prepared"
 FORMAT = 1

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torchtitan.components.dataloader import BaseDataLoader
 
 from torchtitan_scape.data.loader import TextDataLoader
+from torchtitan_scape.titan.data import BaseDataLoader
 
 Batch = tuple[dict[str, Tensor], Tensor]
 

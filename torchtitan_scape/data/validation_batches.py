@@ -1,13 +1,12 @@
 """Batches of every validation of a run: a fixed number of batches, or a whole split in equal shares."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import check_dataset
@@ -15,6 +14,9 @@ from torchtitan_scape.data.exhaustion import raise_together
 from torchtitan_scape.data.loader import text_loader
 from torchtitan_scape.data.prepared import NAME, Split, open_split
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
+from torchtitan_scape.titan.data import BaseTokenizer
+
+logger = logging.getLogger(__name__)
 
 WHOLE = -1  # Value of validation.steps for the whole split.
 Rows = tuple[torch.Tensor, torch.Tensor]

@@ -4,14 +4,12 @@ Requires the extra `eval`; importers check that it is installed.
 """
 
 import difflib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets.config
 import torch
@@ -25,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import hash_string
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.evaluation import squad
 from torchtitan_scape.huggingface.loading import load_model
 
@@ -113,7 +112,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dic
     if offline:  # Reading from disk is fast, and progress bars would precede the messages.
         datasets.disable_progress_bars()
     flag = "HF_HUB_OFFLINE"
-    patches = [patch.object(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
+    patches = [replaced(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
     with patches[0], patches[1]:
         try:
             return manager.load(list(names))
@@ -139,7 +138,7 @@ class _Model(HFLM):
 
         The harness adds this token. A tokenizer that also added it would have it predicted after itself.
         """
-        with patch.object(self, "add_bos_token", False):
+        with replaced(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
 
@@ -189,7 +188,7 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
     if processes > 1:  # The harness assumes a single process for a model that it did not load.
         lm.accelerator, lm._rank, lm._world_size = accelerator, accelerator.process_index, processes
     _check_generation(tasks["tasks"], lm)
-    with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # Resampling would fork processes.
+    with environment(DISABLE_MULTIPROC="1"):  # Resampling would fork processes.
         found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
     if processes > 1:
         accelerator.wait_for_everyone()

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torchtitan.models.llama3.model.args import TransformerModelArgs
 
 from torchtitan_scape.models.gpt2 import GPT2Args
+from torchtitan_scape.titan.models import TransformerModelArgs
 
 Config = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.borders import border_ids
-from torchtitan_scape.data.datasets import build_tokenizer
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs, ModelProtocol
 
 from torchtitan_scape.models.initial import initialise
+from torchtitan_scape.titan.config import JobConfig
+from torchtitan_scape.titan.data import BaseTokenizer
+from torchtitan_scape.titan.models import (
+    AttentionMasksType,
+    BaseModelArgs,
+    ModelProtocol,
+    ScaledDotProductAttentionWrapper,
+)
 
 _STD = 0.02
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.models.gpt2 import GPT2Args
+from torchtitan_scape.titan.data import HuggingFaceTokenizer
+from torchtitan_scape.titan.models import StateDictAdapter
 
 _PREFIX = "transformer."
 _OUTER = {

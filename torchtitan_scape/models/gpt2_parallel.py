@@ -20,14 +20,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
-from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED
-from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
+
+from torchtitan_scape.titan.config import TORCH_DTYPE_MAP, ActivationCheckpoint, JobConfig
+from torchtitan_scape.titan.distributed import (
+    ParallelDims,
+    apply_ac,
+    apply_cp_to_attention_module,
+    maybe_enable_async_tp,
+)
+from torchtitan_scape.titan.models import SAVED_OPERATIONS as SAVED
+from torchtitan_scape.titan.models import apply_compile, disable_fsdp_gradient_division
 
 # Operations of linear layers without and with bias; TorchTitan handles only the first.
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -3,10 +3,9 @@
 from functools import partial
 
 import torch
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_scape.models.initial import initialise
+from torchtitan_scape.titan.models import RoPEScalingArgs, Transformer, TransformerModelArgs
 
 # Llama 3.1's scaling of the rotary frequencies is off, because none of these models was trained with it.
 _sizes = partial(TransformerModelArgs, rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0))

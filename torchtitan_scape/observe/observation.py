@@ -1,5 +1,6 @@
 """Collection of observations during the steps that `[observe]` selects."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.checkpoint.state import describe_states
 from torchtitan_scape.config.job_config import JobConfig
@@ -17,6 +17,8 @@ from torchtitan_scape.observe.record import Record, Row
 from torchtitan_scape.observe.tensors import Observed, chosen, whole
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, Any], int], None]
 

@@ -1,6 +1,7 @@
 """The file observations.npz in the dump folder: series and histograms, but no tensor entries."""
 
 import io
+import logging
 import math
 import zipfile
 import zlib
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.observe.figures import Distribution
+
+logger = logging.getLogger(__name__)
 
 FILE = "observations.npz"
 

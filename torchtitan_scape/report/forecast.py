@@ -1,11 +1,10 @@
 """Memory check of simulated replicas, and the predicted step time of the real run."""
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.logging import logger
 
 from topology.layout import Layout, simulated_layout
 from topology.links import Links
@@ -18,6 +17,9 @@ from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import PlannedRun, simulated_memory_bytes
 from torchtitan_scape.titan import device
+from torchtitan_scape.titan.models import get_train_spec
+
+logger = logging.getLogger(__name__)
 
 
 def method_of(config: JobConfig) -> PlannedRun:

@@ -1,16 +1,18 @@
 """Counted bytes compared with the nodes' network interfaces, during training steps only."""
 
+import logging
 import os
 from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from topology.interfaces import RankBytes, compare, read_interfaces
 from topology.layout import Layout
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 class InterfaceCount:

@@ -1,5 +1,6 @@
 """Text samples from the model at the end of a run, easier to judge than a loss."""
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.borders import border_ids
+
+logger = logging.getLogger(__name__)
 
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
 

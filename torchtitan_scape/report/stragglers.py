@@ -5,40 +5,17 @@ which reveals a slow forward or backward pass. If FSDP shards a replica over ran
 these passes, so all ranks of a slow rank's shard group look slow.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
-from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import utils as dist_utils
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.timing import PhaseTimer
 
 # Share of a step below which differences between waits are ignored.
 MIN_SHARE = 0.05
 # Number of ranks up to which each rank is listed.
 _MAX_LISTED = 8
-
-
-@contextmanager
-def timed_token_count(timer: PhaseTimer) -> Iterator[None]:
-    """Time the first `dist_sum` inside as phase "wait": in TorchTitan's `train_step` it counts tokens."""
-    count, calls = dist_utils.dist_sum, 0
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            return count(*args, **kwargs)
-        with timer.phase("wait"):
-            return count(*args, **kwargs)
-
-    with patch.object(dist_utils, "dist_sum", timed):
-        yield
 
 
 def gather_waits(

@@ -1,12 +1,12 @@
 """Summary of a run at its end."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
@@ -18,6 +18,8 @@ from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, sha
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
+
+logger = logging.getLogger(__name__)
 
 
 class SummaryView(Protocol):

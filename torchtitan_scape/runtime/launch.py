@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 
+from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, report_failure_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -165,7 +165,7 @@ def main() -> None:
     ranks = Ranks(stop_seconds, finish)
     code = 0
     try:
-        with patch.object(launcher_api, "LocalElasticAgent", ranks.agent()):
+        with replaced(launcher_api, "LocalElasticAgent", ranks.agent()):
             torchrun(sys.argv[1:])
     except ChildFailedError as error:
         ranks.pids = []

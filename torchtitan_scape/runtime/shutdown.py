@@ -4,6 +4,7 @@ A signal to one rank or to all requests a stop. The ranks agree on the step by t
 (`FiniteGuard`), write a checkpoint, and end with exit code 75.
 """
 
+import logging
 import os
 import re
 import signal
@@ -17,9 +18,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness
+
+logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CLOSE_SECONDS = 3.0  # Time to write optional files, such as the last metrics, after a failure.

@@ -7,11 +7,11 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from kernels.common.offload import free_host_memory
+from torchtitan_scape.titan.patches import device_lookup
 
 
 class _CpuDevice:
@@ -86,12 +86,8 @@ def prepare() -> str:
     available = torch._utils._get_available_device_type()
     if available:
         return available
-    cpu = _CpuDevice()
-    with (
-        patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
-        patch.object(torch._utils, "_get_device_module", lambda device_type: cpu),
-    ):
+    with device_lookup("cpu", _CpuDevice()):
         import torchtitan.tools.utils
     if torchtitan.tools.utils.device_type != "cpu":
-        raise RuntimeError("torchtitan was imported before torchtitan_scape.titan.device.prepare(); import it later")
+        raise RuntimeError("torchtitan was imported before torchtitan_scape.titan; import it later")
     return "cpu"

@@ -4,6 +4,7 @@ A checkpoint is whole once its manifest is there, which is written last (see `st
 layout or method has saved is taken by the rule in `optimizer.loading`.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -17,16 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.torch_version import TorchVersion
-from torchtitan.components.checkpoint import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    AsyncMode,
-    CheckpointManager,
-)
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
@@ -44,6 +35,17 @@ from torchtitan_scape.checkpoint.slices import SlicePlanner
 from torchtitan_scape.checkpoint.state import load_counters, sizes
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.titan.components import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    AsyncMode,
+    CheckpointManager,
+    LRSchedulersContainer,
+)
+
+logger = logging.getLogger(__name__)
 
 _STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager clears what it needs for another save
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")

@@ -1,5 +1,6 @@
 """What the replicas said to each other and where the time went, in the log and in TensorBoard."""
 
+import logging
 import socket
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,17 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_module, device_type
 
 from topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import sent_text, shards_text
 from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits_text
 from torchtitan_scape.sharding.base import KINDS
+from torchtitan_scape.titan.components import MetricsProcessor
+from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
+
+logger = logging.getLogger(__name__)
 
 LEVELS = ("gcd_pair", "node", "network")
 # Figures of a method that keeps what it did not send: label and format in the log.

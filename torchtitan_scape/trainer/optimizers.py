@@ -6,9 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.distributed import ParallelDims
 
 from kernels import choose_backend
 from topology.dry_run import DryRunCollectives
@@ -27,6 +24,9 @@ from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import holder_of
 from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.titan.components import OptimizersContainer
+from torchtitan_scape.titan.config import Optimizer as OptimizerConfig
+from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
 
 

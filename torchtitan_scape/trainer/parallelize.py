@@ -7,10 +7,10 @@ from typing import cast
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.distributed import ParallelDims
 
 from topology.groups import LevelGroups, ReplicaGroups, ShardGroups
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.titan.distributed import ParallelDims
 
 
 @dataclass

@@ -8,20 +8,24 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.models.llama3 import get_train_spec as llama3_train_spec
-from torchtitan.models.llama3 import llama3_args, parallelize_llama
-from torchtitan.protocols import train_spec
-from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer
+from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+from torchtitan_scape.titan.components import build_cross_entropy_loss, build_lr_schedulers
+from torchtitan_scape.titan.models import (
+    BaseModelArgs,
+    TrainSpec,
+    get_train_spec,
+    llama3_args,
+    llama3_train_spec,
+    parallelize_llama,
+    train_spec,
+)
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.metrics import build_metrics_processor
 from torchtitan_scape.trainer.optimizers import build_optimizers
 from torchtitan_scape.trainer.parallelize import parallelize

@@ -1,23 +1,22 @@
 """Validation on the same batches every time, and what its loss means."""
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
-from unittest.mock import patch
 
 from torch import nn
-from torchtitan.components import validate as titan_validate
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.components.validate import Validator
-from torchtitan.tools.logging import logger
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.validation_batches import by_rows, validation_batches
+from torchtitan_scape.titan.components import MetricsProcessor, Validator
+from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
+from torchtitan_scape.titan.patches import no_validation_loader
+
+logger = logging.getLogger(__name__)
 
 
 def figures_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
@@ -101,7 +100,7 @@ class FixedValidator(Validator):
         self._metrics = _ValidationMetrics(metrics_processor, batches.bytes_per_token)
         # The parent asks for a number of batches, and builds a loader of its own, which is not used.
         counted: Any = replace(cast(Any, job_config), validation=replace(job_config.validation, steps=len(batches)))
-        with patch.object(titan_validate, "build_text_validation_dataloader", lambda **_: None):
+        with no_validation_loader():
             super().__init__(
                 job_config=counted,
                 dp_world_size=dp_world_size,
