@@ -1,6 +1,7 @@
 """`replicate`: any synchronization method in any training loop."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -114,9 +115,10 @@ def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
     if name not in METHODS:
         raise ValueError(f"method is {name!r}; it must be one of {', '.join(METHODS)}")
     entry = METHODS[name]
-    unknown = section.keys() - entry.options.__dataclass_fields__.keys()
+    options = [field.name for field in fields(entry.options)]
+    unknown = section.keys() - set(options)
     if unknown:
-        known = ", ".join(entry.options.__dataclass_fields__)
+        known = ", ".join(options)
         raise ValueError(f"method {name!r} has no option {sorted(unknown)[0]!r}; its options are {known or 'none'}")
     return entry.options(**section), entry
 
