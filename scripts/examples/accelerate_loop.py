@@ -2,13 +2,13 @@
 
     torchrun --nproc_per_node=2 -m scripts.examples.accelerate_loop --method topk
 
-`Accelerator.prepare` wraps a model in DistributedDataParallel, so the model is not prepared. The rest of Accelerate works
-on a plain model through its public interface, without hooks: `prepare` of the data loader, `accumulate`, `autocast`,
-`backward` and `reduce`. That, and its size, is why this example uses Accelerate. Optimizer and scheduler are not prepared
-either: a prepared scheduler steps once per process.
+`Accelerator.prepare` wraps a model in DistributedDataParallel, so the model is not prepared. The rest of Accelerate
+works on a plain model through its public interface, without hooks: `prepare` of the data loader, `accumulate`,
+`autocast`, `backward` and `reduce`. That, and its size, is why this example uses Accelerate. Optimizer and scheduler
+are not prepared either: a prepared scheduler steps once per process.
 
-`max_norm` replaces `Accelerator.clip_grad_norm_`. `Accelerator.save_state` writes optimizers on the main process only, but
-replicas differ: save on every rank with `torch.save`, as nanogpt_loop.py does.
+`max_norm` replaces `Accelerator.clip_grad_norm_`. `Accelerator.save_state` writes optimizers on the main process only,
+but replicas differ: save on every rank with `torch.save`, as nanogpt_loop.py does.
 """
 
 import argparse

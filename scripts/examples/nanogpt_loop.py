@@ -66,7 +66,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="save checkpoints here, and resume from the newest one")
     parser.add_argument("--save_every", type=int, default=50)
     args = parser.parse_args()
-
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
