@@ -60,7 +60,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="dense", help="a name of the method registry")
     parser.add_argument("--steps", type=int, default=100, help="length of the run and of the learning-rate schedule")
-    parser.add_argument("--stop_after", type=int, help="stop at this step, before the run is complete")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
     parser.add_argument("--bf16", action="store_true", help="BF16 autocast; parameters stay FP32")
     parser.add_argument("--folder", type=Path, help="save checkpoints here, and resume from the newest one")
@@ -90,7 +89,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
 
-    for step in range(first + 1, (args.stop_after or args.steps) + 1):
+    for step in range(first + 1, args.steps + 1):
         for micro in range(args.accumulate):
             x, y = batch(train, (step * args.accumulate + micro) * world + rank)  # each replica has its own data
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
