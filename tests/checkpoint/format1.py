@@ -67,7 +67,12 @@ TWO_RANKS = {
 def train(folder: str, arguments: list[str], interval: int) -> Figures:
     """Train to step END, from the folder's checkpoint if there is one. `interval`: steps between checkpoints."""
     from torchtitan_scape.models.llama import LLAMA_ARGS
-    from torchtitan_scape.train import ScapeTrainer, parse
+
+    try:
+        from torchtitan_scape.config.parsing import parse
+        from torchtitan_scape.trainer.trainer import ScapeTrainer
+    except ImportError:  # at commit bc06ed0, which wrote the archive
+        from torchtitan_scape.train import ScapeTrainer, parse
 
     LLAMA_ARGS["study"] = dataclasses.replace(LLAMA_ARGS["study"], dim=8, n_layers=1, multiple_of=16)
     options = [*RECIPE, f"--job.dump_folder={folder}", *_COMMON, f"--checkpoint.interval={interval}", *arguments]

@@ -24,7 +24,16 @@ QUESTIONS = {
     f"docs/{name}.md"
     for name in (
         *("recipes", "data", "checkpoints", "failures", "simulation", "planning", "exchange", "memory", "kernels"),
-        *("local_updates", "sharding", "results", "observations", "evaluation", "architecture", "adding_a_method"),
+        *(
+            "own_loop",
+            "local_updates",
+            "sharding",
+            "results",
+            "observations",
+            "evaluation",
+            "architecture",
+            "adding_a_method",
+        ),
     )
 }
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
