@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from torchtitan_scape.methods.interface import CollectiveCall, Method, StepInfo
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import CollectiveCall, StepInfo
 
 Parallelize = Callable[..., nn.Module]
 
@@ -146,7 +147,7 @@ class _Wrapped(torch.nn.parallel.DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Exchanged(Method):
+class _Exchanged(GradientMethod):
     """Gradients have been exchanged when they come here; factor: makes them what the trainer's loss wants, sums."""
 
     factor: float
@@ -156,7 +157,7 @@ class _Exchanged(Method):
             torch._foreach_mul_(gradients, self.factor)
         return gradients
 
-    def messages(self) -> list[CollectiveCall]:
+    def collective_calls(self) -> list[CollectiveCall]:
         return []
 
 
