@@ -352,7 +352,7 @@ class _Entries:
         """chunk = payload[first : first + len(chunk)]."""
         self._move(chunk, first, True)
 
-    def land(self, chunk: Tensor, first: int) -> None:
+    def store(self, chunk: Tensor, first: int) -> None:
         """payload[first : first + len(chunk)] = chunk."""
         self._move(chunk, first, False)
 

@@ -188,7 +188,7 @@ def check_step(case: Case) -> None:
                 chunk = torch.full((end - first,), float("nan"), device=case.device)
                 kernel.pieces().fill(chunk, first)
                 assert torch.equal(chunk, total[first:end])
-                kernel.pieces().land(chunk * factor, first)
+                kernel.pieces().store(chunk * factor, first)
         landed = [kernel.gradients[i][used(case, masks[0], i)] for i in range(len(case.sizes))]
         assert torch.equal(torch.cat(landed), total * 2)
         for i, payload in enumerate(payloads):

@@ -58,9 +58,9 @@ def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixtu
         for _ in range(steps):
             for _, parameter in named:
                 parameter.grad = torch.randn_like(parameter)
-            before = sum(scape.collectives.traffic.sent_by_level().values())
+            before = sum(scape.collectives.ledger.sent_by_level().values())
             scape.step()
-            sent.append(sum(scape.collectives.traffic.sent_by_level().values()) - before)
+            sent.append(sum(scape.collectives.ledger.sent_by_level().values()) - before)
         return sent[-1], scape.options
 
     with caplog.at_level(logging.INFO):

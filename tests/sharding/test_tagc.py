@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.pool import Pool
 from tests.sharding.toy import Run, layout_of, make, train, weights
 from topology.groups import build_shard_groups
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, entries
@@ -45,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def circle() -> Circle:
+def rank_group() -> RankGroup:
     (found,) = build_shard_groups(layout_of(RANKS), timedelta(seconds=60), reduce_hops=1).reductions
     return found
 
@@ -53,7 +54,7 @@ def circle() -> Circle:
 def reduction(traffic: TrafficLedger, moment: TrainPosition, **options: Any) -> TagcReduce:
     section = TagcShardingOptions(**{"min_entries": 1, **options})
     flat, ledger = ShardedParamGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
-    return TagcReduce(flat, circle(), section, ledger, moment, "torch", torch.device("cpu"))
+    return TagcReduce(flat, rank_group(), section, ledger, moment, "torch", torch.device("cpu"))
 
 
 def flats(step: int, number: int, rank: int) -> Tensor:

@@ -21,7 +21,7 @@ def reduce_in_chunks(chunk: int, mean: bool) -> tuple[list[torch.Tensor], int]:
     tensors = [torch.arange(n, dtype=torch.float32) + 100 * i + rank for i, n in enumerate(SIZES)]
     collectives.chunk_entries = chunk
     collectives.all_reduce_chunked(tensors, mean=mean)
-    return tensors, collectives.traffic.calls["replicate", "network", "payload"]
+    return tensors, collectives.ledger.calls["replicate", "network", "payload"]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 58, 1000])
@@ -50,7 +50,7 @@ def talk(
     assert bool(collectives.all_true(torch.tensor(True)))
     assert not bool(collectives.all_true(torch.tensor(rank != 3)))
     assert sorted(collectives.gather_objects(rank)) == [0, 1, 2, 3]
-    traffic = collectives.traffic
+    traffic = collectives.ledger
     return dict(traffic.sent), dict(traffic.input_bytes), gathered[::16].tolist(), float(total)
 
 

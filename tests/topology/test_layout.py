@@ -101,13 +101,13 @@ def test_without_gcd_pairs_levels_start_at_the_node(machine: str) -> None:
     assert [layout.level(0, rank) for rank in (0, 1, 7, 8)] == ["node", "node", "node", "network"]
 
 
-def test_ring_levels_count_the_link_to_the_successor() -> None:
+def test_successor_levels_count_the_link_to_the_successor() -> None:
     layout = plan(16, 8, replicate=2, shard=8)
     node = layout.model_group(0)
-    assert [layout.ring_level(rank, node) for rank in node] == ["gcd_pair", "node"] * 4
-    assert layout.ring_level(3, layout.replicate_group(3)) == "network"
-    assert layout.ring_level(11, layout.replicate_group(11)) == "network"  # the wrap-around to replica 0
-    assert layout.ring_level(5, (5,)) == "gcd_pair"  # alone, it sends nothing any further
+    assert [layout.successor_level(rank, node) for rank in node] == ["gcd_pair", "node"] * 4
+    assert layout.successor_level(3, layout.replicate_group(3)) == "network"
+    assert layout.successor_level(11, layout.replicate_group(11)) == "network"  # the wrap-around to replica 0
+    assert layout.successor_level(5, (5,)) == "gcd_pair"  # alone, it sends nothing any further
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_vista_replicas_are_whole_nodes() -> None:
     assert (layout.replicate, layout.shard) == (32, 1)
     assert layout.replicate_groups() == (tuple(range(32)),)
     assert layout.model_groups() == tuple((rank,) for rank in range(32))
-    assert {layout.ring_level(rank, layout.replicate_group(rank)) for rank in range(32)} == {"network"}
+    assert {layout.successor_level(rank, layout.replicate_group(rank)) for rank in range(32)} == {"network"}
     assert layout.shard_axis_inside_node
 
 
@@ -152,7 +152,7 @@ def test_frontier_64_ranks() -> None:
     assert "\n" not in line
     for part in ("64 ranks on 8 node", "of 8 (frontier)", "replicate 8 x shard 8", "stays inside a node"):
         assert part in line
-    assert line.endswith("replicas talk over network")
+    assert line.endswith("replicas communicate over network")
 
 
 def test_describe_says_that_there_is_one_replica() -> None:
@@ -285,13 +285,13 @@ def test_hierarchies_meet_every_member_once(layout: Layout) -> None:
         assert math.prod(tier.size for tier in tiers) == len(group)
         for tier in tiers:
             assert tier.size > 1
-            assert sorted(rank for ring in tier.rings for rank in ring) == sorted(group)
-            assert {len(ring) for ring in tier.rings} == {tier.size}
+            assert sorted(rank for ranks in tier.groups for rank in ranks) == sorted(group)
+            assert {len(ranks) for ranks in tier.groups} == {tier.size}
         # Adding ring by ring from a single rank reaches all, each rank once.
         reached = [group[0]]
         for tier in tiers:
-            ring_of = {rank: ring for ring in tier.rings for rank in ring}
-            reached = [other for rank in reached for other in ring_of[rank]]
+            group_of = {rank: ranks for ranks in tier.groups for rank in ranks}
+            reached = [other for rank in reached for other in group_of[rank]]
         assert sorted(reached) == sorted(group)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kernels.codec.codes import BlockCode
 from topology.codecs import Bfloat16
-from topology.groups import Ring
 from topology.layout import Layout, plan_layout
 from topology.links import (
     Link,
@@ -22,6 +21,7 @@ from topology.links import (
     stage_seconds,
 )
 from topology.machines import Level, Machine
+from topology.rank_group import RankGroup
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
 # Bytes of a message of so many entries.
@@ -99,9 +99,9 @@ def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout:
     total = sum(data.values())
     tiers = layout.hierarchy(layout.replicate_group(0))
     for tier in tiers:
-        wire.reduce_scatter(tier.level, list(tier.rings), data)
+        wire.reduce_scatter(tier.level, list(tier.groups), data)
     for tier in reversed(tiers):
-        wire.all_gather(tier.level, list(tier.rings), data)
+        wire.all_gather(tier.level, list(tier.groups), data)
     for rank in range(layout.world_size):
         assert np.array_equal(data[rank], total)
         assert wire.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(spans(layout), 4 * n)))
@@ -119,7 +119,7 @@ def test_all_gather_stages_are_the_messages_from_the_outside_in(layout: Layout, 
     wire = Wire(layout.world_size)
     data = {rank: np.full(own, rank, dtype=np.uint8) for rank in range(layout.world_size)}
     for tier in reversed(layout.hierarchy(layout.replicate_group(0))):
-        wire.all_gather(tier.level, list(tier.rings), data)
+        wire.all_gather(tier.level, list(tier.groups), data)
     stages = all_gather_stages(spans(layout), own)
     for rank in range(layout.world_size):
         assert sorted(set(data[rank].tolist())) == list(range(layout.world_size))
@@ -129,7 +129,7 @@ def test_all_gather_stages_are_the_messages_from_the_outside_in(layout: Layout, 
 
 @given(layouts(), st.sampled_from(CODED))
 def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, coded: MessageBytes | None) -> None:
-    rings = [Ring(level, size, 0) for level, size in spans(layout)]
+    rings = [RankGroup(level, size, 0) for level, size in spans(layout)]
     if not rings:
         return
     n = 96 * layout.world_size
@@ -150,7 +150,7 @@ def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, coded: 
 def test_stages_of_owners_are_the_bytes_that_the_collectives_count(
     layout: Layout, coded: MessageBytes | None, values: bool
 ) -> None:
-    rings = [Ring(level, size, 0) for level, size in spans(layout)]
+    rings = [RankGroup(level, size, 0) for level, size in spans(layout)]
     if not rings:
         return
     n = 96 * layout.world_size

@@ -79,7 +79,7 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
     results = {}
     for name, codec in CODECS.items():
         n = padded(64, name, ours.replicas)
-        ours.traffic, before = TrafficLedger(), len(handed)
+        ours.ledger, before = TrafficLedger(), len(handed)
         chunks = [values(10 * i + rank, n) for i in range(3)]
         # The last one's errors are let go.
         errors = [torch.full((n,), torch.nan) if codec and i < 2 else None for i in range(3)]
@@ -88,8 +88,8 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
         handles.append(ours.all_gather(gathered, torch.full((16,), rank, dtype=torch.uint8)))
         for handle in handles:
             handle.wait()
-        reduced = ours.traffic
-        ours.traffic = TrafficLedger()
+        reduced = ours.ledger
+        ours.ledger = TrafficLedger()
         part, error = values(rank, n), torch.full((n,), torch.nan) if codec else None
         ours.reduce_scatter(part, codec=codec, error=error).wait()
         own = part.view(ours.replicas, -1)[ours.replica].clone()
@@ -102,11 +102,11 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
             "scattered": part,
             "scatter_error": error,
             "seen": sum(handed[before:]),
-            "handed": sum(reduced.input_bytes.values()) + sum(ours.traffic.input_bytes.values()),
+            "handed": sum(reduced.input_bytes.values()) + sum(ours.ledger.input_bytes.values()),
             "sent": by_level(reduced, "payload"),
             "masks": by_level(reduced, "mask"),
-            "scatter_sent": by_level(ours.traffic, "payload"),
-            "values_sent": by_level(ours.traffic, "values"),
+            "scatter_sent": by_level(ours.ledger, "payload"),
+            "values_sent": by_level(ours.ledger, "values"),
             "planned": [
                 3 * ours.reduced_bytes(n, codec),
                 ours.scattered_bytes(n, codec),
@@ -297,7 +297,7 @@ def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
             own = slice(replica * n // 4, (replica + 1) * n // 4)
             assert torch.equal(part[own], theirs["scattered"][own])
             assert error is None or torch.equal(error, theirs["scatter_error"])
-            assert ours.traffic.sent["replicate", "network", "payload"] == (i + 1) * sum(
+            assert ours.ledger.sent["replicate", "network", "payload"] == (i + 1) * sum(
                 theirs[kind]["network"] / (3 if kind == "sent" else 1) for kind in ("sent", "scatter_sent")
             )
         found = carried_by(ours, rank_of[replica], n, codec)
@@ -362,7 +362,7 @@ def united(shape: str) -> tuple[torch.Tensor, dict[str, float], float]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     bits = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=generator)
     ours.all_reduce_or(bits, kind="index").wait()
-    return bits, by_level(ours.traffic, "index"), ours.reduced_bytes(16)
+    return bits, by_level(ours.ledger, "index"), ours.reduced_bytes(16)
 
 
 @pytest.mark.parametrize("shape", ["one", "nodes"])

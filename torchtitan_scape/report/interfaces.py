@@ -90,7 +90,7 @@ class InterfaceCount:
         moved = read_interfaces()
         assert moved is not None
         dist.barrier()  # a twin on this node that ran ahead would send before the counters are read
-        counted = self._optimizers.collectives.traffic.sent_by_level_and_kind()
+        counted = self._optimizers.collectives.ledger.sent_by_level_and_kind()
         return counted, {level: sent for level, (sent, _) in moved.items()}
 
 

@@ -50,7 +50,7 @@ class SummaryView(Protocol):
 def summarise(trainer: SummaryView) -> None:
     """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
     trainer.optimizers.finish_previous_step()
-    traffic = trainer.optimizers.collectives.traffic
+    traffic = trainer.optimizers.collectives.ledger
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
     own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
     read = torch.tensor(own, dtype=torch.float64, device=trainer.optimizers.grad_norm.device)

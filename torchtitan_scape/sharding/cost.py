@@ -110,19 +110,19 @@ class _Sent:
     times: float
 
 
-def _round(circles: Sequence[tuple[int, ...]], own: float, layout: Layout) -> Iterator[Stage]:
-    """A gather of `own` bytes a rank, round every circle."""
-    for level, share in _shares([layout.ring_level(rank, ranks) for ranks in circles for rank in ranks]):
-        others = len(circles[0]) - 1
+def _round(rank_groups: Sequence[tuple[int, ...]], own: float, layout: Layout) -> Iterator[Stage]:
+    """A gather of `own` bytes a rank, round every group."""
+    for level, share in _shares([layout.successor_level(rank, ranks) for ranks in rank_groups for rank in ranks]):
+        others = len(rank_groups[0]) - 1
         yield Stage(level, share * others, share * others * own)
 
 
-def _parts(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
-    """An exchange of parts of `given` bytes in every circle."""
-    pairs = [layout.level(a, b) for ranks in circles for a in ranks for b in ranks if a != b]
-    others = len(circles[0]) - 1
+def _parts(rank_groups: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
+    """An exchange of parts of `given` bytes in every group."""
+    pairs = [layout.level(a, b) for ranks in rank_groups for a in ranks for b in ranks if a != b]
+    others = len(rank_groups[0]) - 1
     for level, share in _shares(pairs):
-        yield Stage(level, share * others, share * others / len(circles[0]) * given)
+        yield Stage(level, share * others, share * others / len(rank_groups[0]) * given)
 
 
 def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
@@ -134,18 +134,18 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     whole, nodes = [group], list(layout.by_node(group))
     across = [tuple(ranks) for ranks in zip(*nodes, strict=plan.hops == 2)]
     ranks = len(group)
-    # From the inside out; a circle of one sends nothing.
-    circles = [one for one in ((nodes, across) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
+    # From the inside out; a group of one sends nothing.
+    rank_groups = [one for one in ((nodes, across) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
     for row in rows:
         gathers = micro_batches * row.gathers
         if plan.weights == "dense" and not plan.secondary:
             yield from (_Sent("weights", s, gathers) for s in _round(whole, row.entries * plan.weight_bytes, layout))
         else:
             own = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
-            for number, circle in enumerate(reversed(circles)):
+            for number, rank_group in enumerate(reversed(rank_groups)):
                 times = 1 if plan.secondary and number == 0 else gathers
-                yield from (_Sent("weights", stage, times) for stage in _round(circle, own, layout))
-                own *= len(circle[0])
+                yield from (_Sent("weights", stage, times) for stage in _round(rank_group, own, layout))
+                own *= len(rank_group[0])
         if plan.sparse is not None:
             yield from _sparse(plan.sparse, row, layout, micro_batches)
             continue
@@ -155,11 +155,11 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
             yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, given, layout))
             continue
         left = ranks
-        for number, circle in enumerate(circles):
+        for number, rank_group in enumerate(rank_groups):
             code = plan.gradients[min(number, len(plan.gradients) - 1)]
             given = left * row.message_bytes(code, plan.gradients_block, 4)
-            yield from (_Sent("gradients", stage, micro_batches) for stage in _parts(circle, given, layout))
-            left //= len(circle[0])
+            yield from (_Sent("gradients", stage, micro_batches) for stage in _parts(rank_group, given, layout))
+            left //= len(rank_group[0])
 
 
 def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:
@@ -172,9 +172,9 @@ def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) 
     yield from (_Sent("gradients", stage, times) for stage in _parts(whole, values, layout))
 
 
-def _ring(circles: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
-    """A reduce-scatter of `given` bytes round every circle."""
-    return _round(circles, given / len(circles[0]), layout)
+def _ring(rank_groups: Sequence[tuple[int, ...]], given: float, layout: Layout) -> Iterator[Stage]:
+    """A reduce-scatter of `given` bytes round every group."""
+    return _round(rank_groups, given / len(rank_groups[0]), layout)
 
 
 def shard_bytes(

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.common.wire import padded_bytes
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import WEIGHTS, Allocates, ShardedParamGroup, WeightsCache, WeightsVersion
 from torchtitan_scape.sharding.messages import RowCodec
 
@@ -19,7 +21,7 @@ class SecondaryAllGather(Allocates):
     """Of one parameter group.
 
     Args:
-        circle: the ranks over which FSDP2 shards. rows: how each codes its own.
+        rank_group: the ranks over which FSDP2 shards. rows: how each codes its own.
         keepers: ranks that hold the same weights, or shards of them, together: after the first gather each keeps its
             part of all messages, and they gather these until parameters change.
         version: of the parameters.
@@ -28,13 +30,13 @@ class SecondaryAllGather(Allocates):
     def __init__(
         self,
         flat: ShardedParamGroup,
-        circle: Circle,
+        rank_group: RankGroup,
         rows: RowCodec,
-        keepers: Circle,
+        keepers: RankGroup,
         ledger: ShardLedger,
         version: WeightsVersion,
     ) -> None:
-        self._flat, self._circle, self._rows, self._keepers, self._ledger = flat, circle, rows, keepers, ledger
+        self._flat, self._rank_group, self._rows, self._keepers, self._ledger = flat, rank_group, rows, keepers, ledger
         self._kept = WeightsCache(version)
 
     @torch.no_grad()
@@ -42,17 +44,17 @@ class SecondaryAllGather(Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
         """For FSDP2; see `base.Gather`."""
-        ranks, size = self._circle.size, self._rows.message_bytes(input_tensor.dtype)
+        ranks, size = self._rank_group.size, self._rows.message_bytes(input_tensor.dtype)
         self._flat.check_gather(output_tensor, input_tensor, group, ranks)
         part = padded_bytes(-(-ranks * size // self._keepers.size))
         every = torch.zeros(part * self._keepers.size, dtype=torch.uint8, device=input_tensor.device)
         if (part_kept := self._kept.get()) is None:
             own = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)
             self._rows.encode(self._rows.split(input_tensor), own)
-            self._circle.gather(own, every[: ranks * size], self._ledger, WEIGHTS)
+            shard_collectives.all_gather(every[: ranks * size], own, self._rank_group, self._ledger, WEIGHTS)
             self._kept.keep(every.view(-1, part)[self._keepers.group_rank].clone())
         else:
-            self._keepers.gather(part_kept, every, self._ledger, WEIGHTS)
+            shard_collectives.all_gather(every, part_kept, self._keepers, self._ledger, WEIGHTS)
         if dist.get_backend() == "fake":  # what has been received is no message
             output_tensor.zero_()
             return

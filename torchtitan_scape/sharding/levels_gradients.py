@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.codec.codes import BlockCode
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import GRADIENTS, Allocates, ShardedParamGroup, TrainPosition
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_messages import SliceCodec
@@ -30,7 +31,7 @@ class SliceReduceScatter(Allocates):
 
     Args:
         ranks: w, over which FSDP2 shards.
-        hops: (circle, code of its messages): all g ranks at once, or the w ranks of a pair, then the pairs; a circle of
+        hops: (group, code of its messages): all g ranks at once, or the w ranks of a pair, then the pairs; a group of
             one rank is left out. The place of a rank among all g is that of its pair times w, plus its own in the pair.
         across: the code of the sum across nodes; None for FP32.
         turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before the first hop; turned back
@@ -46,7 +47,7 @@ class SliceReduceScatter(Allocates):
         flat: ShardedParamGroup,
         layout: RowLayout,
         ranks: int,
-        hops: Sequence[tuple[Circle, BlockCode | None]],
+        hops: Sequence[tuple[RankGroup, BlockCode | None]],
         ledger: ShardLedger,
         moment: TrainPosition,
         device: torch.device,
@@ -57,12 +58,12 @@ class SliceReduceScatter(Allocates):
         self._flat, self._layout, self._ranks = flat, layout, ranks
         self._ledger, self._moment, self._stochastic = ledger, moment, stochastic
         self._turned = next((code for _, code in hops if code is not None), None) if turned else None
-        self._hops: list[tuple[Circle, RowCodec]] = []
+        self._hops: list[tuple[RankGroup, RowCodec]] = []
         cuts, rows = layout.cuts, ranks
-        for circle, code in hops:
+        for rank_group, code in hops:
             # Of every row so many parts go out, and what comes in is a part of one row.
-            cuts, rows = cuts // (circle.size // rows), 1
-            self._hops.append((circle, SliceCodec(layout, cuts, code)))
+            cuts, rows = cuts // (rank_group.size // rows), 1
+            self._hops.append((rank_group, SliceCodec(layout, cuts, code)))
         self._across = SliceCodec(layout, 1, across)
         self.buffer = torch.zeros(layout.nodes, layout.sub_piece, dtype=torch.float32, device=device)
 
@@ -84,7 +85,7 @@ class SliceReduceScatter(Allocates):
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         self._add(reduced.view(1, -1))
 
-    def across_nodes(self, nodes: Circle) -> Tensor:
+    def across_nodes(self, nodes: RankGroup) -> Tensor:
         """FP32 (sub_piece,): the sum over nodes, in their order. A collective call."""
         if nodes.size == 1:
             return self.buffer[0]
@@ -100,10 +101,10 @@ class SliceReduceScatter(Allocates):
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
         if self._turned is not None:
             self._turned.hadamard_(coded)
-        for number, (circle, rows) in enumerate(self._hops):
-            parts = list(zip(_by_rank(coded, circle), _by_rank(raw, circle), strict=True))
+        for number, (rank_group, rows) in enumerate(self._hops):
+            parts = list(zip(_by_rank(coded, rank_group), _by_rank(raw, rank_group), strict=True))
             key = partial(self._key, number)
-            (own,) = hop(partial(_of, parts), 1, circle, rows, flat.device, self._ledger, GRADIENTS, key)
+            (own,) = hop(partial(_of, parts), 1, rank_group, rows, flat.device, self._ledger, GRADIENTS, key)
             coded, raw = own[0][None], own[1][None]
         if dist.get_backend() == "fake":
             return  # what has been received is no message
@@ -120,8 +121,8 @@ def _of(parts: Sequence[Parts], rank: int, _: int) -> Parts:
     return parts[rank]
 
 
-def _by_rank(rows: Tensor, circle: Circle) -> Tensor:
-    """(circle.size, n): of rows (w, m), cut into equal parts, part p of row q is for rank p * w + q of the circle."""
-    parts = circle.size // len(rows)
+def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:
+    """(group size, n): of rows (w, m), cut into equal parts, part p of row q is for rank p * w + q of the group."""
+    parts = rank_group.size // len(rows)
     cut = rows.view(len(rows), parts, rows.shape[1] // parts)
-    return cut.transpose(0, 1).reshape(circle.size, cut.shape[2])
+    return cut.transpose(0, 1).reshape(rank_group.size, cut.shape[2])

@@ -1,4 +1,4 @@
-"""A row of an FSDP2 flat as one message of bytes, and messages on their way over one or two circles of ranks.
+"""A row of an FSDP2 flat as one message of bytes, and messages on their way over one or two groups of ranks.
 
 A message has the block codes of all segments that are coded, all their scales, then what goes raw, each part padded to
 16 bytes. A block never crosses a parameter,
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kernels.codec.codes import BlockCode
 from kernels.common.wire import padded_bytes
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 
 Parts = tuple[Tensor, Tensor]
@@ -94,8 +96,8 @@ class RowCodec:
         """What a message (bytes,) says, or each of (k, bytes), what is raw being of this dtype."""
         coded = torch.empty(*messages.shape[:-1], self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
-            told = messages[..., : self._coded_bytes]
-            self.code.decode(told if told.ndim > 1 else told[None], coded.view(-1, self.coded_entries))
+            codes = messages[..., : self._coded_bytes]
+            self.code.decode(codes if codes.ndim > 1 else codes[None], coded.view(-1, self.coded_entries))
         return coded, self._raw_of(messages, dtype)
 
     def unpack(self, messages: Iterable[Tensor], rows: Tensor) -> None:
@@ -122,41 +124,43 @@ class RowCodec:
             self.code.hadamard_(coded)
 
 
-def gather_between_nodes(own: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> Tensor:
-    """The messages, (members of the last circle, bytes), of the ranks of this one's place across nodes, or of all."""
-    outermost = circles[-1]
+def gather_between_nodes(own: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str) -> Tensor:
+    """All-gather `own` over the outermost of the groups. Returns uint8 (ranks of that group, bytes)."""
+    outermost = rank_groups[-1]
     output = torch.empty(outermost.size, own.numel(), dtype=own.dtype, device=own.device)
-    outermost.gather(own, output.view(-1), ledger, kind)
+    shard_collectives.all_gather(output.view(-1), own, outermost, ledger, kind)
     return output
 
 
-def gather_within_node(messages: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> list[Tensor]:
+def gather_within_node(
+    messages: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str
+) -> list[Tensor]:
     """All-gather within the node the messages that `gather_between_nodes` received. Returns all ranks' messages."""
-    if len(circles) == 1:
+    if len(rank_groups) == 1:
         return list(messages)
-    inside = circles[0]
+    inside = rank_groups[0]
     output = torch.empty(inside.size, *messages.shape, dtype=messages.dtype, device=messages.device)
-    inside.gather(messages.view(-1), output.view(-1), ledger, kind)
-    return [output[place, node] for node in range(len(messages)) for place in range(inside.size)]
+    shard_collectives.all_gather(output.view(-1), messages.view(-1), inside, ledger, kind)
+    return [output[member, node] for node in range(len(messages)) for member in range(inside.size)]
 
 
 def sum_over(
     flat: Tensor,
-    circles: Sequence[Circle],
+    rank_groups: Sequence[RankGroup],
     rows: Sequence[RowCodec],
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int, int], int | None],
 ) -> Parts:
-    """This rank's parts of the sum over all ranks of `flat`, FP32 (S, m): a hop over each circle, from the inside out.
+    """This rank's parts of the sum over all ranks of `flat`, FP32 (S, m): a hop over each group, innermost first.
 
     In each, what is meant for a rank goes to it, which decodes and adds in the order of the ranks; no code is ever
     added to a code. rows: of the hops; all cut alike. key: of (hop, which of its messages).
     """
-    inside, *across = circles
+    inside, *across = rank_groups
     # The ranks of this one's place in other nodes get theirs by way of it.
     sums = hop(
-        lambda place, node: rows[0].split(flat[node * inside.size + place]),
+        lambda member, node: rows[0].split(flat[node * inside.size + member]),
         flat.shape[0] // inside.size,
         inside,
         rows[0],
@@ -165,8 +169,8 @@ def sum_over(
         kind,
         partial(key, 0),
     )
-    for circle, code in zip(across, rows[1:], strict=True):
-        sums = hop(partial(_of, sums), 1, circle, code, flat.device, ledger, kind, partial(key, 1))
+    for rank_group, code in zip(across, rows[1:], strict=True):
+        sums = hop(partial(_of, sums), 1, rank_group, code, flat.device, ledger, kind, partial(key, 1))
     (own,) = sums
     return own
 
@@ -178,19 +182,21 @@ def _of(sums: Sequence[Parts], node: int, _: int) -> Parts:
 def hop(
     part: Callable[[int, int], Parts],
     count: int,
-    circle: Circle,
+    rank_group: RankGroup,
     rows: RowCodec,
     device: torch.device,
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int], int | None],
 ) -> list[Parts]:
-    """The sums over a circle of what each of its ranks has for this one. part: of (rank, which of its `count` rows)."""
+    """The sums over a group of what each of its ranks has for this one. part: of (rank, which of its `count` rows)."""
     size = rows.message_bytes(torch.float32)
-    messages = torch.empty(circle.size, count, size, dtype=torch.uint8, device=device)
-    for place in range(circle.size):
+    messages = torch.empty(rank_group.size, count, size, dtype=torch.uint8, device=device)
+    for member in range(rank_group.size):
         for number in range(count):
-            rows.encode(part(place, number), messages[place, number], key(place * count + number))
+            rows.encode(part(member, number), messages[member, number], key(member * count + number))
     received = torch.empty_like(messages)
-    circle.exchange(messages.view(circle.size, -1), received.view(circle.size, -1), ledger, kind)
+    shard_collectives.all_to_all(
+        received.view(rank_group.size, -1), messages.view(rank_group.size, -1), rank_group, ledger, kind
+    )
     return [rows.decode_and_sum(received[:, number]) for number in range(count)]

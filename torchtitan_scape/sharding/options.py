@@ -107,7 +107,7 @@ class ShardingOptions(Options):
         )
 
     def hops_over(self, layout: Layout) -> int:
-        """Circles that rows go over: 1 or 2. Raises ValueError where they cannot, or where there is nothing to do."""
+        """Return the number of levels of the collectives: 1 or 2. Raises ValueError if the layout does not allow it."""
         nodes = layout.by_node(layout.shard_group(0))
         even = len({len(ranks) for group in layout.shard_groups() for ranks in layout.by_node(group)}) == 1
         two = even and len(nodes) > 1 and len(nodes[0]) > 1

@@ -29,7 +29,9 @@ from kernels.tagc.index import (
     union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import LEAST_BLOCKS, TagcShardingOptions
 
@@ -50,25 +52,26 @@ class TagcReduce(Allocates):
     exchange has sent, which stays with that step's gradients in it, and is sent again.
 
     Args:
-        circle: all ranks of the shard axis.
+        rank_group: all ranks of the shard axis.
         backend: "torch" or "triton".
     """
 
     def __init__(
         self,
         flat: ShardedParamGroup,
-        circle: Circle,
+        rank_group: RankGroup,
         options: TagcShardingOptions,
         ledger: ShardLedger,
         moment: TrainPosition,
         backend: str,
         device: torch.device,
     ) -> None:
-        self._flat, self._circle, self._options, self._ledger, self._moment = flat, circle, options, ledger, moment
+        self._flat, self._rank_group, self._options = flat, rank_group, options
+        self._ledger, self._moment = ledger, moment
         # Whether the next exchange is to be whole, and whether this step's was.
         self.name, self._send_all, self._sent_all = str(flat.number), False, False
         self._passes, self._finite = tagc_passes(backend), finite_check(backend)
-        ranks = circle.size
+        ranks = rank_group.size
         self.compressed = [s for s in flat.reduced if options.compresses(s.name, s.dims, ranks * s.size) and s.size]
         self._raw = [s for s in flat.reduced if s not in self.compressed]
         self.starts = _starts([-(-s.size // BLOCK) * BLOCK for s in self.compressed])
@@ -85,10 +88,10 @@ class TagcReduce(Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._circle.size)
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._rank_group.size)
         if self._moment.micro_batch == 0:
             self._forget_step()
-        self._add(input_tensor.float().view(self._circle.size, -1))
+        self._add(input_tensor.float().view(self._rank_group.size, -1))
         if self._options.micro == "last" and not self._moment.last:
             output_tensor.zero_()  # FSDP2 adds up what micro-batches give
             return
@@ -105,7 +108,7 @@ class TagcReduce(Allocates):
 
     def slices(self, row: Tensor | None = None) -> dict[str, Tensor]:
         """By parameter, the stretch of a row of the residual, by default of this rank's own."""
-        row = self.residual[self._circle.group_rank] if row is None else row
+        row = self.residual[self._rank_group.group_rank] if row is None else row
         return {s.name: row[at : at + s.size] for s, at in zip(self.compressed, self.starts, strict=True)}
 
     def decode_and_sum(self) -> Tensor:
@@ -135,7 +138,7 @@ class TagcReduce(Allocates):
 
     def bytes_sent(self) -> dict[str, float]:
         """Of an exchange, by kind: arithmetic."""
-        ranks, entries = self._circle.size, self.blocks * BLOCK
+        ranks, entries = self._rank_group.size, self.blocks * BLOCK
         if self._index == "offsets":
             index = (ranks - 1) * index_bytes(self._options.density, ranks * self.blocks) if entries else 0
         else:
@@ -176,7 +179,7 @@ class TagcReduce(Allocates):
 
     def _send_compressed(self, fake: bool) -> Tensor:
         """(blocks * 1024,): this rank's row of what is."""
-        ranks, own = self._circle.size, self.residual.new_empty(self.blocks * BLOCK)
+        ranks, own = self._rank_group.size, self.residual.new_empty(self.blocks * BLOCK)
         if not self.blocks:
             return own
         if self._send_all and self._moment.last:
@@ -204,28 +207,32 @@ class TagcReduce(Allocates):
 
     def _agree(self, chosen: Tensor, fake: bool) -> Tensor:
         """Bits of the index of all rows, from the own choice's."""
-        ranks, circle = self._circle.size, self._circle
+        ranks, rank_group = self._rank_group.size, self._rank_group
         if self._index == "offsets":
             coded = to_offsets(chosen, self._options.chosen)
             arrived = coded.new_empty(ranks, coded.numel())
-            circle.gather(coded, arrived.view(-1), self._ledger, INDEX)
+            shard_collectives.all_gather(arrived.view(-1), coded, rank_group, self._ledger, INDEX)
             return chosen if fake else union_of_offsets(arrived, ranks * self.blocks, self._options.chosen)
         told = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
         received, whole = torch.empty_like(told).view(ranks, -1), torch.empty_like(told)
-        circle.exchange(told.view(ranks, -1), received, self._ledger, INDEX)
-        circle.gather((union_of_bitmaps if self._index == "bits" else sum_bytes)(received), whole, self._ledger, INDEX)
+        shard_collectives.all_to_all(received, told.view(ranks, -1), rank_group, self._ledger, INDEX)
+        shard_collectives.all_gather(
+            whole, (union_of_bitmaps if self._index == "bits" else sum_bytes)(received), rank_group, self._ledger, INDEX
+        )
         if fake:
             return chosen
         return from_nibbles(whole) if self._index == "nibble_sum" else whole
 
     def _through_packed(self, index: Tensor, sends: Tensor, own: Tensor) -> None:
-        ranks = self._circle.size
+        ranks = self._rank_group.size
         packed = self.residual.new_empty(ranks * self.blocks, self._capacity)
         self._passes.pack(self.residual.view(-1), index.view(-1), sends.view(-1), self._capacity, packed)
         packed.view(ranks, -1)[:, 0].masked_fill_(self._bad, torch.nan)  # a row's first entry of the index
         received = torch.empty_like(packed)
-        self._circle.exchange(packed.view(ranks, -1), received.view(ranks, -1), self._ledger, GRADIENTS)
-        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.group_rank], own)
+        shard_collectives.all_to_all(
+            received.view(ranks, -1), packed.view(ranks, -1), self._rank_group, self._ledger, GRADIENTS
+        )
+        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._rank_group.group_rank], own)
 
     def _through_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, own: Tensor) -> None:
         if self._options.left_over == "keep":
@@ -233,7 +240,7 @@ class TagcReduce(Allocates):
             found = torch.stack([self._passes.solvable(row, sketch) for row in index])
             index, sends = index & found, sends & found
         sends = self._of_good_rows(sends)
-        cells = self.residual.new_empty(self._circle.size, sketch.rows, BLOCK)
+        cells = self.residual.new_empty(self._rank_group.size, sketch.rows, BLOCK)
         for row, bits, one in zip(self.residual, sends, cells, strict=True):
             self._passes.fold(row, bits, sketch, one)
             row.masked_fill_(unpack_bits(bits, row.numel()), 0.0)
@@ -242,7 +249,7 @@ class TagcReduce(Allocates):
         self._sum(cells.view(len(cells), -1), total.view(-1))
         poison = total.sum() * 0.0  # NaN where any cell has it, whether an entry is read there or not
         estimate = self._options.left_over == "estimate"
-        self._passes.unfold(total, index[self._circle.group_rank], sketch, estimate, own)
+        self._passes.unfold(total, index[self._rank_group.group_rank], sketch, estimate, own)
         own[:1] += poison
 
     def _sum(self, rows: Tensor, own: Tensor) -> None:
@@ -250,7 +257,7 @@ class TagcReduce(Allocates):
         n = rows.shape[1]
         rows = pad(rows, (0, _on_wire(n) - n)) if _on_wire(n) > n else rows
         received = torch.empty_like(rows)
-        self._circle.exchange(rows, received, self._ledger, GRADIENTS)
+        shard_collectives.all_to_all(received, rows, self._rank_group, self._ledger, GRADIENTS)
         add_rows(received[:, :n], own)
 
     def _make_sketches(self, device: torch.device) -> list[Sketch]:

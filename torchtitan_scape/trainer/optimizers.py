@@ -14,7 +14,8 @@ from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica, SimulatedReplicas
 from topology.layout import simulated_layout
 from topology.process_groups import collectives_of
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
@@ -51,7 +52,7 @@ def build_optimizers(
     options = options_of(sync)
     if (over := parallel_dims.level_groups) is not None and entry.is_linear:
         # Three levels sum over nodes themselves: to the optimizer all ranks hold one replica together.
-        groups = ReplicaGroups(None, over.everyone, groups.layout)
+        groups = ReplicaGroups(None, over.world, groups.layout)
     replicas = _replicas(groups, job_config.topology.simulate_replicas, entry.is_linear)
     assert groups.layout is not None
     kernels = choose_backend(sync.kernels, next(model_parts[0].parameters()).device)
@@ -60,14 +61,14 @@ def build_optimizers(
     if over is None:
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
-        sharding = build_sharding(model_parts[0], job_config.sharding, shard_groups, replicas.all.traffic, **made)
+        sharding = build_sharding(model_parts[0], job_config.sharding, shard_groups, replicas.all.ledger, **made)
         # Of simulated replicas that share an update each would send it; in a dry run all share one.
         local = entry.method is not None and entry.method.local
         alike = job_config.topology.simulate_replicas // (len(replicas.endpoints) if local else 1)
         count = partial(_count, shard_groups.whole, sharding.ledger, alike)
     else:
         made |= dict(sums=entry.is_linear, bf16=job_config.training.mixed_precision_param == "bfloat16")
-        levels = build_levels(model_parts[0], job_config.sharding, groups.layout, over, replicas.all.traffic, **made)
+        levels = build_levels(model_parts[0], job_config.sharding, groups.layout, over, replicas.all.ledger, **made)
         model_parts, sharding = [holder_of(levels.parameters)], levels.sharding
     optimizers: ReplicaOptimizersBase
     if entry.optimizer is not None:
@@ -98,8 +99,8 @@ def build_optimizers(
     return optimizers
 
 
-def _count(circle: Circle, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
-    circle.count_parts([times * size for size in sizes], ledger, UPDATE)
+def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
+    ledger.count_all_to_all_uneven(rank_group, [times * size for size in sizes], UPDATE)
 
 
 def _replicas(groups: ReplicaGroups, simulated: int, is_linear: bool) -> Replicas:

@@ -58,5 +58,5 @@ def best_chunk(
         [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
         options.wire,
-        flat=len(collectives.rings) < len(tiers),
+        flat=len(collectives.levels) < len(tiers),
     )
