@@ -32,7 +32,7 @@ from kernels.common.triton_common import (
     entries,
     lowest,
     mask_bytes,
-    payload_places,
+    payload_positions,
     pointer,
     rate,
     spread,
@@ -99,7 +99,7 @@ def pack_kernel(
     if sparse:
         tl.atomic_add(fresh_counts + tensor, tl.sum(count_bits(used & ~held)), sem="relaxed")
     if COMPACT:
-        base, to = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, to = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
@@ -159,7 +159,7 @@ def carry_kernel(
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (previous_masked != 0)
     bits = mask_bytes(previous, block, left, masked, ROWS, BYTES, BLOCK)
-    base, position = payload_places(table, tensor, row, bits, ROWS, BLOCK)
+    base, position = payload_positions(table, tensor, row, bits, ROWS, BLOCK)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first
     errors += base
     gradient_rate = rate(rates, tensor, GRADIENT_RATE)
@@ -333,7 +333,7 @@ def update_kernel(
         if WRITES:
             tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
             tl.debug_barrier()  # the entries of the mask are changed below, by other threads
-        base, at_payload = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, at_payload = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8

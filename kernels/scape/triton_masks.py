@@ -11,7 +11,7 @@ from kernels.common.triton_common import (
     entries,
     lowest,
     mask_bytes,
-    payload_places,
+    payload_positions,
     pointer,
     spread,
     tile_of,
@@ -146,7 +146,7 @@ def move_kernel(
     block, masked = cell(table, tensor, FIRST_BLOCK), in_use_masked != 0
     masked = masked & (block >= 0)
     bits = mask_bytes(in_use, block + row, left, masked, ROWS, BYTES, BLOCK)
-    base, to = payload_places(table, tensor, row, bits, ROWS, BLOCK)
+    base, to = payload_positions(table, tensor, row, bits, ROWS, BLOCK)
     base -= chunk_first
     if (base >= chunk_entries) | (base + tl.max(to + count_bits(bits)) <= 0):
         return

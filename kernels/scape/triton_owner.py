@@ -27,7 +27,7 @@ from kernels.common.triton_common import (
     entries,
     lowest,
     mask_bytes,
-    payload_places,
+    payload_positions,
     pointer,
     rate,
     spread,
@@ -71,7 +71,7 @@ def owned_gradient_kernel(
     to_gradient = 1.0 / rate(rates, tensor, ONE_MINUS_BETA1)
     counted = rate(rates, tensor, COUNTED)
     if COMPACT:
-        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
@@ -158,7 +158,7 @@ def owned_update_kernel(
         parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     copies = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     if COMPACT:
-        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
@@ -277,7 +277,7 @@ def write_kernel(
         decayed = parameter - parameter * decay
         tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
     if COMPACT:
-        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         wire += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
