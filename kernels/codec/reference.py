@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.codec.formats import FORMATS, Format, message_bytes
+from kernels.codec.rounding import hadamard_ as hadamard_
 from kernels.codec.rounding import uniform
 from kernels.common.launching import to_device
 

@@ -130,7 +130,7 @@ def test_large_payloads_are_covered_once() -> None:
     passes = triton_passes(updater, PayloadPlan("block", 0.6, 0), torch.device("cpu"))
     passes.counts, passes.payload_layout = (
         passes.payload_counts(0.6),
-        updater.in_buffer(passes.payload_counts(0.6), passes.plan),
+        updater.buffered_payload(passes.payload_counts(0.6), passes.plan),
     )
     (part,) = passes.parts
     whole, rest = passes.tile_payload(part)

@@ -123,7 +123,7 @@ def test_a_block_has_three_rows_and_rows_know_their_blocks(blocks: int) -> None:
     assert sketch.rows == max(3, -(-blocks // 4))
     expected: list[list[int]] = [[] for _ in range(sketch.rows)]
     for block in range(blocks):
-        rows = sketch.places[:, block].tolist()
+        rows = sketch.block_rows[:, block].tolist()
         assert len(set(rows)) == 3
         for row, sign in zip(rows, sketch.signs[:, block].tolist(), strict=True):
             expected[row].append(int(sign) * (block + 1))
@@ -137,8 +137,8 @@ def peeled(bits: Tensor, sketch: Sketch) -> Tensor:
     for lane in range(BLOCK):
         left = set(there[:, lane].nonzero().view(-1).tolist())
         while True:
-            rows = [row for block in left for row in sketch.places[:, block].tolist()]
-            alone = [block for block in left if any(rows.count(row) == 1 for row in sketch.places[:, block].tolist())]
+            rows = [row for block in left for row in sketch.block_rows[:, block].tolist()]
+            alone = [block for block in left if any(rows.count(row) == 1 for row in sketch.block_rows[:, block].tolist())]
             if not alone:
                 break
             left.remove(alone[0])

@@ -308,7 +308,7 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
         return history, optimizer.passes.updater.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
-    with patch("kernels.scape.updaters.LEAST_SCALE", 0.0):
+    with patch("kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
         (plain, small), _ = run_replicas(2, work)
     assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
     for a, b in zip(folded, plain, strict=True):
