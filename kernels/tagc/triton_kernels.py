@@ -117,9 +117,8 @@ def find_kernel(state, block_rows, signs, counts, cells, found, blocks, BLOCK: t
         alone = (now == 1) & (tl.load(counts + row * BLOCK + offset) == 1)
         now = tl.where(alone, 2, now)
         if VALUES:
-            value = tl.load(cells + row * BLOCK + offset, mask=alone, other=0.0) * tl.load(
-                signs + seed * blocks + block
-            )
+            sign = tl.load(signs + seed * blocks + block)
+            value = tl.load(cells + row * BLOCK + offset, mask=alone, other=0.0) * sign
             tl.store(found + at, value, mask=alone)
     tl.store(state + at, now.to(tl.uint8))
 
