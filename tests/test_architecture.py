@@ -165,3 +165,32 @@ def test_methods_are_named_in_their_files_and_the_registry_alone() -> None:
     names = "|".join(METHODS)
     compared = rf"""[!=]=\s*["']({names})["']|["']({names})["']\s*[!=]=|case .*["']({names})["']"""
     assert [line for line in lines(compared, FILES) if not line.startswith(MAY_NAME_METHODS)] == []
+
+
+def definitions() -> Iterator[tuple[str, ast.AST]]:
+    """All nodes of the product's syntax trees, scripts excluded, with their modules."""
+    for module, path in FILES.items():
+        if not module.startswith("scripts"):
+            yield from ((module, node) for node in ast.walk(ast.parse(path.read_text())))
+
+
+def test_class_names_are_unique() -> None:
+    found: dict[str, set[str]] = {}
+    for module, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, set()).add(f"{module}:{node.lineno}")
+    assert {name: sorted(places) for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_identifiers_are_standard_terms() -> None:
+    """These names of the first versions have standard replacements, such as `RankGroup`, `peers` and `owner_error`."""
+    replaced = {"told", "lies", "owed", "apart", "carried", "twins", "unite", "carries", "settle"}
+    replaced |= {"Lane", "Ring", "Circle"}
+    fields = ("id", "attr", "arg", "name", "asname", "rest")  # names, attributes, arguments, definitions and patterns
+    wrong = [
+        f"{module}:{getattr(node, 'lineno', 0)}: {name}"
+        for module, node in definitions()
+        for name in (getattr(node, field, None) for field in fields)
+        if isinstance(name, str) and name in replaced
+    ]
+    assert wrong == []

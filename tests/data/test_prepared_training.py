@@ -47,8 +47,8 @@ def test_a_run_goes_on_with_the_same_global_batches_on_other_ranks(
     two = [*arguments, *LAYOUTS["1x2"]]
     # Data of another kind have no position in the checkpoint.
     text = [*two, "--training.dataset=standard_library", "--training.dataset_path=", "--training.steps=7"]
-    (_, run), (good, told) = pool2(attempts, train, (str(whole), two), (str(whole), text))[0]
-    assert not good and "has no position in data of this run's kind" in told.splitlines()[-1]
+    (_, run), (good, message) = pool2(attempts, train, (str(whole), two), (str(whole), text))[0]
+    assert not good and "has no position in data of this run's kind" in message.splitlines()[-1]
 
     summary, best = (json.loads((whole / f"{name}.json").read_text()) for name in ("summary", "best"))
     loss = summary["validation_loss"]

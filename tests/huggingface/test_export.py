@@ -97,7 +97,7 @@ def export(runs: Path, tmp_path: Path, capsys: Any) -> Callable[..., tuple[int, 
     return export
 
 
-def told(arguments: list[str]) -> tuple[int, str]:
+def run_export(arguments: list[str]) -> tuple[int, str]:
     """Exit code, and what went to stderr."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
@@ -152,8 +152,8 @@ def test_what_was_validated_is_exported(name: str, export: Any, runs: Path) -> N
     if name == "diloco":
         assert code == 2 and "no masters" in said and not found.exists()
     else:
-        apart = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
-        assert 0 < float(apart) < 1e-2
+        difference = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
+        assert 0 < float(difference) < 1e-2
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_wrong_input_is_told_in_one_line(export: Any, runs: Path, tmp_path: Path
         (["import", *recipe, "--model", str(half)], ("no model", "config.json")),
     ):
         before = sorted(tmp_path.iterdir())
-        code, said = told([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
+        code, said = run_export([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
         assert code == 2 and said.startswith("export: ") and said.count("\n") == 1, said
         assert all(word in said for word in words) and sorted(tmp_path.iterdir()) == before
 
@@ -266,5 +266,5 @@ def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) 
     for change, word in (({"num_attention_heads": 8}, "num_attention_heads"), ({"rope_parameters": None}, "")):
         wrong = config | change | ({"rope_theta": 5e5} if not word else {})
         (found / "config.json").write_text(json.dumps(wrong))
-        code, said = told([*given, "--output", str(tmp_path / "back")])
+        code, said = run_export([*given, "--output", str(tmp_path / "back")])
         assert code == 2 and (word or "rope_theta = 500000.0") in said, said

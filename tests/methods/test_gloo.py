@@ -357,4 +357,4 @@ def cut_by_tensor_parallelism() -> str:
 
 def test_tensor_parallelism_cuts_evenly(pool2: Pool) -> None:
     said = r"tensor_parallel_degree = 2 does not divide dimension 1 of 'output.weight', \(4, 5\); choose one that does"
-    assert all(re.search(said, told) for told in pool2(cut_by_tensor_parallelism))
+    assert all(re.search(said, message) for message in pool2(cut_by_tensor_parallelism))

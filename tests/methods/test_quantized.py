@@ -64,7 +64,7 @@ def descend(collectives: ReplicaCollectives, **options: Any) -> tuple[list[Tenso
 # ---------------------------------------------------------------------------------------- written down once more
 
 
-def told(x: np.ndarray, code: str) -> np.ndarray:
+def decoded_values(x: np.ndarray, code: str) -> np.ndarray:
     """What a block arrives as: the nearest levels, ties to the even one, times the scale in BF16, rounded up."""
     most = np.abs(x).max()
     if most < 2.0**-100:
@@ -100,11 +100,11 @@ def literal(replicas: int, code: str, block: int, feedback: bool) -> tuple[list[
             total = np.zeros(entries.stop - entries.start, np.float32)
             for g, residual in zip(given, residuals, strict=True):
                 x = g[i].numpy()[entries] + (residual[i][entries] if feedback else np.float32(0))
-                sent = told(x, code)
+                sent = decoded_values(x, code)
                 residual[i][entries] = x - sent
                 total += sent
             mean = total / np.float32(replicas)
-            result = told(mean, code)
+            result = decoded_values(mean, code)
             residuals[owner][i][entries] += (mean - result) * np.float32(replicas)
             at[i][entries] -= np.float32(0.05) * result
     return at, residuals

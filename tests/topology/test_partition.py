@@ -1,4 +1,4 @@
-"""How tensors are cut into chunks."""
+"""Division of tensors into chunks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +7,8 @@ from topology.partition import chunk_sizes, chunks_of
 
 
 @given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 200), st.sampled_from([1, 32]))
-def test_every_entry_lies_in_one_chunk(sizes: list[int], most: int, block: int) -> None:
-    """In the order of the tensors from behind, each from a multiple of the block on; so do chunks."""
+def test_every_entry_is_in_one_chunk(sizes: list[int], most: int, block: int) -> None:
+    """In reverse tensor order; tensors and chunks begin at multiples of the block."""
     chunks = chunks_of(sizes, most, block)
     assert [chunk.entries for chunk in chunks] == chunk_sizes(sizes, most, block)
     assert sum(chunk.entries for chunk in chunks) == sum(-(-size // block) * block for size in sizes)

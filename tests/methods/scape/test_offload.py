@@ -144,10 +144,10 @@ class Lazy(BlockingCopies):
     def copy(self, target: Tensor, source: Tensor) -> None:
         for one in self.in_use:
             for other in (target, source):
-                apart = (
+                disjoint = (
                     one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
                 )
-                assert apart, "the buffer may still be worked on"
+                assert disjoint, "the buffer may still be worked on"
         self.queue.append((target, source))
 
     def record(self) -> int:
