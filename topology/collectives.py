@@ -153,7 +153,7 @@ class ReplicaCollectives(ABC):
     def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:
         """Start an all-gather of `input` (b,) into `output` (replicas * b,), in replica order.
 
-        b: so many entries that `input` has a multiple of 16 bytes. kind: kind of message in the ledger.
+        `input` must have a multiple of 16 bytes. kind: kind of message in the ledger.
         """
         if self.replicas == 1:
             output.copy_(input)

@@ -23,7 +23,7 @@ class DryRunCollectives(ReplicaCollectives):
     Args:
         groups: Groups of the process; `model` holds the shards. Unless `replicas` is given, the number of replicas is
             that of `levels` or of the (fake) replicate group.
-        replicas: Number of replicas, each on a node of its own, in one group over the network.
+        replicas: Number of replicas, each on a separate node, in one group over the network.
     """
 
     def __init__(self, groups: ReplicaGroups | None = None, replicas: int = 0) -> None:

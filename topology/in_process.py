@@ -148,8 +148,8 @@ class SimulatedReplicas:
         groups = groups or ReplicaGroups(None, None)
         if groups.replicate is not None:
             raise ValueError(
-                f"{replicas} simulated replicas beside {groups.replicate.size()} real ones; start one group of shards "
-                "only"
+                f"{replicas} simulated replicas and {groups.replicate.size()} real ones cannot be combined; "
+                "start one group of shards only"
             )
         self._rendezvous = _Rendezvous(replicas)
         self.endpoints = [InProcessCollectives(self._rendezvous, i, groups) for i in range(replicas)]

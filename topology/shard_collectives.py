@@ -62,7 +62,7 @@ class ShardLedger:
 def all_gather(output: Tensor, input: Tensor, group: RankGroup, ledger: ShardLedger, kind: str) -> None:
     """Gather `input` (b,) of all ranks into `output` (size * b,), in group order.
 
-    b: so many entries that `input` has a multiple of 16 bytes.
+    `input` must have a multiple of 16 bytes.
     """
     if group.size == 1:
         output.copy_(input)
@@ -75,7 +75,7 @@ def all_gather(output: Tensor, input: Tensor, group: RankGroup, ledger: ShardLed
 def all_to_all(output: Tensor, input: Tensor, group: RankGroup, ledger: ShardLedger, kind: str) -> None:
     """Send row r of `input` (size, b) to rank r of the group; `output` (size, b) receives one row from each rank.
 
-    b: as in `all_gather`.
+    A row must have a multiple of 16 bytes.
     """
     if group.size == 1:
         output.copy_(input)

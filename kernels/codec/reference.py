@@ -217,7 +217,7 @@ def unpack(packed: Tensor, form: Format) -> Tensor:
 
 
 def sum_pairs(x: Tensor) -> Tensor:
-    """Return the row sums, FP32 (rows, 1), by pairwise summation of neighbours. The length is a power of two."""
+    """Return the row sums, FP32 (rows, 1), by pairwise summation of neighbors. The length is a power of two."""
     while x.shape[1] > 1:
         x = x[:, ::2] + x[:, 1::2]
     return x

@@ -44,7 +44,7 @@ def philox(key: int, counters: Tensor) -> list[Tensor]:
 def hadamard_(x: Tensor) -> None:
     """Multiply each 32 entries of x, FP32 (n,), by the Hadamard matrix H / sqrt(32), in place.
 
-    Each of the five stages replaces the entries by the sums of neighbours, followed by their differences.
+    Each of the five stages replaces the entries by the sums of neighbors, followed by their differences.
     """
     values = x.view(-1, HADAMARD_SIZE)
     for _ in range(5):

@@ -365,7 +365,7 @@ def decode_and_sum_kernel(
 def hadamard_kernel(x, rows, FACTOR: tl.constexpr, HADAMARD_SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Apply `rounding.hadamard_` to rows of HADAMARD_SIZE entries, ROWS per program.
 
-    Each stage stores the sums of neighbours before their differences, so that the entries are in order after five.
+    Each stage stores the sums of neighbors before their differences, so that the entries are in order after five.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = x + row[:, None] * HADAMARD_SIZE + tl.arange(0, HADAMARD_SIZE)[None, :]

@@ -42,7 +42,7 @@ class _TritonUpdates:
         visits = self._passes.visits
         if visits is None:
             return 1, 0, 0
-        rows, columns = visits.places[2 * tensor : 2 * tensor + 2]
+        rows, columns = visits.starts[2 * tensor : 2 * tensor + 2]
         return visits.columns[tensor], rows, columns
 
     def _update(self, kernel: Any, ranges: tuple[Range, ...], *between: Tensor, **constants: Any) -> None:

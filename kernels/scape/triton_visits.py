@@ -29,7 +29,7 @@ class EnteringCount:
             start = layout.first_block[i] * layout.block_size // 8
             for row in range(0, height, _ROWS):
                 for byte in range(0, width, _BYTES):
-                    first, second = visits.places[2 * i] + row, visits.places[2 * i + 1] + 8 * byte
+                    first, second = visits.starts[2 * i] + row, visits.starts[2 * i + 1] + 8 * byte
                     rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
         self._tiles = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), visits.counts.device)
 

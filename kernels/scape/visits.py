@@ -47,25 +47,25 @@ class VisitRates:
         rates: FP32 (rows and columns of all tensors, then one entry per tensor,): the averages; the saved state.
         relative: FP32 (rows and columns of all tensors,): rates relative to the tensor's mean row or column.
         counts: int32, of the same shape: entries that entered in this step. Set it before `accumulate`.
-        places: First index of the rows, then of the columns, of every tensor in these tensors; ends with their size.
+        starts: First index of the rows, then of the columns, of every tensor in these tensors; ends with their size.
     """
 
     def __init__(self, sizes: Sequence[int], columns: Sequence[int], device: torch.device) -> None:
         self.columns = tuple(columns)
         self.rows = tuple(n // c for n, c in zip(sizes, columns, strict=True))
         lengths = [length for pair in zip(self.rows, self.columns, strict=True) for length in pair]
-        self.places = (0, *accumulate(lengths))
+        self.starts = (0, *accumulate(lengths))
         axes = torch.tensor(lengths, dtype=torch.int64)
         # `output_size` is needed in a dry run, because fake tensors have no values.
-        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.places[-1])
+        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.starts[-1])
         self._axis, self._axis_lengths = axis.to(device, torch.int32), axes.to(device, torch.float32)
-        self.counts = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
-        self.rates = torch.zeros(self.places[-1] + len(self.rows), dtype=torch.float32, device=device)
-        self.relative = torch.ones(self.places[-1], dtype=torch.float32, device=device)
+        self.counts = torch.zeros(self.starts[-1], dtype=torch.int32, device=device)
+        self.rates = torch.zeros(self.starts[-1] + len(self.rows), dtype=torch.float32, device=device)
+        self.relative = torch.ones(self.starts[-1], dtype=torch.float32, device=device)
 
     def of(self, values: Tensor, tensor: int) -> tuple[Tensor, Tensor]:
         """Return the entries of a tensor's rows and columns in `counts`, `rates` or `relative`."""
-        rows, columns, end = self.places[2 * tensor : 2 * tensor + 3]
+        rows, columns, end = self.starts[2 * tensor : 2 * tensor + 3]
         return values[rows:columns], values[columns:end]
 
     def accumulate(self, applied: Tensor) -> None:
@@ -76,6 +76,6 @@ class VisitRates:
         totals = torch.zeros_like(self._axis_lengths, dtype=torch.int32).index_add_(0, self._axis, self.counts)
         new = self.rates * SMOOTHING + torch.cat((self.counts, totals[::2])) * (1.0 - SMOOTHING)
         self.rates.copy_(torch.where(applied, new, self.rates))
-        axes, tensors = self.rates.split((self.places[-1], len(self.rows)))
+        axes, tensors = self.rates.split((self.starts[-1], len(self.rows)))
         mean = (tensors.repeat_interleave(2) / self._axis_lengths).index_select(0, self._axis)
         self.relative.copy_(torch.where(mean > 0, axes / mean, 1.0))

@@ -40,7 +40,7 @@ def test_stochastic_rounding_has_no_bias_and_repeats(name: str, largest: float) 
     code = BlockCode(name, 32, torch.float32)
     x = torch.randn(32, generator=torch.Generator().manual_seed(0))
     rows, out = x.expand(4096, 32).contiguous(), torch.empty(4096, 32)
-    # The rows of one call have places of their own, as other keys would have it.
+    # Entries of different rows have different positions, so one call draws independent numbers for all rows.
     messages = code.encode(rows, key=12345)
     assert torch.equal(messages, code.encode(rows, key=12345)) and not torch.equal(
         messages, code.encode(rows, key=12346)
