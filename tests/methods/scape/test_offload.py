@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from kernels.common.offload import BlockingCopies, DoubleBuffer, _left_in_groups, walk
+from kernels.common.offload import BlockingCopies, DoubleBuffer, _free_in_cgroups, walk
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
@@ -218,8 +218,8 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 500\ninactive_file 300\n")
-    assert list(_left_in_groups(tmp_path / "own", tmp_path / "sys")) == [4300]
-    assert list(_left_in_groups(tmp_path / "none", tmp_path / "sys")) == []
+    assert list(_free_in_cgroups(tmp_path / "own", tmp_path / "sys")) == [4300]
+    assert list(_free_in_cgroups(tmp_path / "none", tmp_path / "sys")) == []
 
 
 def test_too_little_host_memory_is_refused() -> None:
