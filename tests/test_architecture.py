@@ -192,3 +192,32 @@ def test_optimizers_methods_and_sharding_do_not_need_torchtitan() -> None:
 def test_the_optimizer_does_not_import_torchtitan() -> None:
     code = "import torchtitan_scape as t, sys; t.Scape; assert 'torchtitan' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def definitions() -> Iterator[tuple[str, ast.AST]]:
+    """All nodes of the product's syntax trees, scripts excluded, with their modules."""
+    for module, path in FILES.items():
+        if not module.startswith("scripts"):
+            yield from ((module, node) for node in ast.walk(ast.parse(path.read_text())))
+
+
+def test_class_names_are_unique() -> None:
+    found: dict[str, set[str]] = {}
+    for module, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, set()).add(f"{module}:{node.lineno}")
+    assert {name: sorted(places) for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_identifiers_are_standard_terms() -> None:
+    """These names of the first versions have standard replacements, such as `RankGroup`, `peers` and `owner_error`."""
+    replaced = {"told", "lies", "owed", "apart", "carried", "twins", "unite", "carries", "settle"}
+    replaced |= {"Lane", "Ring", "Circle"}
+    fields = ("id", "attr", "arg", "name", "asname", "rest")  # names, attributes, arguments, definitions and patterns
+    wrong = [
+        f"{module}:{getattr(node, 'lineno', 0)}: {name}"
+        for module, node in definitions()
+        for name in (getattr(node, field, None) for field in fields)
+        if isinstance(name, str) and name in replaced
+    ]
+    assert wrong == []

@@ -156,7 +156,7 @@ def _scape_step(
     if not passes.compact and not masks[0].dense:
         chunk = torch.zeros(64)
         passes.pieces().fill(chunk, 0)
-        passes.pieces().land(chunk, 0)
+        passes.pieces().store(chunk, 0)
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits)

@@ -93,7 +93,7 @@ def measured(method: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, floa
 
 def storages() -> dict[int, int]:
     """Bytes by address of all tensors' storage."""
-    gc.stash_replica_gradients()
+    gc.collect()
     found = {}
     for one in gc.get_objects():
         if type(one) in (torch.Tensor, nn.Parameter):

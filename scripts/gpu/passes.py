@@ -46,15 +46,14 @@ ADAMW, ADAMS = 28.0, 20.0  # bytes a parameter of their steps: FP32 parameter an
 class FirstOfMany(DryRunCollectives):
     """The first of `REPLICAS` replicas, whose exchange takes the device's time and no network's."""
 
-    def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    def _all_reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        """As `topology.stages.reduce_coded` in one ring, in which all send what this one does; without a code the mean
-        of equal payloads is the payload."""
+        """Return what `topology.stages.all_reduce_encoded` gives on one level if all ranks send the same payload."""
         if codec is None:
             tensor.mul_(1.0)
             return Handle()
-        assert error is not None and carried is None
+        assert error is not None and carried_error is None
         rows = tensor.view(self.replicas, -1)
         error.zero_()
         arrived = codec.encode(rows, error.view(self.replicas, -1))
@@ -69,7 +68,7 @@ class FirstOfMany(DryRunCollectives):
 
 
 def free(clock: Clock) -> None:
-    gc.stash_replica_gradients()
+    gc.collect()
     if clock.cuda:
         torch.cuda.empty_cache()
 

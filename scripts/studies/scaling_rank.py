@@ -35,11 +35,11 @@ from torch import Tensor
 
 from scripts.common import write
 from scripts.studies.scaling_peers import PEERS, unwrapped
+from topology import shard_collectives
 from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
-from topology.groups import Ring
 from topology.primitives import all_gather_into
-from topology.shard_collectives import Circle
+from topology.rank_group import RankGroup
 from torchtitan_scape import train
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import local
@@ -122,7 +122,7 @@ class ScalingTrainer(ScapeTrainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self.steps_taken == self.wanted["warm_up"]:
-            self._sent_before = self.replica_optimizer.collectives.traffic.sent_by_level()
+            self._sent_before = self.replica_optimizer.collectives.ledger.sent_by_level()
             self.replica_optimizer.timer.take()  # what is left at the end is of the measured steps
         if torch.cuda.is_available():
             # By events: to wait for the device would end the overlap with the masks' exchange.
@@ -152,7 +152,7 @@ class ScalingTrainer(ScapeTrainer):
             names = {name for step in self._steps[warm_up:] for name in step} - {"step"}
             phases = {n: self._middle([s.get(n, 0.0) for s in self._steps[warm_up:]]) for n in names}
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
-        sent = self.replica_optimizer.collectives.traffic.sent_by_level()
+        sent = self.replica_optimizer.collectives.ledger.sent_by_level()
         count = self.steps_taken - warm_up
         grown = {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS}
         own = {
@@ -208,15 +208,15 @@ def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
     """
 
     def by_kind(send: Callable[..., None]) -> Callable[..., None]:
-        def call(circle: Circle, own: Tensor, output: Tensor, ledger: Any, kind: str) -> None:
+        def call(output: Tensor, input: Tensor, group: RankGroup, ledger: Any, kind: str) -> None:
             with timer.phase(SHARD[kind]):
-                send(circle, own, output, ledger, kind)
+                send(output, input, group, ledger, kind)
 
         return call
 
     with (
-        patch.object(Circle, "gather", by_kind(Circle.gather)),
-        patch.object(Circle, "exchange", by_kind(Circle.exchange)),
+        patch.object(shard_collectives, "all_gather", by_kind(shard_collectives.all_gather)),
+        patch.object(shard_collectives, "all_to_all", by_kind(shard_collectives.all_to_all)),
         patch.object(CountedAllGather, "__call__", timer.timed(SHARD[WEIGHTS], CountedAllGather.__call__)),
         patch.object(CountedReduceScatter, "__call__", timer.timed(SHARD[GRADIENTS], CountedReduceScatter.__call__)),
     ):
@@ -234,11 +234,11 @@ class _Silent(DryRunCollectives):
         if replicas != dist.get_world_size():
             raise ValueError(f"{replicas} replicas on {dist.get_world_size()} ranks; the sweep takes no shards here")
         self.replica = dist.get_rank()
-        self.rings = (Ring("network", replicas, self.replica),)
+        self.levels = (RankGroup("network", replicas, self.replica),)
 
-    def _gather(self, output: Tensor, own: Tensor) -> Handle:
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         # The masks are real: others would not have as many entries as the layout says.
-        return Handle(all_gather_into(output, own, async_op=True).wait)
+        return Handle(all_gather_into(output, input, async_op=True).wait)
 
 
 def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ def test_a_run_shorter_than_a_round_is_told(method: str, interval: str, steps: i
     arguments = [RECIPE, f"--sync.method={method}", f"--sync.{method}.{interval}=30", "--optimizer.name=AdamW"]
     assert not remarks(parse([*arguments, f"--training.steps={steps}"]))
     arguments += [f"--training.steps={steps - 1}"]
-    (told,) = remarks(parse(arguments))
-    assert f"steps = {steps - 1} with [sync] method = '{method}'" in told and "flush_at_end" in told
+    (message,) = remarks(parse(arguments))
+    assert f"steps = {steps - 1} with [sync] method = '{method}'" in message and "flush_at_end" in message
     assert not remarks(parse([*arguments, "--sync.flush_at_end"]))
     assert not remarks(parse([RECIPE, "--training.steps=1"]))

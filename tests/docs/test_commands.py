@@ -162,11 +162,11 @@ def test_the_planner_answers(command: Command, tmp_path: Any, monkeypatch: pytes
     levels = Links.from_machine(get_machine("frontier")).levels
     stored = {name: {"latency": link.latency, "bandwidth": link.bandwidth} for name, link in levels.items()}
     (tmp_path / "links.json").write_text(json.dumps({"schema": SCHEMA, "memory_bandwidth": 1e12, "levels": stored}))
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as output:
         assert main(command.arguments[2:]) == 0
     # Of Frontier's links, where dense gradients hide behind the backward pass, as the page says.
     answer = "not 1.5 x" if "--shard-axis" in command.arguments else "Compress: no"
-    assert answer in told.getvalue() or "--paper" in command.arguments
+    assert answer in output.getvalue() or "--paper" in command.arguments
 
 
 def test_the_bytes_of_the_kernels_are_those_that_the_script_tells(tmp_path: Any) -> None:

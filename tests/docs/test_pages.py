@@ -187,8 +187,8 @@ def test_the_methods_of_the_readme() -> None:
         assert f"| {', '.join(entry.optimizers)} |" in rows[name]
     coded, plain = PlannedMethod("scape", 0.05, "int4"), PlannedMethod("scape", 0.1)
     two = PlannedMethod("scape", 0.025, "2bit")
-    told = f"{share(coded, 16):.1f} % at density 0.05 in four bits, {share(two, 4):.1f} % at 0.025 in two, "
-    assert f"{told}{share(plain, 4):.1f} % at 0.1 in FP32" in rows["scape"]
+    expected = f"{share(coded, 16):.1f} % at density 0.05 in four bits, {share(two, 4):.1f} % at 0.025 in two, "
+    assert f"{expected}{share(plain, 4):.1f} % at 0.1 in FP32" in rows["scape"]
     assert f"{held(coded, 4):.2f} / {held(coded, 16):.2f} at 0.05, {held(two, 16):.2f} at 0.025" in rows["scape"]
     topk, powersgd = PlannedMethod("topk", 0.01), PlannedMethod("powersgd", rank=4)
     assert f"{share(topk, 4):.1f} / {share(topk, 16):.1f} % at density 0.01" in rows["topk"]

@@ -16,8 +16,9 @@ from tests.pool import Pool, attempts
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, Ring
+from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards, store_gradient
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
@@ -163,7 +164,7 @@ def play(
         played.trained.append(trained_by(method))
         played.kept.append(kept(method))
         played.pending.append(pending(method))
-        sent = sum(collectives.traffic.sent_by_level().values())
+        sent = sum(collectives.ledger.sent_by_level().values())
         played.sent.append(sent - before)
         before = sent
     return played
@@ -313,7 +314,9 @@ def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
 
 def test_bytes_over_nodes_are_those_that_were_planned(case: Case) -> None:
     """Where buffers are filled up, so that every level can divide them."""
-    collectives = DryRunCollectives(ReplicaGroups(None, None, rings=(Ring("node", 2, 0), Ring("network", 3, 0))))
+    collectives = DryRunCollectives(
+        ReplicaGroups(None, None, levels=(RankGroup("node", 2, 0), RankGroup("network", 3, 0)))
+    )
     collectives.chunk_entries = 64
     played = play(collectives, case)
     steady = played.sent[case.begins : case.begins + case.period]
@@ -323,7 +326,7 @@ def test_bytes_over_nodes_are_those_that_were_planned(case: Case) -> None:
 def test_the_planner_has_its_bytes(case: Case) -> None:
     """From shapes and options alone, up to what chunks and messages are filled up with."""
     shapes = [(800, 120), (330, 250), (1, 1), (160, 64), (700,), (1,)]
-    method = make(case, DryRunCollectives(ReplicaGroups(None, None, rings=(Ring("node", 4, 0),))), shapes=shapes)
+    method = make(case, DryRunCollectives(ReplicaGroups(None, None, levels=(RankGroup("node", 4, 0),))), shapes=shapes)
     dense = tuple(i for i in range(len(shapes)) if f"p{i}" in getattr(method.options, "dense_names", ()))
     planned = replace(method.options.planned("AdamS"), dense=dense)
     sent = sum(stage.sent for message in messages(planned, shapes, 4) for stage in message.stages([("node", 4)]))

@@ -44,7 +44,7 @@ class Literal:
             for i, own in enumerate(self.m):
                 if n != local.WITHOUT:
                     own[n] = self.beta * own[n] + local.gradient(n, theta, self.t, i).double()
-                told: list[tuple[int, int, float]] = []
+                received: list[tuple[int, int, float]] = []
                 momentum = own[n].view(matrix.shape)
                 for top in range(0, matrix.shape[0], height):
                     for left in range(0, matrix.shape[1], width):
@@ -55,10 +55,10 @@ class Literal:
                         for place in sorted(range(len(flat)), key=lambda p: -abs(flat[p]))[: self.k]:
                             row, column = divmod(place, width)
                             sent[row, column] = flat[place]
-                            told.append((top + row, left + column, flat[place]))
+                            received.append((top + row, left + column, flat[place]))
                         tile -= cosines(height).T @ sent @ cosines(width)
-                size = sum(abs(value) for *_, value in told) / len(told)
-                for row, column, value in told:
+                size = sum(abs(value) for *_, value in received) / len(received)
+                for row, column, value in received:
                     sums[row, column] += math.copysign(size, value) if self.signs else value
                     counts[row, column] += 1
             average, g = sums / counts.clamp(min=1), torch.zeros_like(sums)

@@ -212,7 +212,7 @@ def chunk_of_a_large_payload(hierarchical: bool) -> int:
     with torch.device("meta"):
         shapes = [tuple(p.shape) for p in nn.Linear(32768, 32768).parameters()]
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return best_chunk(shapes, ScapeOptions(density=0.1), layout, dist.get_rank(), len(collectives_of(groups).rings))
+    return best_chunk(shapes, ScapeOptions(density=0.1), layout, dist.get_rank(), len(collectives_of(groups).levels))
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])
@@ -357,4 +357,4 @@ def cut_by_tensor_parallelism() -> str:
 
 def test_tensor_parallelism_cuts_evenly(pool2: Pool) -> None:
     said = r"tensor_parallel_degree = 2 does not divide dimension 1 of 'output.weight', \(4, 5\); choose one that does"
-    assert all(re.search(said, told) for told in pool2(cut_by_tensor_parallelism))
+    assert all(re.search(said, message) for message in pool2(cut_by_tensor_parallelism))

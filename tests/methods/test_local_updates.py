@@ -203,8 +203,8 @@ def trained(steps: int, *args: Any, nan_at: int = 0, **more: Any) -> list[tuple[
 
 def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """L2 of the difference over that of b."""
-    apart = sum((a[n] - b[n]).double().square().sum() for n in a)
-    return float((apart / sum(b[n].double().square().sum() for n in a)) ** 0.5)  # type: ignore[union-attr]
+    difference = sum((a[n] - b[n]).double().square().sum() for n in a)
+    return float((difference / sum(b[n].double().square().sum() for n in a)) ** 0.5)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])

@@ -15,11 +15,12 @@ from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, Ring, build_groups
+from topology.groups import ReplicaGroups, build_groups
 from topology.layout import plan_layout
 from topology.links import bytes_by_level
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
@@ -63,7 +64,7 @@ def descend(collectives: ReplicaCollectives, **options: Any) -> tuple[list[Tenso
 # ---------------------------------------------------------------------------------------- written down once more
 
 
-def told(x: np.ndarray, code: str) -> np.ndarray:
+def decoded_values(x: np.ndarray, code: str) -> np.ndarray:
     """What a block arrives as: the nearest levels, ties to the even one, times the scale in BF16, rounded up."""
     most = np.abs(x).max()
     if most < 2.0**-100:
@@ -99,11 +100,11 @@ def literal(replicas: int, code: str, block: int, feedback: bool) -> tuple[list[
             total = np.zeros(entries.stop - entries.start, np.float32)
             for g, residual in zip(given, residuals, strict=True):
                 x = g[i].numpy()[entries] + (residual[i][entries] if feedback else np.float32(0))
-                sent = told(x, code)
+                sent = decoded_values(x, code)
                 residual[i][entries] = x - sent
                 total += sent
             mean = total / np.float32(replicas)
-            result = told(mean, code)
+            result = decoded_values(mean, code)
             residuals[owner][i][entries] += (mean - result) * np.float32(replicas)
             at[i][entries] -= np.float32(0.05) * result
     return at, residuals
@@ -189,19 +190,19 @@ def test_a_norm_keeps_a_scale_of_its_own() -> None:
 LARGE = [(700, 300), (1000,), (300, 77), (5,), (1, 1), (4096, 64)]
 
 
-@pytest.mark.parametrize("rings", [(("network", 4),), (("node", 2), ("network", 3))])
+@pytest.mark.parametrize("levels", [(("network", 4),), (("node", 2), ("network", 3))])
 @pytest.mark.parametrize("code, block", [("e2m1", 128), ("int8", 32)])
-def test_bytes_are_those_of_the_closed_form(rings: tuple[tuple[str, int], ...], code: str, block: int) -> None:
+def test_bytes_are_those_of_the_closed_form(levels: tuple[tuple[str, int], ...], code: str, block: int) -> None:
     """By level, to the byte: counted, planned by the method, and the planner's."""
-    groups = ReplicaGroups(None, None, rings=tuple(Ring(level, size, 0) for level, size in rings))
+    groups = ReplicaGroups(None, None, levels=tuple(RankGroup(level, size, 0) for level, size in levels))
     collectives = DryRunCollectives(groups)
     options = QuantizedOptions(code=code, block=block)  # type: ignore[arg-type]
     method = make(collectives, LARGE, code=code, block=block)
     assert len(method.chunks) == 8
     method.synchronize([torch.ones(prod(shape)) for shape in LARGE], StepInfo(1, torch.tensor(True)))
-    counted = collectives.traffic.sent_by_level()
+    counted = collectives.ledger.sent_by_level()
     (message,) = messages(options.planned("AdamW"), LARGE, collectives.replicas)
-    assert bytes_by_level(message.stages(rings)) == pytest.approx(counted, abs=0.5)
+    assert bytes_by_level(message.stages(levels)) == pytest.approx(counted, abs=0.5)
     assert method.planned_bytes() == pytest.approx(sum(counted.values()), abs=0.5)
 
 
@@ -218,7 +219,7 @@ def over_nodes() -> dict[str, Any]:
     method, rank = make(collectives, block=32), dist.get_rank()
     given = gradients(1, rank, [torch.zeros(prod(shape)) for shape in SHAPES])
     result = method.synchronize([g.clone() for g in given], StepInfo(1, torch.tensor(True)))
-    counted = sum(collectives.traffic.sent_by_level().values())
+    counted = sum(collectives.ledger.sent_by_level().values())
     residual = [t.view(-1) for t in method.states()[0].tensors.values()]
     return {"given": given, "result": result, "residual": residual, "sent": counted, "planned": method.planned_bytes()}
 

@@ -272,10 +272,10 @@ def test_a_mask_serves_under_other_options() -> None:
         for state in method.states():
             for name, values in state.tensors.items():
                 values.copy_(kept(old)[f"{state.kind}.{name}"])
-        before = sum(collectives.traffic.sent_by_level().values())
+        before = sum(collectives.ledger.sent_by_level().values())
         with torch.no_grad():
             found = method.synchronize(gradients(9, collectives.replica), StepInfo(9, torch.tensor(True)))
-        sent = sum(collectives.traffic.sent_by_level().values()) - before
+        sent = sum(collectives.ledger.sent_by_level().values()) - before
         mask = next(s for s in method.states() if s.kind == "mask").entries("p0", torch.Size(CONTRACT_SHAPES[0]))
         return found, sent, mask
 

@@ -276,7 +276,7 @@ def test_it_sends_one_part_in_so_many() -> None:
     entries = sum(-(-math.prod(shape) // BLOCK) for shape in PARTS) * BLOCK
     planned = alone.methods[0].planned_bytes()
     assert planned >= 1.5 * entries * 1.125 / 8 / 3
-    ledger = alone.replicas.endpoints[0].traffic
+    ledger = alone.replicas.endpoints[0].ledger
     before = sum(ledger.sent_by_level().values())
     for number in range(1, 4):
         alone.move(number)

@@ -70,7 +70,7 @@ def test_places_and_values_have_ledgers_of_their_own() -> None:
     def work(collectives: ReplicaCollectives) -> dict[str, float]:
         method = make(Case("tagc", {"density": 0.3}), collectives)
         method.synchronize(gradients(1, collectives.replica), StepInfo(1, torch.tensor(True)))
-        return {kind: sent for (_, _, kind), sent in collectives.traffic.sent.items()}
+        return {kind: sent for (_, _, kind), sent in collectives.ledger.sent.items()}
 
     blocks = 4  # of (40, 24), (33, 5), (1, 1), (16, 16)
     expected = {"index": blocks * 128.0, "payload": 4.0 * (blocks * 616 + 8)}

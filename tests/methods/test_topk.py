@@ -143,7 +143,7 @@ def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) ->
             given = method.synchronize(drawn(number, collectives.replica), StepInfo(number, torch.tensor(True)))
             found.append([g.clone() for g in given])
         # 6 tiles of 44 x 35, two runs of 2500 entries.
-        sent = sum(collectives.traffic.sent_by_level().values()) / 3
+        sent = sum(collectives.ledger.sent_by_level().values()) / 3
         cuts = [block_grid(shape, "tile", 0) for shape in LARGE]
         assert sent == method.planned_bytes() == topk_message_bytes(cuts, selected_per_block(cuts, 1 / 64), values)
         return found

@@ -35,10 +35,10 @@ def test_more_bytes_than_help_are_not_spent() -> None:
 def test_the_least_that_is_named_is_met_and_nothing_below_it(replicas: int) -> None:
     with pytest.raises(ValueError, match="the least that a step of this model can send is") as refused:
         within(1e-6, SMALL, replicas)
-    (told,) = re.findall(r"is ([\d.]+) of", str(refused.value))
-    assert share(within(float(told), SMALL, replicas), SMALL, replicas) <= float(told)
+    (share_text,) = re.findall(r"is ([\d.]+) of", str(refused.value))
+    assert share(within(float(share_text), SMALL, replicas), SMALL, replicas) <= float(share_text)
     with pytest.raises(ValueError):
-        within(float(told) - 2e-5, SMALL, replicas)
+        within(float(share_text) - 2e-5, SMALL, replicas)
 
 
 def test_one_replica_and_a_shard_without_entries_choose_as_well() -> None:
@@ -58,9 +58,9 @@ def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixtu
         for _ in range(steps):
             for _, parameter in named:
                 parameter.grad = torch.randn_like(parameter)
-            before = sum(scape.collectives.traffic.sent_by_level().values())
+            before = sum(scape.collectives.ledger.sent_by_level().values())
             scape.step()
-            sent.append(sum(scape.collectives.traffic.sent_by_level().values()) - before)
+            sent.append(sum(scape.collectives.ledger.sent_by_level().values()) - before)
         return sent[-1], scape.method.options
 
     with caplog.at_level(logging.INFO):

@@ -54,8 +54,8 @@ def test_memory_and_time() -> None:
     assert 2 * largest < kept["shard messages"] < 4 * largest
     assert shard_memory(ShardPlan(), rows, LAYOUT) == {}
     links = Links.from_machine(LAYOUT.machine).with_bandwidth("network", 1e9)
-    told = [
+    sent = [
         predict(PlannedRun("adamw"), MODEL, LAYOUT, links, batch=16, micro_batch=1, sharding=plan).shard
         for plan in (None, ALL)
     ]
-    assert 0 < told[1] < 0.6 * told[0]
+    assert 0 < sent[1] < 0.6 * sent[0]

@@ -160,8 +160,8 @@ def test_radius_sends_its_mask_and_now_and_then_all() -> None:
     assert (whole.nbytes, whole.share) == (4 * n, 0.02)
     sent = sum(stage.sent for message in (masked, whole) for stage in message.stages([("network", 4)]))
     assert sent == pytest.approx(6 * (0.98 * (on_mask + 1000) + 0.02 * n))
-    *others, apart = messages(replace(method, clip_refresh="fresh"), SHAPES, 4)
-    assert others == [masked, whole] and (apart.nbytes, apart.share) == (4 * sparse, 0.02)
+    *others, separate = messages(replace(method, clip_refresh="fresh"), SHAPES, 4)
+    assert others == [masked, whole] and (separate.nbytes, separate.share) == (4 * sparse, 0.02)
     assert messages(PlannedRun("radius", 0.4), SHAPES, 4)[0].nbytes == 4 * (410 * 4608 + 1000)
     alone = simulated_memory_bytes(PlannedRun("adamw"), SHAPES, 1)
     assert simulated_memory_bytes(method, SHAPES, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}

@@ -61,8 +61,8 @@ def test_a_sum_is_not_told_as_one_ranks_gradient(summed_over: str) -> None:
     guard = FiniteGuard(["w"], finite_check("torch"), lambda flags: flags, lambda _: everywhere, 0, max_skipped_steps=1)
     guard.summed_over = summed_over
     guard.check([torch.tensor([torch.nan])])
-    with pytest.raises(NonFiniteGradientError, match="rank 1, parameter 'w'") as told:
+    with pytest.raises(NonFiniteGradientError, match="rank 1, parameter 'w'") as raised:
         guard.finish_previous_step()
     whose = "A rank has a part of the sum over all ranks, any of which may have made it. Parameters and"
-    assert (whose in str(told.value)) is bool(summed_over)
-    assert str(told.value).endswith(f"the data of {summed_over or 'that rank'}.")
+    assert (whose in str(raised.value)) is bool(summed_over)
+    assert str(raised.value).endswith(f"the data of {summed_over or 'that rank'}.")

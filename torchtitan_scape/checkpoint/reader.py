@@ -84,13 +84,13 @@ class GlobalLayout:
 
     def of_optimizer(self, found: dict[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """An optimizer's state by TorchTitan's names, of slices as `whole` has them; the same memory."""
-        told = dict(found)
+        loaded = dict(found)
         for key, values in found.items():
             name, _, _ = key.removeprefix("state.").rpartition(".")
             parameter = parameters.get(name)
             if is_slice(parameter) and isinstance(values, Tensor) and values.ndim:
-                told[key] = self.whole(parameter, _own_storage(values))
-        return told
+                loaded[key] = self.whole(parameter, _own_storage(values))
+        return loaded
 
     def share(self, count: int) -> int:
         """Rows of `count` that this rank reads: its own where there are as many replicas, else dealt out."""
@@ -219,9 +219,9 @@ class StateReader:
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
-        told = self.frame.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
-        load_into(self.path, {"optimizer": told})
-        keys.update({key: value for key, value in told.items() if not isinstance(value, FlatSlices)})
+        loaded = self.frame.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
+        load_into(self.path, {"optimizer": loaded})
+        keys.update({key: value for key, value in loaded.items() if not isinstance(value, FlatSlices)})
 
     def fill_weights(self) -> None:
         """Reads weights that do not follow from their masters, as far as there are such here and they were saved."""

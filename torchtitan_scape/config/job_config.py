@@ -187,8 +187,8 @@ class Observe(Options):
         pairs = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
         self.require(pairs, "windows", "each must be [first step, how many], both 1 or more")
         ends = sorted((first, first + count - 1) for first, count in self.windows)
-        apart = all(end < begin for (_, end), (begin, _) in pairwise(ends))
-        self.require(apart, "windows", "they must not overlap")
+        disjoint = all(end < begin for (_, end), (begin, _) in pairwise(ends))
+        self.require(disjoint, "windows", "they must not overlap")
         self.require(all(step >= 1 for step in self.histograms), "histograms", "steps are counted from 1")
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
 

@@ -63,8 +63,8 @@ class Resolved:
     def line(self) -> str:
         """For the log."""
         changed = [f"{key} = {toml(self.values[key])}" for key, by in self.origins.items() if by == COMMAND_LINE]
-        told = f"Recipe: {', '.join(self.files) or 'none'}"
-        return told + (f"; the command line sets {', '.join(changed)}" if changed else "")
+        summary = f"Recipe: {', '.join(self.files) or 'none'}"
+        return summary + (f"; the command line sets {', '.join(changed)}" if changed else "")
 
     def text(self) -> str:
         """resolved.toml. A key that is None is left out: TOML has no such value, and it mostly is the default."""

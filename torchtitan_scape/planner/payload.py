@@ -66,7 +66,7 @@ def payload_entries(shapes: Shapes, density: float, block: int = 1024, unit: int
 def chunks_by_size(shapes: Shapes, replicas: int, unit: int) -> dict[int, int]:
     """How often chunks of so many entries are exchanged, every replica's part of them being whole units."""
     step = replicas * unit
-    return dict(Counter(-(-n // step) * step for n in chunk_sizes([math.prod(shape) for shape in shapes], unit=unit)))
+    return dict(Counter(-(-n // step) * step for n in chunk_sizes([math.prod(shape) for shape in shapes], block=unit)))
 
 
 def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 -m torchtitan_scape.planner.preflight --output links.json
     srun ... torchrun ... -m torchtitan_scape.planner.preflight --machine frontier --shard 8 --output links.json
 
-At every level that the replicas (and the shards) span, all rings all-reduce at the same time, as in training, over
+At every level that the replicas (and the shards) span, all groups all-reduce at the same time, as in training, over
 several sizes. time = messages * latency + bytes sent / bandwidth is fitted to the medians. Links that are shared, or
 a bad placement, show in the figures, as they would in a step.
 """
@@ -72,15 +72,15 @@ def measure(
 
 
 def _tiers(layout: Layout) -> list[Tier]:
-    """One tier a level, with the rings of all groups: the replicas' first, then the shards' where they add a level."""
+    """One tier a level, with the groups of all axes: the replicas' first, then the shards' where they add a level."""
     found: dict[str, Tier] = {}
     for groups in (layout.replicate_groups(), layout.model_groups()):
         hierarchies = [layout.hierarchy(group) for group in groups]
         for i, first in enumerate(hierarchies[0]):
             # Groups that differ in shape (odd nodes) are measured where they agree.
             same = [tiers[i] for tiers in hierarchies if len(tiers) > i and tiers[i].level == first.level]
-            rings = tuple(ring for tier in same if tier.size == first.size for ring in tier.rings)
-            found.setdefault(first.level, Tier(first.level, rings))
+            groups = tuple(ranks for tier in same if tier.size == first.size for ranks in tier.groups)
+            found.setdefault(first.level, Tier(first.level, groups))
     return list(found.values())
 
 

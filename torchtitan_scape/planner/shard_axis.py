@@ -78,8 +78,8 @@ def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
 
 
 def _levels(layout: Layout, w: int, summed: float, method: PlannedRun) -> tuple[str, PlannedRun, None, LevelsPlan]:
-    gathered, told = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
-    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, told)
+    gathered, update = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
+    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, update)
     return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, None, plan
 
 

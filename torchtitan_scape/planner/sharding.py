@@ -139,19 +139,19 @@ class _Sent:
     times: float
 
 
-def _gather_stages(circles: Sequence[tuple[int, ...]], own_bytes: float, layout: Layout) -> Iterator[Stage]:
+def _gather_stages(rank_groups: Sequence[tuple[int, ...]], own_bytes: float, layout: Layout) -> Iterator[Stage]:
     """Yield the stages of an all-gather of `own_bytes` bytes per rank over each rank group."""
-    for level, share in _shares([layout.ring_level(rank, ranks) for ranks in circles for rank in ranks]):
-        others = len(circles[0]) - 1
+    for level, share in _shares([layout.successor_level(rank, ranks) for ranks in rank_groups for rank in ranks]):
+        others = len(rank_groups[0]) - 1
         yield Stage(level, share * others, share * others * own_bytes)
 
 
-def _exchange_stages(circles: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
+def _exchange_stages(rank_groups: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
     """Yield the stages of an all-to-all with `input_bytes` bytes of input per rank over each rank group."""
-    pairs = [layout.level(a, b) for ranks in circles for a in ranks for b in ranks if a != b]
-    others = len(circles[0]) - 1
+    pairs = [layout.level(a, b) for ranks in rank_groups for a in ranks for b in ranks if a != b]
+    others = len(rank_groups[0]) - 1
     for level, share in _shares(pairs):
-        yield Stage(level, share * others, share * others / len(circles[0]) * input_bytes)
+        yield Stage(level, share * others, share * others / len(rank_groups[0]) * input_bytes)
 
 
 def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
@@ -164,7 +164,7 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     between_nodes = [tuple(ranks) for ranks in zip(*nodes, strict=plan.hops == 2)]
     ranks = len(group)
     # Innermost first; a group of one rank sends nothing.
-    circles = [one for one in ((nodes, between_nodes) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
+    rank_groups = [one for one in ((nodes, between_nodes) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
     for row in rows:
         gathers = micro_batches * row.gathers
         if plan.weights == "dense" and not plan.secondary:
@@ -173,7 +173,7 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
             )
         else:
             sent = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
-            for number, circle in enumerate(reversed(circles)):
+            for number, circle in enumerate(reversed(rank_groups)):
                 times = 1 if plan.secondary and number == 0 else gathers
                 yield from (_Sent("weights", stage, times) for stage in _gather_stages(circle, sent, layout))
                 sent *= len(circle[0])
@@ -186,7 +186,7 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
             yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, sent, layout))
             continue
         remaining = ranks
-        for number, circle in enumerate(circles):
+        for number, circle in enumerate(rank_groups):
             code = plan.gradients[min(number, len(plan.gradients) - 1)]
             sent = remaining * row.message_bytes(code, plan.gradients_block, 4)
             yield from (_Sent("gradients", stage, micro_batches) for stage in _exchange_stages(circle, sent, layout))
@@ -203,9 +203,9 @@ def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) 
     yield from (_Sent("gradients", stage, times) for stage in _exchange_stages(whole, values, layout))
 
 
-def _scatter_stages(circles: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
+def _scatter_stages(rank_groups: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
     """Yield the stages of a ring reduce-scatter with `input_bytes` bytes of input per rank over each rank group."""
-    return _gather_stages(circles, input_bytes / len(circles[0]), layout)
+    return _gather_stages(rank_groups, input_bytes / len(rank_groups[0]), layout)
 
 
 def shard_bytes(

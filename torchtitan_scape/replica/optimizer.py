@@ -430,7 +430,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, float]:
         """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective."""
-        sent = sum(self.collectives.traffic.sent.values())
+        sent = sum(self.collectives.ledger.sent.values())
         return self.metrics() | {
             "grad_norm": self.grad_norm.item(),
             "steps": float(self.attempted_steps),

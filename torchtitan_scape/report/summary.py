@@ -51,7 +51,7 @@ class SummaryView(Protocol):
 def summarise(trainer: SummaryView) -> None:
     """Log a summary on rank 0, and write it to summary.json in the dump folder. Collective."""
     trainer.replica_optimizer.finish_previous_step()
-    traffic = trainer.replica_optimizer.collectives.traffic
+    traffic = trainer.replica_optimizer.collectives.ledger
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
     local = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
     read = torch.tensor(local, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)

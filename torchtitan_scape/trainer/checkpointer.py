@@ -322,21 +322,21 @@ class ReplicaCheckpointer(CheckpointManager):
         load_into(path, states)
         if MODEL not in excluded:
             self.states[MODEL].load_state_dict(states)
-        told = []
+        messages = []
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._frame)
-            told.append(load(self._optimizers, reader, same_layout, self.states["train_state"].step))
+            messages.append(load(self._optimizers, reader, same_layout, self.states["train_state"].step))
             if same_layout and MODEL not in excluded:
                 reader.fill_weights()
             elif self._optimizers.levels is not None:
                 self._optimizers.levels.masters_loaded()  # parameters of another method's own have gone into masters
         if DATALOADER not in excluded:
-            told += self._load_data(path, saved)
+            messages += self._load_data(path, saved)
         load_counters(self._optimizers, saved["counters"])
         self._keep_configured_rates(different.keys() & {"lr", "betas", "eps", "weight_decay"})
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
         changes = f"; differs from the run that saved: {listed}" if listed else ""
-        what = "; ".join(told) or "without its optimizer"
+        what = "; ".join(messages) or "without its optimizer"
         logger.info(f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {what}{changes}")
 
     def _load_data(self, path: str, saved: dict[str, Any]) -> list[str]:

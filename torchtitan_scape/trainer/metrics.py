@@ -72,7 +72,7 @@ class ReplicaMetrics(MetricsProcessor):
         self.take_peak()  # which logging resets
         figures = self.optimizers.replica.metrics()
         sent = self.bytes_per_step(steps, self._sent_before)
-        self._sent_before = dict(self.optimizers.replica.collectives.traffic.sent)
+        self._sent_before = dict(self.optimizers.replica.collectives.ledger.sent)
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
         extra |= {f"sync/{name}": value for name, value in figures.items()}
@@ -124,7 +124,7 @@ class ReplicaMetrics(MetricsProcessor):
         """
         collectives, simulated = self.optimizers.replica.collectives, self.job_config.topology.simulate_replicas
         grown = TrafficLedger(sent=defaultdict(float))
-        for entry, sent in collectives.traffic.sent.items():
+        for entry, sent in collectives.ledger.sent.items():
             grown.sent[entry] = sent - since.get(entry, 0.0)
         replicas, shards = grown.sent_by_level(REPLICATE), grown.sent_by_level_and_kind(SHARD)
         pairs = [(level, kind) for level in LEVELS for kind in KINDS]

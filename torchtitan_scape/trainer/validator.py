@@ -57,8 +57,8 @@ class _ValidationMetrics:
         processor.ntokens_since_last_log, processor.time_last_log = self.ntokens_since_last_log, self._started
         shown = {f"validation_metrics/{name}": value for name, value in self.figures.items()}
         processor.log_validation(loss=loss, step=step, extra_metrics={**(extra_metrics or {}), **shown})
-        told = "  ".join(f"{name.replace('_', ' ')}: {value:.4f}" for name, value in self.figures.items())
-        logger.info(f"validate step: {step:2}  {told}")
+        figures = "  ".join(f"{name.replace('_', ' ')}: {value:.4f}" for name, value in self.figures.items())
+        logger.info(f"validate step: {step:2}  {figures}")
         processor.ntokens_since_last_log = n_tokens
         processor.time_last_log = last_log + (time.perf_counter() - self._started)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from kernels.common.offload import BlockingCopies, DoubleBuffer, _left_in_groups, walk
+from kernels.common.offload import BlockingCopies, DoubleBuffer, _free_in_cgroups, walk
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
@@ -146,10 +146,10 @@ class Lazy(BlockingCopies):
     def copy(self, target: Tensor, source: Tensor) -> None:
         for one in self.in_use:
             for other in (target, source):
-                apart = (
+                disjoint = (
                     one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
                 )
-                assert apart, "the buffer may still be worked on"
+                assert disjoint, "the buffer may still be worked on"
         self.queue.append((target, source))
 
     def record(self) -> int:
@@ -220,8 +220,8 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 500\ninactive_file 300\n")
-    assert list(_left_in_groups(tmp_path / "own", tmp_path / "sys")) == [4300]
-    assert list(_left_in_groups(tmp_path / "none", tmp_path / "sys")) == []
+    assert list(_free_in_cgroups(tmp_path / "own", tmp_path / "sys")) == [4300]
+    assert list(_free_in_cgroups(tmp_path / "none", tmp_path / "sys")) == []
 
 
 def test_too_little_host_memory_is_refused() -> None:
@@ -310,7 +310,7 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
         return history, optimizer.method.passes.updater.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
-    with patch("kernels.scape.updaters.LEAST_SCALE", 0.0):
+    with patch("kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
         (plain, small), _ = run_replicas(2, work)
     assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
     for a, b in zip(folded, plain, strict=True):

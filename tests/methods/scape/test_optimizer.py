@@ -58,12 +58,12 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
     def work(collectives: ThreadCollectives) -> tuple[dict[Any, int], dict[Any, int], Scape]:
         keep: list[Any] = []
         train(collectives, 1, density=0.1, probe=lambda o, s: keep.append(o))
-        optimizer, before = keep[0], dict(collectives.traffic.input_bytes)
-        calls = dict(collectives.traffic.calls)
+        optimizer, before = keep[0], dict(collectives.ledger.input_bytes)
+        calls = dict(collectives.ledger.calls)
         for p in (s.parameter for s in optimizer._shards):
             p.grad = torch.ones_like(p)
         optimizer.step()
-        traffic = collectives.traffic
+        traffic = collectives.ledger
         return (
             {kind: n - before["replicate", level, kind] for (_, level, kind), n in traffic.input_bytes.items()},
             {kind: n - calls["replicate", level, kind] for (_, level, kind), n in traffic.calls.items()},
@@ -259,7 +259,7 @@ def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyP
     coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
     assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
     assert seen[0].method.passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
-    assert not sum(seen[0].collectives.traffic.sent.values())
+    assert not sum(seen[0].collectives.ledger.sent.values())
 
 
 def test_bf16_parameters_and_closure() -> None:

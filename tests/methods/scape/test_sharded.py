@@ -184,7 +184,7 @@ def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], mo
             after: list[float] = []
 
             def count(optimizer: Scape, step: int) -> None:
-                kinds = collectives.traffic.sent.items()
+                kinds = collectives.ledger.sent.items()
                 after.append(sum(value for (_, _, kind), value in kinds if kind in ("payload", "values")))
                 if step == 3:
                     masks = collectives.gathered_bytes(optimizer.method.passes.layout.wire_bytes(0.1, "block"))

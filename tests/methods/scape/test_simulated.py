@@ -66,7 +66,7 @@ Run = tuple[list[dict[str, Tensor]], dict[str, float], dict[Any, float], Tensor,
 
 
 def finished(optimizer: Scape, history: list[dict[str, Tensor]]) -> Run:
-    sent = dict(optimizer.collectives.traffic.sent)
+    sent = dict(optimizer.collectives.ledger.sent)
     return history, optimizer.metrics(), sent, bits(optimizer), optimizer.planned_bytes()
 
 
@@ -196,7 +196,7 @@ def test_a_collective_that_one_replica_leaves_out_is_an_error(leaves: int) -> No
             simulated.endpoints[replica].all_true(torch.tensor(True))
 
     simulated = SimulatedReplicas(3)
-    with pytest.raises(RuntimeError, match=rf"for which replicas \[{leaves}\] did not come"):
+    with pytest.raises(RuntimeError, match=rf"that replicas \[{leaves}\] did not call"):
         simulated.run(work)
 
 

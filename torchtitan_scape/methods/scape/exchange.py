@@ -125,7 +125,7 @@ class ShardedExchange:
             # Some codes have no zero: what they made of the payload's padding must not count in the values' scales.
             self.owner.clear_padding(payload, passes.payload_layout.positions, passes.counts)
             rows = payload.view(collectives.replicas, -1)
-            handle, messages = collectives.all_gather_coded(rows[self.owner.owner], values, kind="values")
+            handle, messages = collectives.all_gather_encoded(rows[self.owner.owner], values, kind="values")
             handle.wait()
             values.decode(messages, rows)
 

@@ -31,7 +31,7 @@ def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
         for kind, mask in (("mask", masks.in_use), ("previous mask", masks.previous)):
             parts.append((kind, _bits(masks.layout, mask, sparse)))
         if visits and number < len(visits.rows):
-            start, end, mean = visits.places[2 * number], visits.places[2 * number + 2], visits.places[-1] + number
+            start, end, mean = visits.starts[2 * number], visits.starts[2 * number + 2], visits.starts[-1] + number
             parts += [("visit rates", visits.rates[start:end]), ("visit rates", visits.rates[mean : mean + 1])]
         # After `finish_previous_step` the moment is stored on the previous mask. With a sharded update the owner stores
         # it; this replica stores its residual, which is zero on that mask.

@@ -196,7 +196,7 @@ class Sparta(LocalMethod):
         values = _gathered(piece.anchors, size).sub_(_gathered(piece.thetas, size))
         quantization_error = torch.zeros_like(values) if codec else None
         # It is that of a node's sum, and one rank has it.
-        node_error = quantization_error if piece.owner_error and len(self.collectives.rings) > 1 else None
+        node_error = quantization_error if piece.owner_error and len(self.collectives.levels) > 1 else None
         carried_error = None
         if piece.owner_error:
             owner_error = _gathered(piece.owner_error, size)
