@@ -10,8 +10,8 @@ from pathlib import Path
 
 from scripts.common import RESULTS
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.planner.payload import entries_of
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
+from torchtitan_scape.methods.scape.cost import kernel_bytes
+from torchtitan_scape.methods.topk.blocks import entries_of
 from torchtitan_scape.planner.volumes import PlannedRun
 
 MODELS = {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}

@@ -23,7 +23,7 @@ from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.payload import mask_bytes, payload_bytes
+from torchtitan_scape.methods.topk.blocks import mask_bytes, payload_bytes
 from torchtitan_scape.planner.volumes import PlannedRun, host_bytes, host_link_bytes, memory_bytes
 
 REPLICAS, DENSITY = 64, 0.01

@@ -23,7 +23,7 @@ from scripts.gpu.passes import RATES, SMOKE, draw, free, parameters_of, scape
 from scripts.gpu.timing import Clock, device_for
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.workloads import WORKLOADS, Shape
-from torchtitan_scape.planner.scape_volumes import scape_memory
+from torchtitan_scape.methods.scape.cost import scape_memory
 from torchtitan_scape.planner.volumes import PlannedRun
 
 STEPS, BUSY_MS = 3, 60.0  # the device is kept busy for longer than the host takes for a step

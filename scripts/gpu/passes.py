@@ -32,8 +32,8 @@ from topology.dry_run import DryRunCollectives
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, Shape
-from torchtitan_scape.planner.payload import payload_bytes, payload_entries
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
+from torchtitan_scape.methods.scape.cost import kernel_bytes
+from torchtitan_scape.methods.topk.blocks import payload_bytes, payload_entries
 from torchtitan_scape.planner.volumes import PlannedRun
 
 REPLICAS = 8

@@ -16,7 +16,7 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload
-from torchtitan_scape.planner.budget import share
+from torchtitan_scape.methods.scape.budget import share
 from torchtitan_scape.planner.step import Assumptions, predict
 from torchtitan_scape.planner.volumes import VOLUMES, PlannedRun
 

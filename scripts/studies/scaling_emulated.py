@@ -10,8 +10,8 @@ from scripts.emulated_cluster import Cluster
 from scripts.methods import OPTIMIZERS
 from scripts.studies.scaling_sweep import NEVER, PEERS_NOTE, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
+from torchtitan_scape.methods.topk.blocks import payload_bytes
 from torchtitan_scape.planner.gradient_volumes import powersgd_rank
-from torchtitan_scape.planner.payload import payload_bytes
 from torchtitan_scape.planner.step import last_backward, predict_step
 from torchtitan_scape.planner.volumes import messages
 

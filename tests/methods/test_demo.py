@@ -18,8 +18,8 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.demo.method import Basis, Demo, DemoOptions
 from torchtitan_scape.methods.interface import MethodContext
+from torchtitan_scape.methods.topk.blocks import divided
 from torchtitan_scape.optimizers.signsgd import SignSGD
-from torchtitan_scape.planner.payload import divided
 from torchtitan_scape.planner.volumes import PlannedRun, messages, simulated_memory_bytes
 
 OPTIONS: dict[str, Any] = {"chunk": 8, "k": 5, "beta": 0.95}

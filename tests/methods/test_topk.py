@@ -15,6 +15,7 @@ from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.methods.topk.messages import (
     TopkMessages,
     decode_two_bits,
@@ -24,7 +25,6 @@ from torchtitan_scape.methods.topk.messages import (
     valid_mask,
 )
 from torchtitan_scape.methods.topk.method import Topk, TopkOptions
-from torchtitan_scape.planner.payload import block_grid, selected_per_block, topk_message_bytes
 
 # No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and runs of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]

@@ -22,8 +22,8 @@ from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload, local_shapes
 from torchtitan_scape.optimizers import muon
+from torchtitan_scape.optimizers.cost import muon_flops, muon_parts
 from torchtitan_scape.optimizers.muon import Muon, orthogonalized
-from torchtitan_scape.planner.muon_volumes import muon_flops, muon_parts
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import PlannedRun, optimizer_bytes, simulated_memory_bytes
 

@@ -9,9 +9,9 @@ import torch
 
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
+from torchtitan_scape.methods.scape.budget import BLOCK, MOST, share, within
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.budget import BLOCK, MOST, share, within
-from torchtitan_scape.planner.payload import Shapes
+from torchtitan_scape.methods.topk.blocks import Shapes
 
 LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
 SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]

@@ -10,11 +10,11 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.scape.cost import kernel_bytes
 from torchtitan_scape.planner import pass_rates
 from torchtitan_scape.planner.candidates import _predict, make_case
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.plan import main
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
 from torchtitan_scape.planner.step import Assumptions, Prediction
 from torchtitan_scape.planner.volumes import PlannedRun
 

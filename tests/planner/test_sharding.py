@@ -8,9 +8,9 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, shard_bytes, shard_memory
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, shard_bytes, shard_memory
 
 MODEL, M, P = get_workload("llama_1_8b"), 2, 8
 LAYOUT = plan_layout(M * P, ranks_per_node=P, machine=get_machine("dgx-a100"), replicate=1, shard=M * P)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kernels.codec.formats import FORMATS, message_bytes
 from kernels.scape.blocks import BlockLayout
 from torchtitan_scape.core.workloads import WORKLOADS, get_workload, local_shapes
+from torchtitan_scape.methods.scape.cost import kernel_bytes
+from torchtitan_scape.methods.topk.blocks import coded_by, mask_bytes, payload_bytes, payload_entries, width
+from torchtitan_scape.optimizers.cost import hidden_shapes
 from torchtitan_scape.planner.gradient_volumes import powersgd_rank
-from torchtitan_scape.planner.muon_volumes import hidden_shapes
-from torchtitan_scape.planner.payload import coded_by, mask_bytes, payload_bytes, payload_entries, width
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
 from torchtitan_scape.planner.volumes import (
     PlannedRun,
     host_bytes,

@@ -20,7 +20,7 @@ from scripts.studies.quality_report import write_report
 from scripts.studies.quality_settings import at, percent, reached, read_cells, settings_of
 from scripts.studies.quality_study import main
 from tests.scripts.made_up_study import SMALL, Study
-from torchtitan_scape.planner.budget import share
+from torchtitan_scape.methods.scape.budget import share
 from torchtitan_scape.planner.volumes import PlannedRun
 
 

@@ -17,10 +17,10 @@ from topology.links import Links, stage_seconds
 from topology.machines import get_machine
 from topology.traffic import TrafficLedger
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
 from torchtitan_scape.planner.step import Prediction, fsdp_seconds, predict
 from torchtitan_scape.planner.volumes import PlannedRun
 from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 

@@ -14,7 +14,7 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import WORKLOADS
-from torchtitan_scape.planner.payload import payload_entries
+from torchtitan_scape.methods.topk.blocks import payload_entries
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import PlannedRun
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from torchtitan_scape.core.workloads import Shape
-from torchtitan_scape.planner.messages import PlannedMessage
-from torchtitan_scape.planner.payload import (
+from torchtitan_scape.methods.topk.blocks import (
     Shapes,
     block_grid,
     demo_message_bytes,
@@ -21,6 +20,7 @@ from torchtitan_scape.planner.payload import (
     topk_message_bytes,
     whole_sizes,
 )
+from torchtitan_scape.planner.messages import PlannedMessage
 
 
 class Gradients(Protocol):

@@ -8,8 +8,8 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
+from torchtitan_scape.methods.topk.blocks import Shapes, entries_of
 from torchtitan_scape.planner.messages import CODED_BLOCK, PlannedMessage, coded_message
-from torchtitan_scape.planner.payload import Shapes, entries_of
 
 OWNER_ERROR_ABOVE = 4  # replicas above which `methods.sparta` keeps the owner error apart from the weights
 

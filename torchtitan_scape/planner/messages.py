@@ -5,7 +5,7 @@ from typing import Literal
 
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from topology.links import Stage, Tiers, all_gather_stages, all_reduce_stages, reduce_scatter_stages
-from torchtitan_scape.planner.payload import Shapes, chunks_by_size, coded_by
+from torchtitan_scape.methods.topk.blocks import Shapes, chunks_by_size, coded_by
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from topology.layout import Layout, plan_layout
 from torchtitan_scape.planner.candidates import SPARSE, Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
 from torchtitan_scape.planner.step import Prediction, predict
 from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 
 WANTED = 1.5  # of a gain: below it the report says what stands against it
 SCAPE = next(m for m in SPARSE if (m.density, m.wire) == (0.05, "int4"))  # 1.1 % of the bytes

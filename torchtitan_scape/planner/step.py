@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from topology.layout import Layout
 from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
 from torchtitan_scape.core.workloads import Shape, Workload, local_shapes
-from torchtitan_scape.planner.levels_volumes import LevelsPlan
+from torchtitan_scape.methods.topk.blocks import coded_by
 from torchtitan_scape.planner.pass_rates import PassRates
-from torchtitan_scape.planner.payload import coded_by
-from torchtitan_scape.planner.sharding import ShardPlan, dealt_stages, flat_rows, mean_gathers, shard_stages
 from torchtitan_scape.planner.volumes import (
     PlannedRun,
     host_link_bytes,
@@ -24,6 +22,8 @@ from torchtitan_scape.planner.volumes import (
     optimizer_bytes,
     optimizer_flops,
 )
+from torchtitan_scape.sharding.cost import ShardPlan, dealt_stages, flat_rows, mean_gathers, shard_stages
+from torchtitan_scape.sharding.levels_cost import LevelsPlan
 
 MOST_CHUNKS = 8
 # A chunk pays its latency again; below this share of its transfer that is in the noise of a link.

@@ -8,6 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torchtitan_scape.core.workloads import Workload, local_shapes
+from torchtitan_scape.methods.scape.cost import (
+    scape_host_bytes,
+    scape_host_link_bytes,
+    scape_memory,
+    scape_messages,
+    scape_passes,
+    scape_simulated,
+)
+from torchtitan_scape.methods.topk.blocks import Shapes, coded_by, entries_of, tagc_packed, width
+from torchtitan_scape.optimizers.cost import muon_flops, muon_memory, muon_parts, muon_passes
 from torchtitan_scape.planner.gradient_volumes import (
     compressed,
     demo_messages,
@@ -29,16 +39,6 @@ from torchtitan_scape.planner.local_volumes import (
     turn_moved,
 )
 from torchtitan_scape.planner.messages import PlannedMessage, coded_message
-from torchtitan_scape.planner.muon_volumes import muon_flops, muon_memory, muon_parts, muon_passes
-from torchtitan_scape.planner.payload import Shapes, coded_by, entries_of, tagc_packed, width
-from torchtitan_scape.planner.scape_volumes import (
-    scape_host_bytes,
-    scape_host_link_bytes,
-    scape_memory,
-    scape_messages,
-    scape_passes,
-    scape_simulated,
-)
 
 
 @dataclass(frozen=True)

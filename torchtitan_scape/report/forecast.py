@@ -12,10 +12,10 @@ from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
 from torchtitan_scape.core.workloads import Shape, Workload, local_shapes
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.levels_volumes import LevelsPlan
-from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.planner.volumes import PlannedRun, simulated_memory_bytes
+from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
+from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.titan import device
 from torchtitan_scape.titan.models import get_train_spec
 

@@ -8,9 +8,9 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.core.workloads import local_shapes
-from torchtitan_scape.planner.sharding import shard_memory
 from torchtitan_scape.planner.volumes import PlannedRun, host_bytes, host_link_bytes, memory_bytes
 from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of, workload_of
+from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
 
 # Kinds that depend on the model's shape and on recomputation, and can only be estimated.

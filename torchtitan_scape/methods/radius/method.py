@@ -19,7 +19,7 @@ from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.payload import mask_counts
+from torchtitan_scape.methods.topk.blocks import mask_counts
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 BLOCK = 1024  # entries, where the largest of every block are selected

@@ -5,7 +5,7 @@ from typing import Any
 
 from topology.layout import Layout
 from topology.links import Links
-from torchtitan_scape.planner.payload import payload_entries
+from torchtitan_scape.methods.topk.blocks import payload_entries
 from torchtitan_scape.planner.step import Assumptions, best_chunk_bytes
 from torchtitan_scape.planner.volumes import PlannedRun, optimizer_bytes
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from topology.layout import Layout
 from torchtitan_scape.methods.options import FREE, LAYOUT, MethodOptions
+from torchtitan_scape.methods.scape.budget import share, within
 from torchtitan_scape.methods.scape.chunking import best_chunk
-from torchtitan_scape.planner.budget import share, within
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from kernels.codec.reference import pack, unpack
 from kernels.scape.mask_code import decode_offsets, encode_offsets
 from kernels.scape.reference import unpack_bits
 from torchtitan_scape.core.tensors import packed_bits
-from torchtitan_scape.planner.payload import MEANS, BlockGrid, topk_message_bytes, topk_value_bytes
+from torchtitan_scape.methods.topk.blocks import MEANS, BlockGrid, topk_message_bytes, topk_value_bytes
 
 LEVELS = MEANS  # of the code of two bits
 RANGE = 6.0  # standard deviations that they cover

@@ -19,8 +19,8 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.options import LAYOUT, MethodOptions
+from torchtitan_scape.methods.topk.blocks import BlockGrid, block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.methods.topk.messages import TopkMessages, from_blocks, to_blocks, valid_mask
-from torchtitan_scape.planner.payload import BlockGrid, block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 

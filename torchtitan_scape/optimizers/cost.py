@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from torchtitan_scape.planner.payload import Shapes, entries_of
+from torchtitan_scape.methods.topk.blocks import Shapes, entries_of
 
 ITERATIONS = 5  # Newton-Schulz iterations.
 

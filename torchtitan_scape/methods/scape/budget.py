@@ -6,7 +6,7 @@ as density, down to four bits; at less than about 1 % of the bytes two bits do.
 
 import math
 
-from torchtitan_scape.planner.payload import Shapes, entries_of
+from torchtitan_scape.methods.topk.blocks import Shapes, entries_of
 from torchtitan_scape.planner.volumes import PlannedRun, messages
 
 BLOCK = 1024

@@ -14,9 +14,9 @@ from kernels.codec.formats import FORMATS
 from topology.layout import Layout
 from topology.links import Stage
 from torchtitan_scape.core.workloads import Shape, Workload
-from torchtitan_scape.planner.payload import Shapes
-from torchtitan_scape.planner.sparse_sharding import SparsePlan
+from torchtitan_scape.methods.topk.blocks import Shapes
 from torchtitan_scape.planner.volumes import PlannedRun, dealt_parts
+from torchtitan_scape.sharding.tagc_cost import SparsePlan
 
 _ALIGNED = 16
 _SCALE = 4  # bytes

@@ -5,8 +5,7 @@ from typing import Protocol
 
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from kernels.codec.formats import FORMATS
-from torchtitan_scape.planner.messages import PlannedMessage
-from torchtitan_scape.planner.payload import (
+from torchtitan_scape.methods.topk.blocks import (
     Shapes,
     block_layout,
     coded_by,
@@ -17,6 +16,7 @@ from torchtitan_scape.planner.payload import (
     whole_sizes,
     width,
 )
+from torchtitan_scape.planner.messages import PlannedMessage
 
 
 class ScapeCost(Protocol):
