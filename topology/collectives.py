@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from topology import calls
 from topology.chunks import ConcatSource, Source, all_reduce_chunked
 from topology.codecs import Codec
 from topology.comm_stream import Handle
@@ -65,14 +66,11 @@ class ReplicaCollectives(ABC):
     def size_multiple(self, codec: Codec | None = None) -> int:
         """What the entries of an all-reduce must be a multiple of, so that every level can divide them, and every part
         of them begins at whole 16 bytes."""
-        if self.replicas == 1:
-            return 1
-        return ALIGNED if len(self.rings) < 2 and codec is None else self.replicas * _unit(codec)
+        return calls.size_multiple(self.rings, None if codec is None else codec.block_size)
 
     def padded_size(self, entries: int, codec: Codec | None = None) -> int:
         """So many entries, and the zeros that make them a multiple of `size_multiple`."""
-        step = self.size_multiple(codec)
-        return -(-entries // step) * step
+        return calls.padded_size(entries, self.rings, None if codec is None else codec.block_size)
 
     def all_reduce(
         self,
@@ -108,11 +106,6 @@ class ReplicaCollectives(ABC):
         """
         pieces = ConcatSource(source) if isinstance(source, Sequence) else source
         all_reduce_chunked(self, pieces, mean, self.chunk_entries, codec)
-
-    def chunked_entries(self, entries: int) -> int:
-        """What `all_reduce_chunked` sends for so many FP32 entries: zeros fill each buffer up to `size_multiple`."""
-        full, rest = divmod(entries, self.chunk_entries)
-        return full * self.padded_size(self.chunk_entries) + self.padded_size(rest)
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
@@ -171,12 +164,6 @@ class ReplicaCollectives(ABC):
     def gathered_bytes(self, own: int) -> float:
         """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
         return sum(sent for _, _, sent in gather_bytes(own, self.rings))
-
-    def planned_bytes(self, collective: str, size: int, codec: Codec | None = None) -> float:
-        """Bytes that this rank sends in an "all_reduce" of `size` FP32 entries, or an "all_gather" of own bytes."""
-        if self.replicas == 1:
-            return 0.0
-        return self.reduced_bytes(size, codec) if collective == "all_reduce" else self.gathered_bytes(size)
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives every replica the values of replica 0, in place; not counted, it happens once."""

@@ -119,8 +119,8 @@ def all_reduce_stages(
 ) -> list[Stage]:
     """All-reduce of `nbytes` of FP32, as `topology.stages` makes it; `coded` is of what crosses the outermost level.
 
-    `flat` is one ring over all, which the outermost link paces: its bytes are filed there. Pieces are taken as even:
-    padding is left out.
+    `flat` is one ring over all, which the outermost link paces: its bytes are filed there. `nbytes` contains the
+    padding.
     """
     rings = _rings(tiers, flat)
     if not rings:

@@ -5,6 +5,8 @@ Figures are nominal, from the sources named; a measurement on the machine itself
 
 from dataclasses import dataclass
 
+MEMORY_EFFICIENCY = 0.7  # share of the nominal memory bandwidth that an optimizer's passes reach, if not measured
+
 
 @dataclass(frozen=True)
 class Level:

@@ -16,8 +16,8 @@ class LevelSize(NamedTuple):
     size: int
 
 
-class _Ring(Protocol):
-    """A `LevelSize` or a `topology.groups.Ring`."""
+class HasLevel(Protocol):
+    """Anything with a link level and a number of ranks: a `LevelSize` or a `topology.groups.Ring`."""
 
     @property
     def level(self) -> str: ...
@@ -34,7 +34,7 @@ MessageBytes = Callable[[int], int]
 """Of a codec's message of so many entries."""
 
 
-def reduce_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = None) -> StageBytes:
+def reduce_bytes(n: int, rings: Sequence[HasLevel], coded: MessageBytes | None = None) -> StageBytes:
     """An all-reduce of n FP32 entries: reduce-scatters from the inside out, an all-reduce outside, gathers back inside.
 
     coded: messages of such sizes cross the outermost ring, and come back inside as they are.
@@ -56,7 +56,7 @@ def reduce_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = No
         own *= ring.size
 
 
-def scatter_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = None) -> StageBytes:
+def scatter_bytes(n: int, rings: Sequence[HasLevel], coded: MessageBytes | None = None) -> StageBytes:
     """A reduce-scatter of n FP32 entries from the inside out. coded: of what crosses the outermost ring."""
     for ring in rings:
         given = 4 * n if coded is None or ring is not rings[-1] else ring.size * coded(n // ring.size)
@@ -64,7 +64,7 @@ def scatter_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = N
         n //= ring.size
 
 
-def gather_bytes(own: int, rings: Sequence[_Ring]) -> StageBytes:
+def gather_bytes(own: int, rings: Sequence[HasLevel]) -> StageBytes:
     """An all-gather of `own` bytes of every rank: outermost ring first, so that they cross it once a unit."""
     for ring in reversed(rings):
         yield ring.level, own, (ring.size - 1) * own

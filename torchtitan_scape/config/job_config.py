@@ -11,8 +11,9 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from topology.machines import MACHINES
+from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.type_checks import check_section
-from torchtitan_scape.methods.options import MethodOptions, Options
+from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions

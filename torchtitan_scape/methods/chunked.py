@@ -11,7 +11,7 @@ from topology.chunks import double_buffered
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import Chunk, chunks_of
-from torchtitan_scape.methods.interface import CollectiveCall, Method, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 
 
 class ChunkInFlight(NamedTuple):
@@ -92,7 +92,3 @@ class ChunkedMethod(Method):
             return gradients
 
         return take
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        sizes = [self.collectives.padded_size(chunk.entries, self.codec) for chunk in self.chunks]
-        return [CollectiveCall("all_reduce", size, self.codec) for size in sizes]

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.scape.reference import pack_bits, unpack_bits
-from topology.codecs import Codec
+from topology.calls import CollectiveCall, level_sizes
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.workloads import LocalModel
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,6 @@ class StepInfo(NamedTuple):
 
     number: int
     applied: Tensor
-
-
-class CollectiveCall(NamedTuple):
-    """An exchange of a step.
-
-    size: FP32 entries of an all-reduce, or own bytes of an all-gather.
-    codec: of an all-reduce, whose messages cross the outermost level.
-    share: of the steps that have it.
-    """
-
-    collective: Literal["all_reduce", "all_gather"]
-    size: int
-    codec: Codec | None = None
-    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -166,15 +153,21 @@ class Method:
         """FP64 () a shard: of what `synchronize` gave, by whose norm over the model it is clipped."""
         return list(torch._foreach_norm(gradients, 2, torch.float64))
 
+    def local_model(self) -> LocalModel:
+        """Return names and shapes of this rank's shards."""
+        shards = self.setting.shards
+        return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards))
+
     def collective_calls(self) -> list[CollectiveCall]:
-        """The exchanges of a step, warm-up over, and in which share of the steps: arithmetic of shapes and options."""
-        raise NotImplementedError
+        """Return `options.cost().collective_calls(...)` for this rank."""
+        levels, chunk_entries = level_sizes(self.collectives.rings), self.collectives.chunk_entries
+        calls: list[CollectiveCall] = self.options.cost().collective_calls(self.local_model(), levels, chunk_entries)
+        return calls
 
     def planned_bytes(self) -> float:
-        """Bytes this rank sends in a step, warm-up over, in the mean."""
-        return sum(
-            m.share * self.collectives.planned_bytes(m.collective, m.size, m.codec) for m in self.collective_calls()
-        )
+        """Return the bytes that this rank sends per step after warm-up, averaged over steps."""
+        levels = level_sizes(self.collectives.rings)
+        return sum(stage.sent for call in self.collective_calls() for stage in call.stages(levels))
 
     def density(self) -> float:
         """Share of the entries that a step sends, warm-up over; for the log."""

@@ -23,7 +23,7 @@ from typing import Any
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.command import Parser
-from torchtitan_scape.core.workloads import local_shapes
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
@@ -43,13 +43,12 @@ from torchtitan_scape.planner.candidates import (
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.shard_axis import ShardAxisVariant, forms, lines
 from torchtitan_scape.planner.step import Assumptions, Prediction
-from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
 
-# ---------------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------------------- text
 
 
 def report(case: PlanRequest) -> Iterator[str]:
-    """The answer, in lines."""
+    """Return the lines of the answer."""
     advice = advise(case)
     yield from _question(case)
     yield ""
@@ -91,9 +90,7 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
     p, dense = advice.sparse.prediction, advice.dense.prediction
     percent = 100 * (advice.gain - 1)
     if advice.compress:
-        why = (
-            "the densest that is within 5 % of the fastest" if p.method.density < 0.1 else "sparser gains less than 5 %"
-        )
+        why = "the densest that is within 5 % of the fastest" if _density(p) < 0.1 else "sparser gains less than 5 %"
         yield (
             f"Compress: yes. {_sent(p)}, {_wire(p)} on the wire ({why}): {_ms(p.step)} a step against "
             f"{_ms(dense.step)} with dense {_title(dense)}, {advice.gain:.2f} x"
@@ -143,16 +140,15 @@ def _keys(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
     yield f"data_parallel_replicate_degree = {layout.replicate}"
     yield f"data_parallel_shard_degree = {layout.shard}"
     yield "[optimizer]"
-    yield f'name = "{"AdamW" if method.kind == "adamw" else "AdamS"}"'
+    yield f'name = "{method.optimizer}"'
     yield "[sync]"
-    options = VOLUMES[method.kind].recipe
-    yield f'method = "{method.kind if options else "dense"}"'
+    yield f'method = "{method.options.method_name()}"'
     if method.overlap:
         yield "overlap = true"
-    if options:
-        yield f"[sync.{method.kind}]"
-    for key, field in options.items():
-        value = getattr(method, field)
+    if method.options.main_options:
+        yield f"[{method.options.section}]"
+    for key in method.options.main_options:
+        value = getattr(method.options, key)
         yield f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value:g}"
 
 
@@ -176,13 +172,13 @@ def _table(case: PlanRequest) -> Iterator[str]:
 
 
 def _leaner(case: PlanRequest, advice: Advice) -> Iterator[str]:
-    """Nothing where there is no leaner form."""
+    """Return the variants that need less memory; nothing if there are none."""
     if not lower_memory_variants(case, advice.sparse):
         return
-    shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
+    model = case.workload.local(advice.sparse.layout.shard)
     yield "With less memory, on the same layout (docs/memory.md; copies to the host as fast as data sheets have it):"
     for c in (advice.sparse, *lower_memory_variants(case, advice.sparse)):
-        host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
+        host = sum(c.method.host_memory(model, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
         yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
     yield ""
@@ -215,23 +211,30 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
+def _density(p: Prediction) -> float:
+    options = p.method.options
+    return options.density if isinstance(options, ScapeOptions) else 1.0
+
+
 def _sent(p: Prediction) -> str:
-    return "All gradients" if p.method.overlap else f"SCAPE at density {p.method.density:g}"
+    return "All gradients" if p.method.overlap else f"SCAPE at density {_density(p):g}"
 
 
 def _wire(p: Prediction) -> str:
-    return {"float32": "FP32", "bfloat16": "BF16"}.get(p.method.wire, p.method.wire.upper())
+    options = p.method.options
+    wire = options.wire if isinstance(options, ScapeOptions) else getattr(options, "code", "float32")
+    return {"float32": "FP32", "bfloat16": "BF16"}.get(wire, wire.upper())
 
 
 def _title(p: Prediction) -> str:
-    return "AdamW" if p.method.kind == "adamw" else "AdamS"
+    return p.method.optimizer
 
 
 # ----------------------------------------------------------------------------------------------- JSON
 
 
 def as_json(case: PlanRequest) -> dict[str, Any]:
-    """Everything `report` says, and every candidate. Seconds and bytes."""
+    """Return everything that `report` prints, and every candidate. Seconds and bytes."""
     advice = advise(case)
     bandwidth = break_even_bandwidth(case, advice)
     return {
@@ -251,7 +254,7 @@ def as_json(case: PlanRequest) -> dict[str, Any]:
         "dense": _as_dict(case, advice.dense),
         "sparse": _as_dict(case, advice.sparse),
         "coded": _as_dict(case, fastest(case, CODED)),
-        # JSON knows no infinity: null where no link is fast enough
+        # JSON has no infinity: null if no link is fast enough
         "break_even_bandwidth": None if math.isinf(bandwidth) else bandwidth,
         "by_nodes": [{"nodes": n, "global_batch": b, "gain": a.gain} for n, b, a in by_nodes(case)],
         "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPARED, *CODED, *SPARSE))],

@@ -10,13 +10,15 @@ import torch.nn as nn
 from topology.collectives import ReplicaCollectives
 from topology.layout import Layout
 from topology.links import Links
+from topology.machines import MEMORY_EFFICIENCY
+from topology.pipelining import best_chunk_bytes
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.parameters import local
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.method import Scape
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.topk.blocks import payload_entries
-from torchtitan_scape.planner.step import Assumptions, best_chunk_bytes
-from torchtitan_scape.planner.volumes import PlannedRun, optimizer_bytes
+from torchtitan_scape.methods.scape.payload import payload_entries
+from torchtitan_scape.methods.wire import encoded_size
 
 
 def make_scape(
@@ -49,14 +51,14 @@ def best_chunk(
     """The payload's chunk, bytes, that the cost model finds best, from the nominal figures of the machine's preset."""
     # Of the whole group, so that all its ranks agree: the links of one rank's own rings may differ from the next one's.
     tiers = layout.hierarchy(layout.replicate_group(dist.get_rank()))
-    method = PlannedRun("scape", options.density, options.wire, block=options.block_size)
+    plain = ScapeOptions(density=options.density, wire=options.wire, block_size=options.block_size)
     device = layout.machine.device
-    packed, _ = optimizer_bytes(method, shapes, layout.replicate)
+    packed, _ = plain.cost().memory_traffic(LocalModel.of_shapes(shapes), layout.replicate)
     return best_chunk_bytes(
         4 * payload_entries(shapes, options.density, options.block_size),
-        packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),
+        packed / (device.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY),
         [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
-        options.wire,
+        encoded_size(options.wire),
         flat=len(collectives.rings) < len(tiers),
     )

@@ -18,12 +18,12 @@ from topology.collectives import ReplicaCollectives
 from topology.groups import ReplicaGroups
 from topology.process_groups import collectives_of
 from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.observer import Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, local, model_group_of, split, stored
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.options import check_hyperparameters
 from torchtitan_scape.methods.scape.agreement import (
     backend_for,
     check_one_device,
