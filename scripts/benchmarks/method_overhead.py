@@ -30,7 +30,7 @@ from scripts.common import versions as versions_of
 from scripts.methods import parse
 from torchtitan_scape import train
 from torchtitan_scape.core.parameters import local
-from torchtitan_scape.methods.radius.method import RadiusOptions
+from torchtitan_scape.methods.radius.options import RadiusOptions
 
 METHODS = [
     *("adamw", "adams", "radius-0.4", "radius-0.1", "quantized-int8", "quantized-int4", "quantized-e2m1"),

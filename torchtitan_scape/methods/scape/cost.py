@@ -8,7 +8,7 @@ from typing import Protocol
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall, padded_size
-from topology.partition import ALIGNED, CHUNK_ENTRIES
+from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.methods.scape.payload import (
@@ -16,6 +16,7 @@ from torchtitan_scape.methods.scape.payload import (
     mask_bytes,
     owned_entries,
     payload_entries,
+    row_entries,
     whole_sizes,
 )
 from torchtitan_scape.methods.wire import dtype_bytes, encoded_size
@@ -97,13 +98,14 @@ class ScapeCost:
         wire, values = self.wires
         block = CODED_BLOCK if wire in FORMATS else BFLOAT16_BLOCK if wire == "bfloat16" else None
         multiple = max(block or 1, CODED_BLOCK if values in FORMATS else 1)
-        entries = payload_entries(shapes, options.density, options.block_size, multiple, options.selection)
         own_mask = mask_bytes(shapes, options.density, replicas, options.block_size, options.selection)
         masks = CollectiveCall("all_gather", own_mask, hidden=True)
         if not self.sharded:
+            entries = payload_entries(
+                shapes, options.density, options.block_size, multiple, options.selection, replicas
+            )
             return [CollectiveCall("all_reduce", padded_size(entries, levels, block), encoded_size(wire)), masks]
-        step = replicas * max(multiple, ALIGNED)
-        own = -(-entries // step) * step // replicas
+        own = row_entries(shapes, options.density, replicas, options.block_size, multiple, options.selection)
         encoded = encoded_size(values)
         gathered = 4 * own if encoded is None else encoded(own)
         payload = CollectiveCall("reduce_scatter", own * replicas, encoded_size(wire))

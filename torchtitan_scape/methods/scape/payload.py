@@ -22,16 +22,32 @@ def block_layout(shapes: Shapes, replicas: int, block: int) -> BlockLayout:
 
 
 def payload_entries(
-    shapes: Shapes, density: float, block: int = 1024, size_multiple: int = 1, selection: str = "block"
+    shapes: Shapes,
+    density: float,
+    block: int = 1024,
+    size_multiple: int = 1,
+    selection: str = "block",
+    replicas: int = 1,
 ) -> int:
     """Return the entries that a step sends.
 
     Args:
         size_multiple: Tensors that are sent whole begin at a multiple of it.
+        replicas: Number of replicas, on which the entries depend if selection is "tensor".
     """
-    layout = block_layout(shapes, 1, block)
+    layout = block_layout(shapes, replicas, block)
     masked = sum(layout.nnz(i, density, selection) for i in range(len(layout.sizes)))
     return -(-masked // size_multiple) * size_multiple + sum(whole_sizes(shapes))
+
+
+def row_entries(
+    shapes: Shapes, density: float, replicas: int, block: int, size_multiple: int = 1, selection: str = "block"
+) -> int:
+    """Return the entries, padding included, of the part of the payload that each owner receives."""
+    ownership = Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes))
+    counts = [ownership.layout.nnz(i, density, selection) for i in range(len(ownership.sparse))]
+    counts += [piece.end - piece.start for piece in ownership.whole]
+    return ownership.rows(counts, size_multiple)[0]
 
 
 def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:
