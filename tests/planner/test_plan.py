@@ -212,7 +212,7 @@ def test_links_as_fast_as_nominal_want_overlap(capsys: pytest.CaptureFixture) ->
         "Compress: no. All gradients, E2M1 on the wire, would lose",
         "Hidden behind compute: gradients, ",
         '[sync]\nmethod = "dense"\noverlap = true\n',
-        "Should ranks reach a tenth between nodes",
+        "If ranks reach a tenth between nodes",
     ):
         assert part in said
 

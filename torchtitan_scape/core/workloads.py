@@ -61,11 +61,13 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Workload:
-    """A decoder and what it is trained on.
+    """A decoder and its batch.
 
-    sequence: tokens a sequence. batch: sequences a step, over all ranks.
-    positions: rows of a table of learned positions, which GPT-2's form has, with biases, a tied output and GELU; 0 for
-        Llama's.
+    Attributes:
+        sequence: Tokens per sequence.
+        batch: Sequences per step, over all ranks.
+        positions: Rows of the learned position embedding of a GPT-2 model, which also has biases, a tied output and
+            GELU; 0 for a Llama model.
     """
 
     name: str
@@ -87,11 +89,11 @@ class Workload:
 
     @property
     def gpt2(self) -> bool:
-        """Whether it has GPT-2's form."""
+        """Whether the model is a GPT-2 model."""
         return self.positions > 0
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Every parameter tensor, in the order of the model."""
+        """Return the shapes of all parameters, in the order of the model."""
         return self._gpt2_shapes() if self.gpt2 else self._llama_shapes()
 
     def _llama_shapes(self) -> tuple[Shape, ...]:
@@ -106,7 +108,7 @@ class Workload:
         return ((self.vocab, w), (self.positions, w), *layer * self.layers, (w,), (w,))
 
     def names(self) -> tuple[str, ...]:
-        """Of the tensors of `shapes`, as the models have them."""
+        """Return the names of the parameters, in the order of `shapes`."""
         kinds = ("weight", "bias") if self.gpt2 else ("weight",)
         parts = [f"attention.{part}" for part in ("wq", "wk", "wv", "wo")]
         parts += [f"feed_forward.{part}" for part in (("w1", "w2") if self.gpt2 else ("w1", "w2", "w3"))]
@@ -128,20 +130,20 @@ class Workload:
         return sum(map(math.prod, self.shapes()))
 
     def flops_per_token(self) -> float:
-        """Forward and backward: 6 a parameter that is multiplied, and 6 * layers * width * sequence for attention.
+        """Return the operations of forward and backward passes: 6 per parameter that is multiplied, and attention.
 
-        The input embedding is a look-up and not counted (a tied one is the output's matrix, and is; positions are
-        not). Attention is causal: half of 12 * layers * width * sequence. Recomputation is not counted.
+        The input embedding is a look-up and not counted, nor are positions; a tied embedding counts as the output's
+        matrix. Causal attention takes half of 12 * layers * width * sequence. Recomputation is not counted.
         """
         looked_up = self.positions if self.gpt2 else self.vocab
         return 6.0 * (self.parameters - looked_up * self.width) + 6.0 * self.layers * self.width * self.sequence
 
     def activation_bytes(self, micro_batch: int) -> float:
-        """Estimated peak for `micro_batch` sequences, BF16, every second layer recomputed (selective checkpointing).
+        """Return the estimated peak for `micro_batch` sequences in BF16, with every second layer recomputed.
 
-        A kept layer holds the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4 ffn) bytes a token
-        for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed one holds its input, and one at a time is whole
-        again. Logits: BF16, their FP32 copy and its gradient, 10 bytes an entry. Attention keeps no scores.
+        A stored layer holds the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4 ffn) bytes per
+        token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer holds its input; one at a time is
+        recomputed. Logits take 10 bytes per entry: BF16, an FP32 copy and its gradient. Attention stores no scores.
         """
         w, f = self.width, self.ffn
         kept = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
@@ -150,10 +152,10 @@ class Workload:
         return micro_batch * self.sequence * (layers + 10.0 * self.vocab)
 
     def working_bytes(self) -> float:
-        """Estimated: FSDP's largest unit (a layer or an embedding), gathered while the next one arrives.
+        """Return the estimated bytes of FSDP's largest unit (a layer or an embedding) and the next one.
 
-        Two BF16 copies of its parameters (4 bytes a parameter), BF16 gradients and what is reduced in FP32 (2 + 4).
-        GPT-2's tables are gathered throughout, beside its layers: a copy, BF16 gradients, and the reduction at the end.
+        Two BF16 copies of its parameters (4 bytes per parameter), BF16 gradients and the FP32 reduction (2 + 4).
+        GPT-2's embeddings stay gathered: a copy, BF16 gradients, and the reduction at the end.
         """
         tables = (self.positions + self.vocab if self.gpt2 else 2 * self.vocab) * self.width
         layer = (self.parameters - tables) / max(1, self.layers)
@@ -173,7 +175,11 @@ WORKLOADS = {
 
 
 def get_workload(name: str) -> Workload:
-    """The workload of that name. Raises ValueError that lists the names."""
+    """Return the workload of this name.
+
+    Raises:
+        ValueError: The name is unknown; the message lists all names.
+    """
     if name not in WORKLOADS:
         raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
