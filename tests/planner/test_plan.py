@@ -186,9 +186,9 @@ def test_wrong_input_ends_in_one_line_and_code_2(
 
 
 def test_the_answer_for_48_nodes_of_frontier() -> None:
-    """As a user starts it, and without torch: the planner runs where nothing is installed."""
+    """As a user starts it, and without torch, which neither the planner nor the registry imports."""
     code = "import sys; from torchtitan_scape.planner.plan import main; assert main(sys.argv[1:]) == 0; "
-    code += "assert 'torch' not in sys.modules"
+    code += "import torchtitan_scape.methods.registry; assert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, *FRONTIER, *SLOW], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""Models and batches as data, for predictions before anything is built. Plain arithmetic: no torch.
+"""Models and batches as data, for predictions without building a model. Plain arithmetic: no torch.
 
-Sizes are those of the SCAPE paper's models (Section V). Tensor shapes come from formulas, so that payloads, masks
-and memory can be predicted for a model that does not fit on this machine.
+Sizes are those of the SCAPE paper's models (Section V). Tensor shapes are computed by formulas, so that payload, masks
+and memory can be predicted for models that do not fit on this machine.
 """
 
 import math
@@ -61,13 +61,13 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Workload:
-    """A decoder and its batch.
+    """A decoder model and its training batch.
 
     Attributes:
         sequence: Tokens per sequence.
         batch: Sequences per step, over all ranks.
-        positions: Rows of the learned position embedding of a GPT-2 model, which also has biases, a tied output and
-            GELU; 0 for a Llama model.
+        positions: Rows of the learned position embedding for GPT-2, which also has biases, a tied output and GELU; 0
+            for Llama.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Workload:
 
     @property
     def gpt2(self) -> bool:
-        """Whether the model is a GPT-2 model."""
+        """Whether the model has the GPT-2 architecture."""
         return self.positions > 0
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the shapes of all parameters, in the order of the model."""
+        """Return the shapes of all parameters, in model order."""
         return self._gpt2_shapes() if self.gpt2 else self._llama_shapes()
 
     def _llama_shapes(self) -> tuple[Shape, ...]:
@@ -108,14 +108,14 @@ class Workload:
         return ((self.vocab, w), (self.positions, w), *layer * self.layers, (w,), (w,))
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the parameters, in the order of `shapes`."""
+        """Return the names of the parameters of `shapes`, as in the models."""
         kinds = ("weight", "bias") if self.gpt2 else ("weight",)
         parts = [f"attention.{part}" for part in ("wq", "wk", "wv", "wo")]
         parts += [f"feed_forward.{part}" for part in (("w1", "w2") if self.gpt2 else ("w1", "w2", "w3"))]
-        own = [f"{part}.{kind}" for part in (*parts, "attention_norm", "ffn_norm") for kind in kinds]
+        layer_names = [f"{part}.{kind}" for part in (*parts, "attention_norm", "ffn_norm") for kind in kinds]
         first = ["tok_embeddings.weight", "pos_embeddings.weight"] if self.gpt2 else ["tok_embeddings.weight"]
         last = ["norm.weight", "norm.bias"] if self.gpt2 else ["norm.weight", "output.weight"]
-        return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in own), *last)
+        return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in layer_names), *last)
 
     @property
     def kv_width(self) -> int:
@@ -130,32 +130,37 @@ class Workload:
         return sum(map(math.prod, self.shapes()))
 
     def flops_per_token(self) -> float:
-        """Return the operations of forward and backward passes: 6 per parameter that is multiplied, and attention.
+        """Return the FLOPs of forward and backward: 6 per multiplied parameter, and 6 * layers * width * sequence for
+        attention.
 
-        The input embedding is a look-up and not counted, nor are positions; a tied embedding counts as the output's
-        matrix. Causal attention takes half of 12 * layers * width * sequence. Recomputation is not counted.
+        The input embedding is a lookup and is not counted; a tied embedding is counted as the output matrix, positions
+        are not. Attention is causal: half of 12 * layers * width * sequence. Recomputation is not counted.
         """
-        looked_up = self.positions if self.gpt2 else self.vocab
-        return 6.0 * (self.parameters - looked_up * self.width) + 6.0 * self.layers * self.width * self.sequence
+        lookup_rows = self.positions if self.gpt2 else self.vocab
+        return 6.0 * (self.parameters - lookup_rows * self.width) + 6.0 * self.layers * self.width * self.sequence
 
     def activation_bytes(self, micro_batch: int) -> float:
-        """Return the estimated peak for `micro_batch` sequences in BF16, with every second layer recomputed.
+        """Return the estimated peak of activations for `micro_batch` sequences in BF16, with every second layer
+        recomputed.
 
-        A stored layer holds the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4 ffn) bytes per
-        token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer holds its input; one at a time is
-        recomputed. Logits take 10 bytes per entry: BF16, an FP32 copy and its gradient. Attention stores no scores.
+        A layer that is not recomputed stores the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4
+        ffn) bytes per token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer stores its input, and one
+        layer at a time is complete. Logits take 10 bytes per entry: BF16, their FP32 copy and its gradient. Attention
+        stores no scores.
         """
         w, f = self.width, self.ffn
-        kept = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
+        per_layer = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
         recomputed = self.layers // 2
-        layers = (self.layers - recomputed) * kept + recomputed * 2 * w + kept
+        layers = (self.layers - recomputed) * per_layer + recomputed * 2 * w + per_layer
         return micro_batch * self.sequence * (layers + 10.0 * self.vocab)
 
     def working_bytes(self) -> float:
-        """Return the estimated bytes of FSDP's largest unit (a layer or an embedding) and the next one.
+        """Return the estimated memory of FSDP's largest unit (a layer or an embedding), with the next one being
+        gathered.
 
-        Two BF16 copies of its parameters (4 bytes per parameter), BF16 gradients and the FP32 reduction (2 + 4).
-        GPT-2's embeddings stay gathered: a copy, BF16 gradients, and the reduction at the end.
+        Two BF16 copies of its parameters (4 bytes per parameter), BF16 gradients, and the FP32 input of the reduction
+        (2 + 4). GPT-2's embeddings are gathered throughout, in addition to its layers: a copy, BF16 gradients, and the
+        reduction at the end.
         """
         tables = (self.positions + self.vocab if self.gpt2 else 2 * self.vocab) * self.width
         layer = (self.parameters - tables) / max(1, self.layers)
@@ -175,10 +180,10 @@ WORKLOADS = {
 
 
 def get_workload(name: str) -> Workload:
-    """Return the workload of this name.
+    """Return the workload of that name.
 
     Raises:
-        ValueError: The name is unknown; the message lists all names.
+        ValueError: The name is unknown; the message lists the names.
     """
     if name not in WORKLOADS:
         raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}")
@@ -186,5 +191,7 @@ def get_workload(name: str) -> Workload:
 
 
 def local_shapes(shapes: Shapes, shard: int) -> tuple[Shape, ...]:
-    """Return the first rank's shards: FSDP2 divides the first dimension into `shard` shards of ceil(rows / shard)."""
+    """Return the shapes of the first rank's shards: FSDP2 splits the first dimension into chunks of ceil(rows /
+    shard).
+    """
     return tuple((-(-s[0] // shard), *s[1:]) for s in shapes)
