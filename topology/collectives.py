@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from topology import calls
 from topology.chunks import ConcatSource, Source, all_reduce_chunked
 from topology.codecs import Codec
 from topology.comm_stream import Handle
@@ -73,14 +74,11 @@ class ReplicaCollectives(ABC):
 
         Every level can then divide the tensor into equal slices that are aligned to 16 bytes.
         """
-        if self.replicas == 1:
-            return 1
-        return ALIGNED if len(self.levels) < 2 and codec is None else self.replicas * _block_size(codec)
+        return calls.size_multiple(self.levels, None if codec is None else codec.block_size)
 
     def padded_size(self, count: int, codec: Codec | None = None) -> int:
         """Return `count`, rounded up to a multiple of `size_multiple`."""
-        step = self.size_multiple(codec)
-        return -(-count // step) * step
+        return calls.padded_size(count, self.levels, None if codec is None else codec.block_size)
 
     def all_reduce(
         self,
@@ -125,11 +123,6 @@ class ReplicaCollectives(ABC):
         """
         entries = ConcatSource(source) if isinstance(source, Sequence) else source
         all_reduce_chunked(self, entries, mean, self.chunk_entries, codec)
-
-    def chunked_entries(self, count: int) -> int:
-        """Return the FP32 entries that `all_reduce_chunked` sends for `count` entries, with the padding of chunks."""
-        full, rest = divmod(count, self.chunk_entries)
-        return full * self.padded_size(self.chunk_entries) + self.padded_size(rest)
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
@@ -196,15 +189,6 @@ class ReplicaCollectives(ABC):
     def gathered_bytes(self, input_bytes: int) -> float:
         """Return the bytes that this rank sends in an all-gather of `input_bytes` per rank."""
         return sum(sent for _, _, sent in gather_bytes(input_bytes, self.levels))
-
-    def planned_bytes(self, collective: str, size: int, codec: Codec | None = None) -> float:
-        """Return the bytes that this rank sends in one collective.
-
-        size: FP32 entries of an "all_reduce"; input bytes of an "all_gather".
-        """
-        if self.replicas == 1:
-            return 0.0
-        return self.reduced_bytes(size, codec) if collective == "all_reduce" else self.gathered_bytes(size)
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast the tensors of replica 0 to all replicas, in place. Not counted: it happens once per run."""

@@ -130,7 +130,7 @@ def all_reduce_stages(
 
     Args:
         tiers: Levels, innermost first.
-        nbytes: Size of the FP32 tensor. Padding is not included.
+        nbytes: Size of the FP32 tensor, padding included.
         coded: Message size of the codec of the outermost level; None for FP32.
         flat: One ring over all ranks. The outermost link limits its speed, so all bytes are filed under that level.
     """

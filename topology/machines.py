@@ -5,6 +5,8 @@ Numbers are nominal and come from the named sources. Measurements on the machine
 
 from dataclasses import dataclass
 
+MEMORY_EFFICIENCY = 0.7  # share of the nominal memory bandwidth that an optimizer's passes reach, if not measured
+
 
 @dataclass(frozen=True)
 class Level:

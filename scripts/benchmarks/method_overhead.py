@@ -30,7 +30,7 @@ from scripts.common import versions as versions_of
 from scripts.methods import parse
 from torchtitan_scape.config import parsing
 from torchtitan_scape.core.parameters import local
-from torchtitan_scape.methods.radius.method import RadiusOptions
+from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 METHODS = [

@@ -31,10 +31,8 @@ from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
-from torchtitan_scape.core.workloads import WORKLOADS, Shape
-from torchtitan_scape.methods.scape.cost import kernel_bytes
-from torchtitan_scape.methods.topk.blocks import payload_bytes, payload_entries
-from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
+from torchtitan_scape.methods.scape.payload import payload_bytes, payload_entries
 
 REPLICAS = 8
 SETTINGS = ((0.1, "float32"), (0.05, "int4"), (0.01, "float32"))
@@ -110,10 +108,10 @@ class Passes:
         self.received = own.repeat(REPLICAS)
         self.spare = self.step.in_use.bits.clone(), self.step.previous.bits.clone()
 
-    def times(self, clock: Clock, method: PlannedRun, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
+    def times(self, clock: Clock, method: ScapeOptions, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
         """Figures by pass. carry and exchange: what a code adds to a step, the first as part of packing. select: what
         packing takes longer with it. entering, part of update: counts what enters each row and column of a mask."""
-        p, least, found = self.passes, kernel_bytes(method, shapes, REPLICAS), {}
+        p, least, found = self.passes, method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS), {}
         entries = sum(map(_size, shapes))
         masks = 2.0 * p.layout.mask_bytes()
 
@@ -150,10 +148,11 @@ def _size(shape: Shape) -> int:
 
 def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, bandwidth: float) -> dict[str, Any]:
     """The passes, the whole step and the plain one, of one setting."""
-    method, entries = PlannedRun("scape", density, wire), sum(map(_size, shapes))
+    method = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+    entries = sum(map(_size, shapes))
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, density, wire)
-    least = kernel_bytes(method, shapes, REPLICAS)
+    least = method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS)
     found: dict[str, Any] = {
         "density": density,
         "wire": wire,

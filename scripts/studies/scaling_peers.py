@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from torchtitan_scape.methods.interface import CollectiveCall, Method, StepInfo
+from topology.calls import CollectiveCall
+from torchtitan_scape.methods.interface import Method, StepInfo
 
 Parallelize = Callable[..., nn.Module]
 
@@ -156,7 +157,7 @@ class _Exchanged(Method):
             torch._foreach_mul_(gradients, self.factor)
         return gradients
 
-    def messages(self) -> list[CollectiveCall]:
+    def collective_calls(self) -> list[CollectiveCall]:
         return []
 
 

@@ -15,12 +15,16 @@ from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, trained
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
-from torchtitan_scape.methods.demo.method import Basis, Demo, DemoOptions
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.demo.method import Basis, Demo
+from torchtitan_scape.methods.demo.options import DemoOptions
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.methods.topk.blocks import divided
+from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.optimizers.signsgd import SignSGD
-from torchtitan_scape.planner.volumes import PlannedRun, messages, simulated_memory_bytes
+from torchtitan_scape.planner.run import PlannedRun
 
 OPTIONS: dict[str, Any] = {"chunk": 8, "k": 5, "beta": 0.95}
 
@@ -98,7 +102,7 @@ def test_it_is_the_literal_form(values: str, pool1: Pool, pool2: Pool) -> None:
 
 @pytest.mark.parametrize("shape", [(128, 64), (15, 7), (33, 5), (1, 1), (67, 2), (64,), (7,), (3, 5, 7)])
 def test_what_is_transformed_comes_back(shape: tuple[int, ...]) -> None:
-    cut = divided(shape, 64)
+    cut = divisor_grid(shape, 64)
     basis = Basis.of(cut, torch.device("cpu"))
     assert cut.rows % cut.height == 0 == cut.columns % cut.width and max(cut.height, cut.width) <= 64
     tiles = torch.randn(cut.tiles, cut.size, generator=torch.Generator().manual_seed(0))
@@ -125,6 +129,7 @@ def test_with_beta_1_nothing_is_lost() -> None:
 def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
     """32 of 64 x 64 take 4 bytes and 1.2 for their places, or a bit; all of a tile of fewer."""
     shapes = [(192, 128), (96, 10), (7,)]
+    model = LocalModel.of_shapes(shapes)
 
     def work(collectives: ReplicaCollectives) -> float:
         named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
@@ -137,20 +142,20 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
     counts = (6 * 32, 2 * 32, 7)
     for values, own in (("float32", 4 * sum(counts)), ("sign", sum(4 + -(-count // 8) for count in counts))):
         options = DemoOptions(values=values)  # type: ignore[arg-type]
-        planned = options.planned("SignSGD")
-        (message,) = messages(planned, shapes, 4)
-        assert message.nbytes == -(-(own + places) // 16) * 16
-        sent = sum(stage.sent for stage in message.stages([("network", 4)]))
+        planned = PlannedRun(options, "SignSGD")
+        (call,) = planned.collective_calls(model, [LevelSize("network", 4)])
+        assert call.count == -(-(own + places) // 16) * 16
+        sent = sum(stage.sent for stage in call.stages([LevelSize("network", 4)]))
         assert run_replicas(4, work) == pytest.approx([sent] * 4)
     n = 4.0 * (192 * 128 + 96 * 10 + 7)
-    assert simulated_memory_bytes(planned, shapes, 1) == {
+    assert planned.simulated_memory(model, 1) == {
         "parameters": n,
         "gradients": n,
         "residual": n,
-        "messages": message.nbytes,
+        "messages": call.count,
     }
     assert planned.name == "demo 32 1bit with signsgd"
-    assert "state" not in simulated_memory_bytes(PlannedRun("signsgd"), shapes, 1)
+    assert "state" not in PlannedRun(DenseOptions(), "SignSGD").simulated_memory(model, 1)
 
 
 @pytest.mark.parametrize(

@@ -205,14 +205,16 @@ def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
 
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
     """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
-    from torchtitan_scape.methods.scape.chunking import best_chunk
     from torchtitan_scape.methods.scape.options import ScapeOptions
 
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     with torch.device("meta"):
         shapes = [tuple(p.shape) for p in nn.Linear(32768, 32768).parameters()]
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return best_chunk(shapes, ScapeOptions(density=0.1), layout, dist.get_rank(), len(collectives_of(groups).levels))
+    options = ScapeOptions(density=0.1).resolve_for_links(
+        shapes, layout, dist.get_rank(), len(collectives_of(groups).levels)
+    )
+    return options.chunk_bytes
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from torchtitan_scape.methods.local_updates import FragmentSchedule
+from torchtitan_scape.methods.local_options import FragmentSchedule
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 
 SHAPES = {
     "embed": (20, 8),
@@ -292,11 +294,7 @@ def test_what_is_held_beyond_the_next_turn_lands_with_it(pool1: Pool) -> None:
 
 def kept_after_a_skip() -> list[bool]:
     """Whether what the codec lost is kept when a save asks for what is in flight after a step that was skipped."""
-    from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-    from torchtitan_scape.methods.streaming_diloco import method as streaming_diloco
-
-    feedback = partial(Quantized, options=QuantizedOptions())
-    streaming_diloco.averaged_by = lambda code: feedback  # type: ignore[attr-defined]
+    StreamingDilocoOptions.averaging = lambda self: QuantizedOptions()  # type: ignore[method-assign]
     optimizers = build("streaming_diloco", STREAMING | {"fragments": 1, "code": "e2m1"}, 2)
     for number in range(1, 8):
         step(optimizers, number, nan=number == 7)

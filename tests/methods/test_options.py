@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.methods.options import FREE, LAYOUT, Options
+from torchtitan_scape.core.options import FREE, LAYOUT, Options
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 

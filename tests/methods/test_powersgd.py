@@ -17,7 +17,8 @@ from topology.collectives import ReplicaCollectives
 from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.powersgd.method import Powersgd, PowersgdOptions, orthonormalised
+from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalised
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 
 FACTORED = (0, 4)  # of SHAPES; the others would not be smaller
 

@@ -21,10 +21,12 @@ from topology.links import bytes_by_level
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
 from topology.rank_group import RankGroup
+from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-from torchtitan_scape.planner.volumes import messages
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
 CHUNK, STEPS = 128, 50
@@ -201,8 +203,9 @@ def test_bytes_are_those_of_the_closed_form(levels: tuple[tuple[str, int], ...],
     assert len(method.chunks) == 8
     method.synchronize([torch.ones(prod(shape)) for shape in LARGE], StepInfo(1, torch.tensor(True)))
     counted = collectives.ledger.sent_by_level()
-    (message,) = messages(options.planned("AdamW"), LARGE, collectives.replicas)
-    assert bytes_by_level(message.stages(levels)) == pytest.approx(counted, abs=0.5)
+    sizes = [LevelSize(level, size) for level, size in levels]
+    (call,) = options.cost().collective_calls(LocalModel.of_shapes(LARGE), sizes)
+    assert bytes_by_level(call.stages(sizes)) == pytest.approx(counted, abs=0.5)
     assert method.planned_bytes() == pytest.approx(sum(counted.values()), abs=0.5)
 
 

@@ -16,7 +16,8 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
-from torchtitan_scape.methods.radius.method import Radius, RadiusOptions
+from torchtitan_scape.methods.radius.method import Radius
+from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
 
 # Three blocks, the last one short; less than a block; one entry; none; one without a gradient; what is not compressed.

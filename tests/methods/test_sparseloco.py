@@ -12,10 +12,14 @@ from tests.methods.test_local_updates import SHAPES, far, trained
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.methods.sparseloco.method import Sparseloco, SparselocoOptions
-from torchtitan_scape.planner.volumes import PlannedRun, messages, simulated_memory_bytes
+from torchtitan_scape.methods.sparseloco.method import Sparseloco
+from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
 
@@ -79,12 +83,13 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
         return Sparseloco(MethodContext(shards, collectives, optimizer=optimizer), SparselocoOptions()).planned_bytes()
 
     own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # filled up to 16 bytes
-    planned = SparselocoOptions().planned("AdamW")
-    (message,) = messages(planned, shapes, 4)
-    assert message.nbytes == own and own % 16 == 0
-    sent = sum(stage.sent for stage in message.stages([("network", 4)]))
+    planned, model = PlannedRun(SparselocoOptions(), "AdamW"), LocalModel.of_shapes(shapes)
+    levels = [LevelSize("network", 4)]
+    call, rest = planned.collective_calls(model, levels)
+    assert call.count == own and own % 16 == 0 and rest.count == 0
+    sent = sum(stage.sent for stage in call.stages(levels))
     assert sent == pytest.approx(3 * own / 30)
     assert run_replicas(4, work) == pytest.approx([sent] * 4)
-    n, alone = 192 * 128 + 4096 + 7, simulated_memory_bytes(PlannedRun("adamw"), shapes, 1)
+    n, alone = 192 * 128 + 4096 + 7, PlannedRun(DenseOptions(), "AdamW").simulated_memory(model, 1)
     kept = dict.fromkeys(("anchor", "displacements", "residual"), 4.0 * n)
-    assert simulated_memory_bytes(planned, shapes, 1) == alone | kept | {"messages": own}
+    assert planned.simulated_memory(model, 1) == alone | kept | {"messages": own}

@@ -20,7 +20,8 @@ from topology.process_groups import collectives_of
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.sparta import method as sparta
-from torchtitan_scape.methods.sparta.method import BLOCK, Sparta, SpartaOptions
+from torchtitan_scape.methods.sparta.method import Sparta
+from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions
 
 # More than a block, short last ones, less than a block, nothing.
 PARTS = [(5 * BLOCK, 1), (BLOCK + 5, 3), (4, 5), (0, 4), (200,), (9, BLOCK + 1)]

@@ -9,10 +9,12 @@ from torch import Tensor
 from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import StepInfo
-from torchtitan_scape.methods.tagc.method import TagcOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-from torchtitan_scape.planner.volumes import messages, simulated_memory_bytes
+from torchtitan_scape.methods.tagc.options import TagcOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 
 class Literal:
@@ -76,15 +78,17 @@ def test_places_and_values_have_ledgers_of_their_own() -> None:
     expected = {"index": blocks * 128.0, "payload": 4.0 * (blocks * 616 + 8)}
     assert run_replicas(2, work) == [expected, expected]
     shapes = [(3 * 1024, 8), (100,)]
-    index, values = messages(PlannedMethod("tagc", 0.3), shapes, 2)
-    assert (index.collective, index.nbytes) == ("reduce", 24 * 128)
-    assert (values.collective, values.nbytes) == ("reduce", 4 * (24 * 616 + 100))
-    index, values = messages(PlannedMethod("tagc", 0.0125), shapes, 4)
-    assert (index.collective, index.nbytes) == ("gather", 24 * 14)
-    assert values.nbytes == 4 * (24 * 52 + 100)
-    alone = simulated_memory_bytes(PlannedMethod("adams"), shapes, 1)
+    model = LocalModel.of_shapes(shapes)
+    index, values = TagcOptions(density=0.3).cost().collective_calls(model, [LevelSize("network", 2)])
+    assert (index.kind, index.count) == ("all_reduce", 24 * 128 // 4)
+    assert (values.kind, values.count) == ("all_reduce", 24 * 616 + 100)
+    sparse = TagcOptions(density=0.0125)
+    index, values = sparse.cost().collective_calls(model, [LevelSize("network", 4)])
+    assert (index.kind, index.count) == ("all_gather", 24 * 14)
+    assert values.count == 24 * 52 + 100
+    alone = PlannedRun(DenseOptions()).simulated_memory(model, 1)
     held = {"residual": 4.0 * 24 * 1024, "messages": 24 * (14 + 4 * 16)}
-    assert simulated_memory_bytes(PlannedMethod("tagc", 0.0125), shapes, 1) == alone | held
+    assert PlannedRun(sparse).simulated_memory(model, 1) == alone | held
 
 
 @pytest.mark.parametrize("density", [0.0, 1.5])

@@ -24,7 +24,8 @@ from torchtitan_scape.methods.topk.messages import (
     to_blocks,
     valid_mask,
 )
-from torchtitan_scape.methods.topk.method import Topk, TopkOptions
+from torchtitan_scape.methods.topk.method import Topk
+from torchtitan_scape.methods.topk.options import TopkOptions
 
 # No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and runs of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]

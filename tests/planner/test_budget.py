@@ -3,24 +3,34 @@
 import logging
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
-from torchtitan_scape.methods.scape.budget import BLOCK, MOST, share, within
+from torchtitan_scape.core.workloads import LocalModel, Shapes
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.scape.budget import BLOCK, MAX_ENTRIES, fit_to_budget
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.topk.blocks import Shapes
 
 LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
 SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]
 
 
+def within(budget: float, shapes: Shapes, replicas: int, **options: Any) -> ScapeOptions:
+    return fit_to_budget(ScapeOptions(**options), budget, LocalModel.of_shapes(shapes), replicas)
+
+
+def share(options: ScapeOptions, shapes: Shapes, replicas: int) -> float:
+    return share_of_dense(options, LocalModel.of_shapes(shapes), replicas)
+
+
 @pytest.mark.parametrize(("budget", "replicas"), [(0.005, 4), (0.012, 4), (0.012, 16), (0.022, 64)])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, replicas: int, update: str) -> None:
-    chosen = within(budget, LARGE, replicas, update)
+    chosen = within(budget, LARGE, replicas, update=update)
     assert 0.97 * budget <= share(chosen, LARGE, replicas) <= budget
     assert chosen.wire == ("2bit" if budget < 0.009 else "int4")
     assert chosen.values == (chosen.wire if update == "sharded" else "float32")
@@ -28,7 +38,7 @@ def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, repl
 
 def test_more_bytes_than_help_are_not_spent() -> None:
     assert within(0.12, LARGE, 4) == within(0.05, LARGE, 4)
-    assert within(0.05, LARGE, 4).density == pytest.approx(MOST / BLOCK)
+    assert within(0.05, LARGE, 4).density == pytest.approx(MAX_ENTRIES / BLOCK)
 
 
 @pytest.mark.parametrize("replicas", [4, 64])

@@ -71,8 +71,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
 
 def remarks(config: JobConfig) -> list[str]:
     """What is no error, and is said once at the start: hardly a user means it."""
-    planned, steps = options_of(config.sync).planned(config.optimizer.name), config.training.steps
-    of_a_round = planned.inner_steps + planned.delay
+    of_a_round, steps = options_of(config.sync).steps_per_round(), config.training.steps
     if 0 < steps < of_a_round and not config.sync.flush_at_end:
         return [
             f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, in which an exchange of all "

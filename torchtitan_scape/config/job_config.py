@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from topology.machines import MACHINES
+from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.type_checks import check_section
-from torchtitan_scape.methods.options import MethodOptions, Options
+from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions

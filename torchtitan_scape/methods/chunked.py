@@ -12,7 +12,7 @@ from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import Chunk, chunks_of
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
 
 
 class ChunkInFlight(NamedTuple):
@@ -99,7 +99,3 @@ class ChunkedMethod(GradientMethod):
             return gradients
 
         return take
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        sizes = [self.collectives.padded_size(chunk.entries, self.codec) for chunk in self.chunks]
-        return [CollectiveCall("all_reduce", size, self.codec) for size in sizes]

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from kernels.scape.reference import unpack_bits
-from topology.codecs import Codec
+from topology.calls import CollectiveCall, level_sizes
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import Observer
 from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.core.workloads import LocalModel
 
 # The kind of state that contains the weights of replicas that differ.
 REPLICA_WEIGHTS = "own_parameters"
@@ -87,20 +88,6 @@ class StepInfo(NamedTuple):
 
     number: int
     applied: Tensor
-
-
-class CollectiveCall(NamedTuple):
-    """An exchange of a step.
-
-    size: FP32 entries of an all-reduce, or own bytes of an all-gather.
-    codec: of an all-reduce, whose messages cross the outermost level.
-    share: of the steps that have it.
-    """
-
-    collective: Literal["all_reduce", "all_gather"]
-    size: int
-    codec: Codec | None = None
-    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -285,16 +272,21 @@ class Method(ABC):
         """Return the root of a sum of squares over all ranks, divided by the number of replicas. Collective."""
         return (self.collectives.sum_over_all(squares) / self.collectives.replicas).item() ** 0.5
 
+    def local_model(self) -> LocalModel:
+        """Return names and shapes of this rank's shards."""
+        shards = self.context.shards
+        return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards))
+
     def collective_calls(self) -> list[CollectiveCall]:
-        """Return the collectives of a step after the warm-up, and the fraction of the steps that contain each."""
-        raise NotImplementedError
+        """Return `options.cost().collective_calls(...)` for this rank."""
+        levels, chunk_entries = level_sizes(self.collectives.levels), self.collectives.chunk_entries
+        calls: list[CollectiveCall] = self.options.cost().collective_calls(self.local_model(), levels, chunk_entries)
+        return calls
 
     def planned_bytes(self) -> float:
-        """Return the bytes that this rank sends per step after the warm-up, on average."""
-        return sum(
-            call.share * self.collectives.planned_bytes(call.collective, call.size, call.codec)
-            for call in self.collective_calls()
-        )
+        """Return the bytes that this rank sends per step after warm-up, averaged over steps."""
+        levels = level_sizes(self.collectives.levels)
+        return sum(stage.sent for call in self.collective_calls() for stage in call.stages(levels))
 
     def payload_chunks(self) -> int:
         """Return the number of messages that carry the payload of a step."""

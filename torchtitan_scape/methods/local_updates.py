@@ -1,84 +1,21 @@
-"""Local updates: replicas step alone, and tell each other now and then how far they have come.
+"""Local updates: replicas train alone for several steps, then exchange displacements.
 
-One frame for all of that family: Douillard et al., "DiLoCo" (arXiv:2311.08105) and "Streaming DiLoCo" (2501.18512),
-Sarfi et al., "SparseLoCo" (2508.15706). A method of it is a schedule, the rates of the outer step, and any other method
-as codec, which gets displacements in the place of gradients.
+The base class of this family: Douillard et al., "DiLoCo" (arXiv:2311.08105) and "Streaming DiLoCo" (2501.18512), Sarfi
+et al., "SparseLoCo" (2508.15706). A method of the family consists of a schedule, the rates of the outer step, and a
+gradient method that averages displacements in the place of gradients.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, layer_of, stored
+from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
-from torchtitan_scape.methods.dense.method import Dense, DenseOptions
-from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import FREE, MethodOptions
-from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-
-Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
-
-
-@dataclass
-class LocalOptions(MethodOptions):
-    """What the sections of this family have in common; each has defaults of its own."""
-
-    inner_steps: int = 30
-    """Steps that replicas take alone between two exchanges of a parameter"""
-
-    outer_lr: float = 0.7
-    """Constant rate at which the anchor, which replicas share, follows the mean of what they have moved since"""
-
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the anchor, in [0, 1); 0 for none"""
-
-    host: bool = field(default=False, metadata=FREE)
-    """Anchor and outer momentum lie in host memory: 8 bytes a parameter less on the device, 4 without momentum, read
-    and written at exchanges alone"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.inner_steps >= 1, "inner_steps", "it must be 1 or more")
-        self.require(self.outer_lr > 0.0, "outer_lr", "it must be positive")
-        self.require(0.0 <= self.outer_momentum < 1.0, "outer_momentum", "it must lie in [0, 1)")
-
-
-def averaged_by(code: str) -> Callable[[MethodContext], GradientMethod]:
-    """The codec that averages whole displacements, which travel by this code; what it loses is let go."""
-    if code == "float32":
-        return lambda context: Dense(context, DenseOptions())
-    options = QuantizedOptions(code=code, error_feedback=False)  # type: ignore[arg-type]
-    return lambda context: Quantized(context, options)
-
-
-@dataclass(frozen=True)
-class FragmentSchedule:
-    """When what is exchanged; steps are attempted ones, from 1.
-
-    inner_steps: of a round, in which every parameter is exchanged once. fragments: parts that go one after the other.
-    delay: steps from the start of an exchange to its use. mix: share of a replica's own parameter that then stays.
-    """
-
-    inner_steps: int
-    fragments: int = 1
-    delay: int = 0
-    mix: float = 0.0
-
-    def is_due(self, fragment: int, step: int) -> bool:
-        return self.last_due(fragment, step) == step
-
-    def last_due(self, fragment: int, step: int) -> int:
-        """The last step up to `step` at which the fragment was due; 0 or less where it was not yet."""
-        first = round((fragment + 1) * self.inner_steps / self.fragments)
-        return step - (step - first) % self.inner_steps
-
-    def fragment_of(self, name: str) -> int:
-        """Layers are strided over all fragments but the first, which has the rest; of one fragment all is in it."""
-        layer = layer_of(name)
-        return 0 if self.fragments == 1 or layer is None else 1 + layer % (self.fragments - 1)
+from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
+from torchtitan_scape.methods.local_options import LocalOptions
+from torchtitan_scape.methods.registry import implementation_of
 
 
 @dataclass(frozen=True)
@@ -136,33 +73,27 @@ class LocalUpdates(LocalMethod):
     land does so with the next step that is applied; where its fragment's own turn was skipped as well, `delay` steps
     after that at the earliest. The host asks for that, and waits for the device, at those steps alone.
 
-    Args:
-        codec: builds the method that averages the displacements, from the context of one fragment's shards. Its
-            pending gradients are pending displacements here.
-        host: anchor and outer momentum lie in host memory.
+    The gradient method of `options.averaging()` averages the displacements of each fragment. What it keeps as a
+    residual of gradients is a residual of displacements here.
     """
 
-    def __init__(
-        self,
-        context: MethodContext,
-        options: MethodOptions,
-        schedule: FragmentSchedule,
-        outer: OuterOptimizer,
-        codec: Callable[[MethodContext], GradientMethod],
-        host: bool = False,
-    ) -> None:
+    def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
-        self.schedule, self.outer = schedule, outer
+        schedule, host = options.schedule(), options.host
+        self.schedule, self.outer = schedule, OuterOptimizer(options.outer_lr, options.outer_momentum)
+        averaging = options.averaging()
         self._anchors = {s.name: _kept(stored(s.parameter), host) for s in context.shards}
-        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()} if outer.momentum else {}
+        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()} if self.outer.momentum else {}
         if host and self._momenta and context.shards[0].device.type == "cuda":
             self._momenta = {name: v.pin_memory() for name, v in self._momenta.items()}
         self._fragments: list[_Fragment] = []
         for number in range(schedule.fragments):
             shards = [s for s in context.shards if schedule.fragment_of(s.name) == number]
             if shards:  # a model may have fewer layers
-                made = codec(replace(context, shards=shards, gradient_scale=1.0))
-                self._fragments.append(_Fragment(number, shards, made))
+                part = replace(context, shards=shards, gradient_scale=1.0)
+                codec = implementation_of(averaging)(part, averaging)
+                assert isinstance(codec, GradientMethod)
+                self._fragments.append(_Fragment(number, shards, codec))
         self._flights: list[_FragmentInFlight] = []
         self._whole = False
 
@@ -216,13 +147,6 @@ class LocalUpdates(LocalMethod):
         self._whole = True
         for fragment in self._fragments:
             fragment.codec.request_full_exchange()
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        """Of a round."""
-        return [message for fragment in self._fragments for message in fragment.codec.collective_calls()]
-
-    def planned_bytes(self) -> float:
-        return sum(fragment.codec.planned_bytes() for fragment in self._fragments) / self.schedule.inner_steps
 
     def density(self) -> float:
         sizes = [sum(shard.size for shard in fragment.shards) for fragment in self._fragments]

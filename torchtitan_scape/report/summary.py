@@ -13,11 +13,11 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
+from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
-from torchtitan_scape.sharding.cost import dealt_stages, mean_gathers, shard_bytes
+from torchtitan_scape.sharding.cost import matrix_stages, mean_gathers, shard_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
-    method, shapes = method_of(trainer.job_config), workload_of(trainer.job_config).shapes()
-    for stage in dealt_stages(method, shapes, trainer.layout):
+    optimizer, shapes = trainer.job_config.optimizer.name, workload_of(trainer.job_config).shapes()
+    for stage in matrix_stages(optimizer, shapes, trainer.layout):
         sent[stage.level, UPDATE] = stage.sent
     return sent
 

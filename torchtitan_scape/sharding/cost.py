@@ -1,7 +1,7 @@
-"""Closed form of the bytes sent and the memory used on the shard axis: FSDP2, ZeRO++, Muon's matrix exchange. No torch.
+"""Cost of the shard axis in closed form: FSDP2's own collectives, ZeRO++, and Muon's matrix exchange. No torch.
 
-Message sizes are those of `sharding.messages`, padding included. The traffic of a rank group is counted under its link
-levels, as in `topology.shard_collectives`, as the mean over its ranks.
+Messages are those of `sharding.messages`, padding included. Bytes are counted per link level, as in
+`topology.shard_collectives`, and averaged over the ranks of the group.
 """
 
 import itertools
@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from kernels.codec.formats import FORMATS
 from topology.layout import Layout
 from topology.links import Stage
-from torchtitan_scape.core.workloads import Shape, Workload
-from torchtitan_scape.methods.topk.blocks import Shapes
-from torchtitan_scape.planner.volumes import PlannedRun, dealt_parts
+from torchtitan_scape.core.workloads import Shape, Shapes, Workload
+from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
 
 _ALIGNED = 16
@@ -229,21 +228,18 @@ def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     return [Stage(call.stage.level, call.times * call.stage.rounds, call.times * call.stage.sent) for call in calls]
 
 
-def dealt_stages(method: PlannedRun, shapes: Shapes, layout: Layout) -> list[Stage]:
-    """Return the stages of the optimizer's matrix exchange: one parameter at a time goes to each owner rank and back.
+def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout) -> list[Stage]:
+    """Return the stages of the optimizer's matrix exchange between the ranks of a replica, averaged over ranks.
+
+    Each rank receives one whole matrix at a time and returns its parts. Other optimizers exchange nothing.
 
     Args:
-        method: Method and optimizer. The list is empty if the optimizer exchanges no parameters.
         shapes: Shapes of whole parameters.
-        layout: Layout of the run.
-
-    Returns:
-        Traffic of one rank, as the mean over ranks.
     """
-    group = layout.shard_group(0)
-    parts = dealt_parts(method, shapes, len(group))
-    if not parts:
+    group, parts_of = layout.shard_group(0), get_optimizer_cost(optimizer).parts
+    if parts_of is None or len(group) == 1:
         return []
+    parts = parts_of(shapes, len(group))
     sent: dict[str, float] = defaultdict(float)
     for owner, nbytes in parts:
         for rank in (rank for rank in group if rank != group[owner]):

@@ -6,7 +6,6 @@ Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024), arXiv:2
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,47 +13,10 @@ from torch import Tensor
 from kernels.scape.reference import select_rows
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.topk.blocks import BlockGrid, divided
+from torchtitan_scape.methods.demo.options import DemoOptions
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.topk.blocks import BlockGrid, divisor_grid
 from torchtitan_scape.methods.topk.messages import TopkMessages, from_blocks, to_blocks
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class DemoOptions(MethodOptions):
-    """[sync.demo]: read with method = "demo"."""
-
-    section: ClassVar[str] = "sync.demo"
-
-    beta: float = 0.999
-    """What a step leaves of the momentum, in (0, 1]; what is sent is taken off it"""
-
-    chunk: int = 64
-    """Tiles of which cosine transforms are taken: their sides are the largest divisors of a matrix's that are at most
-    this, from 1 to 256; what has one dimension is cut into runs of such a length"""
-
-    k: int = 32
-    """Components of every tile that each replica sends, those of the largest magnitude; all where a tile has fewer"""
-
-    values: Literal["float32", "sign"] = "float32"
-    """How components travel: in FP32, or as signs, with one mean magnitude for each tensor"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.beta <= 1.0, "beta", "it must lie in (0, 1], for example 0.999")
-        self.require(1 <= self.chunk <= 256, "chunk", "it must be 1 to 256, for example 64")
-        self.require(self.k >= 1, "k", "it must be 1 or more")
-
-    @property
-    def code(self) -> str:
-        """Of values, as `TopkMessages` has it."""
-        return "1bit" if self.values == "sign" else self.values
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "demo", values=self.code, selection="tile", block=self.chunk, k=self.k, optimizer=optimizer.lower()
-        )
 
 
 class Demo(GradientMethod):
@@ -73,7 +35,7 @@ class Demo(GradientMethod):
     def __init__(self, context: MethodContext, options: DemoOptions) -> None:
         super().__init__(context, options)
         self._sent = [i for i, shard in enumerate(context.shards) if shard.size]
-        self._cuts = [divided(tuple(context.shards[i].local_shape), options.chunk) for i in self._sent]
+        self._cuts = [divisor_grid(tuple(context.shards[i].local_shape), options.chunk) for i in self._sent]
         self._bases = [Basis.of(cut, context.shards[0].device) for cut in self._cuts]
         chosen = [min(options.k, cut.size) for cut in self._cuts]
         self._messages = TopkMessages(self._cuts, chosen, options.code)
@@ -107,9 +69,6 @@ class Demo(GradientMethod):
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        return [CollectiveCall("all_gather", self._messages.nbytes)] if self._sent else []
 
     def density(self) -> float:
         return sum(self._messages.counts) / max(1, sum(shard.size for shard in self.context.shards))

@@ -1,23 +1,14 @@
 """The dense baseline: every gradient, in FP32."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from topology.comm_stream import Handle
 from topology.partition import Chunk
 from torchtitan_scape.methods.chunked import ChunkedMethod
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.options import MethodOptions
-
-
-@dataclass
-class DenseOptions(MethodOptions):
-    """[sync.dense]: nothing to set."""
-
-    section: ClassVar[str] = "sync.dense"
 
 
 class Dense(ChunkedMethod):

@@ -1,41 +1,12 @@
 """PowerSGD: gradients of matrices as products of two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019)."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class PowersgdOptions(MethodOptions):
-    """[sync.powersgd]: read with method = "powersgd"."""
-
-    section: ClassVar[str] = "sync.powersgd"
-
-    rank: int = field(default=4, metadata=LAYOUT)
-    """Columns of the thin matrices. A matrix for which two of them are no smaller than itself goes whole"""
-
-    start: int = -1
-    """So many steps at first are dense; -1 for a tenth of training.steps"""
-
-    warm_start: bool = True
-    """Begin each step with the factor of the step before it, else with random numbers"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.rank >= 1, "rank", "it must be 1 or more")
-        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a tenth of training.steps")
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod("powersgd", rank=self.rank, optimizer=optimizer.lower())
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_rank
 
 
 class Powersgd(GradientMethod):
@@ -51,13 +22,14 @@ class Powersgd(GradientMethod):
 
     def __init__(self, context: MethodContext, options: PowersgdOptions) -> None:
         super().__init__(context, options)
-        self._factored = [i for i, shard in enumerate(context.shards) if _rank(shard, options.rank)]
+        ranks = [factor_rank(tuple(shard.local_shape), options.rank) for shard in context.shards]
+        self._factored = [i for i, rank in enumerate(ranks) if rank]
         self._whole = [i for i in range(len(context.shards)) if i not in self._factored]
         shards = [context.shards[i] for i in self._factored]
         # Of every matrix: whether a shard of it is factored depends on its size, and a checkpoint has all of them.
         self._pending = ErrorFeedback.of([shard for shard in context.shards if shard.parameter.ndim > 1])
         self._residuals = [self._pending.tensors[shard.name] for shard in shards]
-        self._q = {shard.name: torch.empty(shard.columns, _rank(shard, options.rank)) for shard in shards}
+        self._q = {s.name: torch.empty(s.columns, rank) for s, rank in zip(shards, filter(None, ranks), strict=True)}
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _first_q(q, i).to(shard.device)
         self._start = options.start if options.start >= 0 else context.total_steps // 10
@@ -104,23 +76,8 @@ class Powersgd(GradientMethod):
         q = State("q", self._q, per_replica=False, on_migration="rebuild", by_parameter=False)
         return [self._pending.state(), q]
 
-    def collective_calls(self) -> list[CollectiveCall]:
-        shards, filled_up = self.context.shards, self.collectives.padded_size
-        ps = sum(len(r) * q.shape[1] for r, q in zip(self._residuals, self._q.values(), strict=True))
-        sizes = ps + sum(shards[i].size for i in self._whole), sum(q.numel() for q in self._q.values())
-        return [CollectiveCall("all_reduce", filled_up(size)) for size in sizes]
-
     def density(self) -> float:
-        return sum(m.size for m in self.collective_calls()) / max(1, sum(shard.size for shard in self.context.shards))
-
-
-def _rank(shard: Shard, rank: int) -> int:
-    """Columns of the shard's factors; 0 where it goes whole."""
-    if shard.parameter.ndim < 2 or not shard.size:
-        return 0
-    rows, columns = shard.size // shard.columns, shard.columns
-    least = min(rows, columns, rank)
-    return least if 2 * least * (rows + columns) < rows * columns else 0
+        return sum(m.count for m in self.collective_calls()) / max(1, sum(shard.size for shard in self.context.shards))
 
 
 def _first_q(like: Tensor, number: int, step: int = 0) -> Tensor:

@@ -6,8 +6,6 @@ and LoCo (Xie et al., arXiv:2407.04480).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,37 +16,7 @@ from topology.partition import Chunk
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class QuantizedOptions(MethodOptions):
-    """[sync.quantized]: read with method = "quantized"."""
-
-    section: ClassVar[str] = "sync.quantized"
-
-    code: Literal["int8", "int4", "e2m1", "e3m0"] = "e2m1"
-    """How gradients cross the outermost level, both ways, with a BF16 scale a block: integers of 8 or 4 bits, or floats
-    of 4 bits with one bit of mantissa or none"""
-
-    block: int = 128
-    """Entries that share a scale, a power of two from 32 to 1024; every parameter begins with a block of its own"""
-
-    error_feedback: bool = field(default=True, metadata=LAYOUT)
-    """Keep what the code loses (FP32, 4 bytes a parameter) and add it to the next gradient; else it is let go"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
-
-    def needs_comm_streams(self) -> bool:
-        return True
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "quantized", wire=self.code, block=self.block, feedback=self.error_feedback, optimizer=optimizer.lower()
-        )
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
 
 
 class Quantized(ChunkedMethod):

@@ -5,8 +5,7 @@ and 2. The mask follows from what all replicas hold alike, so that no places tra
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,60 +16,8 @@ from topology.chunks import AddingSource
 from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.methods.topk.blocks import mask_counts
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-BLOCK = 1024  # entries, where the largest of every block are selected
-
-
-@dataclass
-class RadiusOptions(MethodOptions):
-    """[sync.radius]: read with method = "radius"."""
-
-    section: ClassVar[str] = "sync.radius"
-
-    density: float = 0.4
-    """Share of the entries on the mask, in (0, 1]"""
-
-    interval: int = 200
-    """Every so many steps is a refresh: it sends all, what replicas kept back included, and selects the next mask"""
-
-    start: int = -1
-    """Steps are dense until the first refresh from this one on; -1 for a fifth of training.steps"""
-
-    selection: Literal["tensor", "block"] = "tensor"
-    """The largest updates of every tensor, or of every block of 1024 entries"""
-
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they have two dimensions or more"""
-
-    clip_refresh: Literal["literal", "fresh"] = "literal"
-    """A refresh is clipped by the norm of all that it delivers, up to `interval` steps' gradients at once, or by that
-    of the step's own mean gradient; for this what was kept back travels apart, one message more at a refresh"""
-
-    release_scale: float = 1.0
-    """At a refresh the optimizer's step of entries that were off the mask is so many times as long: they have waited up
-    to `interval` steps, and it is that of one. 1 is the paper's; interval x (1 - beta1) makes up for the wait"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.4")
-        self.require(self.interval >= 1, "interval", "it must be 1 or more")
-        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a fifth of training.steps")
-        self.require(self.release_scale >= 1.0, "release_scale", "it must be 1 (the paper's) or more")
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "radius",
-            self.density,
-            block=BLOCK,
-            selection=self.selection,
-            optimizer=optimizer.lower(),
-            interval=self.interval,
-            clip_refresh=self.clip_refresh,
-        )
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.radius.options import BLOCK, RadiusOptions, mask_counts
 
 
 class Radius(GradientMethod):
@@ -102,7 +49,7 @@ class Radius(GradientMethod):
         self._masks = {s.name: packed_bits(torch.ones(s.size, dtype=torch.bool, device=s.device)) for s in sparse}
         self._bits = [self._masks[shard.name] for shard in self._shards]
         sizes = [shard.size for shard in self._shards]
-        self._selected = mask_counts(sizes, options.density, options.selection, BLOCK)
+        self._selected = mask_counts(sizes, options.density, options.selection)
         self._known: list[int] | None = None
         self._start = options.start if options.start >= 0 else context.total_steps // 5
         self._refreshes = False
@@ -144,21 +91,9 @@ class Radius(GradientMethod):
     def states(self) -> list[State]:
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
 
-    def collective_calls(self) -> list[CollectiveCall]:
-        chunked = self.collectives.chunked_entries
-        return [CollectiveCall("all_reduce", chunked(entries), share=share) for entries, share in self._exchanges()]
-
     def density(self) -> float:
-        sent = sum(share * entries for entries, share in self._exchanges())
+        sent = sum(share * entries for entries, share in self.options.cost().exchanges(self.local_model()))
         return sent / max(1, sum(shard.size for shard in self.context.shards))
-
-    def _exchanges(self) -> list[tuple[int, float]]:
-        """Entries of each, and the share of the steps that have it."""
-        share = 1.0 / self.options.interval
-        whole = sum(self.context.shards[i].size for i in self._whole)
-        compressed = sum(shard.size for shard in self._shards)
-        found = [(sum(self._selected) + whole, 1.0 - share), (compressed + whole, share)]
-        return found + ([(compressed, share)] if self.options.clip_refresh == "fresh" else [])
 
     # -------------------------------------------------------------------------------------- exchanges
 

@@ -1,15 +1,19 @@
-"""What can be chosen of SCAPE: the section [sync.scape] of a recipe."""
+"""Options of SCAPE."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from topology.layout import Layout
-from torchtitan_scape.methods.options import FREE, LAYOUT, MethodOptions
-from torchtitan_scape.methods.scape.budget import share, within
+from torchtitan_scape.core.options import FREE, LAYOUT
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.scape.budget import fit_to_budget
 from torchtitan_scape.methods.scape.chunking import best_chunk
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
+from torchtitan_scape.methods.scape.cost import ScapeCost
+from torchtitan_scape.methods.wire import short_name
 
 logger = logging.getLogger(__name__)
 
@@ -21,61 +25,64 @@ class ScapeOptions(MethodOptions):
     """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
 
     section: ClassVar[str] = "sync.scape"
+    main_options = ("density", "wire")
 
     density: float = 0.1
     """Share of the entries that replicas exchange each step, in (0, 1]"""
 
     bytes: float = field(default=0.0, metadata=FREE)
-    """Share of dense FP32 bytes that a step may send at the target density, masks and scales included, for example
-    0.012; chooses density, block_size and wire by the quality study, whatever these say. 0 takes them as they are"""
+    """Bytes that a step may send at the target density, masks and scales included, relative to dense FP32, for example
+    0.012; overrides density, block_size and wire by the rule of the quality study. 0 uses these as they are"""
 
     density_warmup_steps: int = 0
-    """The density falls exponentially from 1 to its value over so many steps; 0 for none"""
+    """The density falls exponentially from 1 to its value over this number of steps; 0 for none"""
 
     block_size: int = field(default=1024, metadata=LAYOUT)
     """Entries per block of the mask, a multiple of 8 up to 32768"""
 
     selection: Literal["block", "tensor"] = field(default="block", metadata=LAYOUT)
-    """Top-k of every block, or of every tensor's part of a replica's run (the paper's form, always in PyTorch)"""
+    """Top-k of every block, or of the part of every tensor that the replica selects (as in the paper, always in
+    PyTorch)"""
 
     staleness_scaling: bool = True
-    """Scale the step of entries that enter the mask by how long they were outside it, in the mean over steps of their
+    """Scale the step of entries that enter the mask by the number of steps they were outside it, averaged over their
     row and column (not in the paper)"""
 
     max_staleness: float = 1000
     """Upper limit of that factor"""
 
     keep_moment: float = 0.5
-    """Share of its moment that a newly entered entry keeps after its scaled step, which has spent it; 1 keeps all.
-    Below 1, at the target density, such an entry is not selected for the next mask while there is another"""
+    """Share of its moment that an entry keeps after its first, scaled step on the mask; 1 keeps all. Below 1, at the
+    target density, such an entry is not selected for the next mask if any other entry is available"""
 
     dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they have two dimensions or more"""
+    """Parameters exchanged whole although they have two or more dimensions"""
 
     clip_mode: Literal["moment", "literal"] = "moment"
-    """What training.max_norm clips: the gradient of both moments, or of the second alone (as printed in the paper)"""
+    """Apply training.max_norm to the gradient in both moments, or only in the second (as printed in the paper)"""
 
     wire: Wire = field(default="float32", metadata=LAYOUT)
-    """How the payload travels between nodes: FP32, BF16, or a code of blocks of 128 entries. What is lost by it is kept
-    (FP32, 4 bytes an entry sent) and sent later. With a code the masks of the density warm-up travel in INT8"""
+    """Encoding of the payload between nodes: FP32, BF16, or a code of blocks of 128 entries. The quantization error is
+    kept (FP32, 4 bytes per entry sent) and sent later. With a code the masks of the density warm-up are sent in INT8"""
 
     update: Literal["replicated", "sharded"] = field(default="replicated", metadata=LAYOUT)
-    """Who updates: every replica its own copy, or each entry's owner, which sends the new value to all (Algorithm 2)"""
+    """Every replica updates its own copy, or each entry's owner updates it and sends the new value to all (Algorithm
+    2)"""
 
     values: Wire = field(default="float32", metadata=LAYOUT)
-    """With "sharded", how new values travel. In BF16 or in a code their owner keeps an FP32 master of its share; coded
-    is by how much it differs from what all hold"""
+    """With "sharded", the encoding of new values. In BF16 or a code the owner keeps an FP32 master of its share; a code
+    encodes the difference to the value that all replicas hold"""
 
     weights_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
-    """What every replica keeps of the weights. In BF16 their FP32 master is with each entry's owner alone ("sharded"),
-    or with every replica ("replicated", which saves memory where the master is offloaded)"""
+    """Dtype of the weights on every replica. In BF16 the FP32 master is kept by each entry's owner ("sharded"), or by
+    every replica ("replicated", which saves memory if the master is offloaded)"""
 
     offload: list[str] = field(default_factory=list, metadata=FREE)
-    """What lies in host memory between its uses: "state" (moment and residual), "master" (FP32 weights, where there are
+    """States in host memory between their uses: "state" (moment and residual), "master" (FP32 weights, if there are
     others); two buffers of the largest tensor stay on the device for each"""
 
     chunk_bytes: int = field(default=0, metadata=FREE)
-    """The payload goes in parts of about so many bytes, packed and exchanged in turn; 0 asks the cost model"""
+    """Approximate size of the chunks in which the payload is packed and exchanged; 0 uses the cost model's choice"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,27 +111,27 @@ class ScapeOptions(MethodOptions):
     def resolve_for_links(
         self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int
     ) -> "ScapeOptions":
-        return replace(self, chunk_bytes=self.chunk_bytes or best_chunk(shapes, self, layout, rank, levels))
+        if self.chunk_bytes:
+            return self
+        plain = ScapeOptions(density=self.density, wire=self.wire, block_size=self.block_size)
+        packed, _ = plain.cost().memory_traffic(LocalModel.of_shapes([tuple(s) for s in shapes]), layout.replicate)
+        chunk = best_chunk(shapes, self.density, self.block_size, self.wire, packed, layout, rank, levels)
+        return replace(self, chunk_bytes=chunk)
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> "ScapeOptions":
         if not self.bytes:
             return self
-        own = [tuple(shape) for shape in shapes]
+        model = LocalModel.of_shapes([tuple(shape) for shape in shapes])
         try:
-            chosen = within(self.bytes, own, replicas, self.update, self.weights_dtype)
+            chosen = fit_to_budget(self, self.bytes, model, replicas)
         except ValueError as error:
             raise ValueError(f"[{self.section}] bytes = {self.bytes:g}: {error}; set no less") from None
+        sent = 100 * share_of_dense(chosen, model, replicas)
         logger.info(
-            f"[{self.section}] bytes = {self.bytes:g}: density {chosen.density:g}, block_size {chosen.block}, "
-            f"wire {chosen.wire!r}; a step sends {100 * share(chosen, own, replicas):.3g} % of the dense FP32 bytes"
+            f"[{self.section}] bytes = {self.bytes:g}: density {chosen.density:g}, block_size {chosen.block_size}, "
+            f"wire {chosen.wire!r}; a step sends {sent:.3g} % of the dense FP32 bytes"
         )
-        settings: dict[str, Any] = {
-            "density": chosen.density,
-            "block_size": chosen.block,
-            "wire": chosen.wire,
-            "values": chosen.values,
-        }
-        return replace(self, bytes=0.0, **settings)
+        return chosen
 
     def needs_comm_streams(self) -> bool:
         return self.wire != "float32" or self.bytes > 0
@@ -137,19 +144,23 @@ class ScapeOptions(MethodOptions):
             return f"{given}: simulated replicas keep all their state on the device; leave both at their defaults"
         return ""
 
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "scape",
-            self.density,
-            self.wire,
-            update=self.update,
-            values=self.values,
-            weights=self.weights_dtype,
-            offload=tuple(self.offload),
-            block=self.block_size,
-        )
+    def cost(self) -> ScapeCost:
+        return ScapeCost(self)
+
+    def label(self) -> str:
+        text = f"{self.method_name()} {self.density:g}"
+        text += "" if self.wire == "float32" else f" {short_name(self.wire)}"
+        text += " sharded" if self.update == "sharded" else ""
+        text += "" if self.values == "float32" else f" {short_name(self.values)} values"
+        return text + (" bf16 weights" if self.weights_dtype == "bfloat16" else "")
+
+    def offloaded(self) -> tuple[str, ...]:
+        return tuple(self.offload)
+
+    def without_memory_savings(self) -> Self:
+        return replace(self, update="replicated", values="float32", weights_dtype="float32", offload=[])
 
     def fingerprint(self) -> dict[str, Any]:
-        # What does nothing is no difference.
+        # Without staleness scaling these two have no effect.
         unused = {} if self.staleness_scaling else {"max_staleness": None, "keep_moment": None}
         return super().fingerprint() | unused

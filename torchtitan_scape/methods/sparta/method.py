@@ -6,9 +6,8 @@ turns, so that none is left for long, and travel in one bit, whose errors stay w
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,55 +19,14 @@ from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import LocalMethod
-from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.planner.local_volumes import OWNER_ERROR_ABOVE
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-BLOCK = 128  # entries that travel together; in a code they share its scales
-
-
-@dataclass
-class SpartaOptions(MethodOptions):
-    """[sync.sparta]: read with method = "sparta"."""
-
-    section: ClassVar[str] = "sync.sparta"
-
-    interval: int = 3
-    """Steps in which every parameter is averaged once: each step averages one block of 128 entries in so many"""
-
-    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
-    """How what replicas have moved travels, both ways: as it is, or in blocks of 128. What the code loses of it remains
-    with the replica until their next turn"""
-
-    warmup_steps: int = -1
-    """Steps at the start in which more blocks are averaged: all in the first one, then fewer, as a power; 0 for none,
-    -1 for a twentieth of training.steps"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        received_values = "it must be 0 or more, or -1 for a twentieth of training.steps"
-        self.require(self.warmup_steps >= -1, "warmup_steps", received_values)
-        self.require(self.interval >= 1, "interval", "it must be 1 or more")
-
-    def needs_comm_streams(self) -> bool:
-        return self.code != "float32"
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "sparta",
-            wire=self.code,
-            inner_steps=self.interval,
-            outer_momentum=0.0,
-            optimizer=optimizer.lower(),
-        )
-
-
-class _GroupSlice(NamedTuple):
-    """Of a shard, by its number, the blocks `first`, `first` + interval and so on, of which the last may be shorter."""
-
-    shard: int
-    first: int
+from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
+from torchtitan_scape.methods.sparta.options import (
+    BLOCK,
+    OWNER_ERROR_ABOVE,
+    GroupSlice,
+    SpartaOptions,
+    slices_of_group,
+)
 
 
 class _GroupChunk(NamedTuple):
@@ -137,13 +95,6 @@ class Sparta(LocalMethod):
         )
         return [State("anchor", self._anchors, per_replica=False, on_migration="model"), *owner_error]
 
-    def collective_calls(self) -> list[CollectiveCall]:
-        """Of all turns."""
-        interval = self.options.interval
-        chunks = [chunk for lane in range(interval) for chunk in self._cut(lane)[1]]
-        sizes = [self.collectives.padded_size(chunk.entries, self._codec) for chunk in chunks]
-        return [CollectiveCall("all_reduce", size, self._codec, 1.0 / interval) for size in sizes]
-
     def density(self) -> float:
         return 1.0 / self.options.interval
 
@@ -163,22 +114,12 @@ class Sparta(LocalMethod):
             pieces.append(_GroupChunk(chunk.entries, anchors, thetas, *owner_error or [[]]))
         return pieces
 
-    def _cut(self, lane: int) -> tuple[list[_GroupSlice], list[Chunk]]:
-        """What lies in the lane, and the chunks that it goes in, whose slices' `tensor` is a part's number."""
-        interval = self.options.interval
-        parts, sizes, begin = list[_GroupSlice](), list[int](), 0
-        for i, shard in enumerate(self.context.shards):
-            blocks = -(-shard.size // BLOCK)
-            first = (lane - begin) % interval
-            own = len(range(first, blocks, interval))
-            if own:
-                ends_short = (blocks - 1 - first) % interval == 0
-                parts.append(_GroupSlice(i, first))
-                sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
-            begin += blocks
-        return parts, chunks_of(sizes, self.collectives.chunk_entries, BLOCK)
+    def _cut(self, lane: int) -> tuple[list[GroupSlice], list[Chunk]]:
+        """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
+        parts = slices_of_group([shard.size for shard in self.context.shards], self.options.interval, lane)
+        return parts, chunks_of([part.entries for part in parts], self.collectives.chunk_entries, BLOCK)
 
-    def _views(self, part: _GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
+    def _views(self, part: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
         """Of anchor, parameter and what is owed what a slice has: whole blocks, and a shorter last one."""
         shard = self.context.shards[part.shard]
         kept = [self._anchors[shard.name], stored(shard.parameter).detach()]

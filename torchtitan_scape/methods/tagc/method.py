@@ -4,44 +4,19 @@ Polyakov, Dukhanov, Spirin, "TAGC: Optimizing Gradient Communication in Distribu
 (arXiv:2504.05638), which does so between the ranks of a shard axis.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import choose_backend, tagc_passes
 from kernels.scape.blocks import entries_per_block
-from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
+from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
 from kernels.tagc.index import to_offsets, union_of_offsets
 from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class TagcOptions(MethodOptions):
-    """[sync.tagc]: read with method = "tagc"."""
-
-    section: ClassVar[str] = "sync.tagc"
-
-    density: float = 0.1
-    """Share of the entries that each replica chooses, in (0, 1], of every block of 1024. What any chose all send: with
-    N replicas there is room for density x N of the entries, and from 1 on a step sends more than dense training"""
-
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they would be compressed"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod("tagc", self.density, optimizer=optimizer.lower())
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.tagc.options import TagcOptions
 
 
 class Tagc(GradientMethod):
@@ -94,18 +69,6 @@ class Tagc(GradientMethod):
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        chunked, shards = self.collectives.chunked_entries, self.context.shards
-        if self._dense:
-            return [CollectiveCall("all_reduce", chunked(sum(shard.size for shard in shards)))]
-        blocks, replicas = sum(self._blocks), self.collectives.replicas
-        if self._offsets:
-            index = CollectiveCall("all_gather", index_bytes(self.options.density, blocks))
-        else:
-            index = CollectiveCall("all_reduce", bitmap_bytes(blocks, replicas) // 4)
-        whole = sum(shards[i].size for i in self._whole)
-        return [index, CollectiveCall("all_reduce", chunked(blocks * self._capacity + whole))]
 
     def density(self) -> float:
         shards = self.context.shards

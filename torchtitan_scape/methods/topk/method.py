@@ -4,9 +4,7 @@ Seide et al., "1-Bit Stochastic Gradient Descent" (2014), has the error feedback
 SGD with Memory" (2018), its convergence with top-k. The baseline of both the SCAPE and the Radius paper.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,68 +15,10 @@ from kernels.scape.reference import select_rows
 from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.topk.blocks import BlockGrid, block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.methods.topk.messages import TopkMessages, from_blocks, to_blocks, valid_mask
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class TopkOptions(MethodOptions):
-    """[sync.topk]: read with method = "topk"."""
-
-    section: ClassVar[str] = "sync.topk"
-
-    density: float = 0.01
-    """Share of the entries that each replica sends, in (0, 1]. All receive those of all: with N replicas a step
-    sends less than dense training only while density x N is below 1.5"""
-
-    density_warmup_steps: int = 0
-    """The density falls exponentially from 1 over so many steps. Meanwhile a step whose messages would be longer than
-    dense gradients is dense"""
-
-    start: int = 0
-    """So many steps at first are dense"""
-
-    selection: Literal["block", "tensor", "tile"] = field(default="block", metadata=LAYOUT)
-    """The largest of every block, whose offsets take 9 bits at 0.01 of blocks of 1024; of every tensor (32 bits); or of
-    every tile of 64 x 64, those of one dimension in runs of 4096 (8 bits at 64 of 4096)"""
-
-    block_size: int = 1024
-    """Entries of a block, a multiple of 8 up to 32768"""
-
-    values: Literal["float32", "e2m1", "2bit"] = "float32"
-    """How what is sent travels: in FP32, in blocks of 128 of four bits each, or in two bits by four means of each
-    tensor. What the code loses stays in the residual"""
-
-    decay: float = 1.0
-    """What a step leaves of the residual, in (0, 1]; below 1 what is not sent in time is lost"""
-
-    divisor: Literal["replicas", "senders"] = "replicas"
-    """What sums are divided by: all replicas, or those that sent the entry, up to so many times more"""
-
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they would be compressed"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.01")
-        self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
-        self.require(self.start >= 0, "start", "it must be 0 or more")
-        whole_bytes = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
-        self.require(whole_bytes, "block_size", "it must be a multiple of 8 from 8 to 32768")
-        self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "topk",
-            self.density,
-            values=self.values,
-            selection=self.selection,
-            block=self.block_size,
-            optimizer=optimizer.lower(),
-        )
+from torchtitan_scape.methods.topk.options import TopkOptions
 
 
 class Topk(GradientMethod):
@@ -139,13 +79,6 @@ class Topk(GradientMethod):
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        chunked, shards = self.collectives.chunked_entries, self.context.shards
-        if self.options.density >= 1.0 or not self._sparse:
-            return [CollectiveCall("all_reduce", chunked(sum(shard.size for shard in shards)))]
-        whole = CollectiveCall("all_reduce", chunked(sum(shards[i].size for i in self._whole)))
-        return [CollectiveCall("all_gather", self._message_bytes(self.options.density)), whole]
 
     def density(self) -> float:
         entries = sum(shard.size for shard in self.context.shards)
