@@ -26,16 +26,6 @@ ORDER = (
     *(("config",), ("checkpoint",), ("planner",), ("data",), ("models",), ("huggingface",), ("observe",), ("report",)),
     *(("runtime",), ("evaluation",), ("trainer",), ("train", "evaluate", "export"), ("scripts",)),
 )
-# Imports against the order, with the step of the redesign that removes them.
-UPWARD = {
-    ("core", "methods"): "step 6: the consistency check reads methods' tensors",
-    ("optimizers", "methods"): "step 6: masked_copy_ moves out of methods.interface",
-    ("methods", "replica"): "step 7: Scape owns its finite guard",
-    ("replica", "checkpoint"): "step 8: the optimizer loads checkpoints itself",
-    ("checkpoint", "trainer"): "step 8: whole parameters are read by TorchTitan's checkpointer",
-    ("data", "trainer"): "step 3: validation reads the end of data",
-    ("report", "trainer"): "step 6: the summary reads the trainer's metrics",
-}
 LONGEST = 450
 # Files outside methods/ that quote a method's name: the default of `[sync] method`, and TAGC on the shard axis.
 QUOTE_METHODS = {"torchtitan_scape.config.job_config", "torchtitan_scape.sharding.options"}
@@ -179,8 +169,7 @@ def test_folders_import_only_folders_before_them() -> None:
             one, two = folder(module), folder(other)
             if one is not None and two is not None and one != two and rank[two] >= rank[one]:
                 upward.setdefault((one, two), []).append(f"{module} -> {other}")
-    assert {pair: found for pair, found in upward.items() if pair not in UPWARD} == {}
-    assert set(UPWARD) <= set(upward), "remove exceptions that are no longer needed"
+    assert upward == {}
 
 
 def test_methods_sharding_and_optimizers_do_not_import_the_planner() -> None:

@@ -20,8 +20,10 @@ def load(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: boo
     methods, device = optimizer.methods, optimizer.grad_norm.device
     optimizer.finish_previous_step()
     sharding_states = optimizer.sharding.unsent.loading(reader, optimizer.shards())
-    recorded = reader.saved.get("scape", reader.saved)
-    optimizer.attempted_steps = recorded.get("attempted_steps", reader.saved.get("attempted_steps", step))
+    # Format 1 stores the counter among the values of a method that performs the update itself.
+    records = [reader.saved, *(value for value in reader.saved.values() if isinstance(value, dict))]
+    counted = [record["attempted_steps"] for record in records if "attempted_steps" in record]
+    optimizer.attempted_steps = counted[0] if counted else step
     if methods[0].holds_optimizer_state:
         return methods[0].load_each(methods, reader, same_layout, step)  # type: ignore[attr-defined]
     if optimizer.weights:
