@@ -163,6 +163,6 @@ class _Exchanged(Method):
 
 def _replace_method(trainer: Any, factor: Callable[[float], float]) -> None:
     dense = trainer.replica_optimizer.methods[0]
-    method = _Exchanged(dense.setting, dense.options)
-    method.factor = factor(dense.setting.scale)
+    method = _Exchanged(dense.context, dense.options)
+    method.factor = factor(dense.context.gradient_scale)
     trainer.replica_optimizer.methods = [method]

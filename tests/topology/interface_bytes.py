@@ -45,7 +45,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
     more: dict[str, Any] = {"offload": ["state"], "values": wire} if update == "sharded" else {}
     replicas = dist.group.WORLD
     optimizer = make_scape([parameter], lr=0.1, density=density, update=update, wire=wire, replicas=replicas, **more)
-    assert len(optimizer.passes.storage.windows) == len(more.get("offload", []))
+    assert len(optimizer.method.passes.storage.windows) == len(more.get("offload", []))
     generator = torch.Generator().manual_seed(rank)
 
     def step() -> None:
