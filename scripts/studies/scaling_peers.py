@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from topology.calls import CollectiveCall
-from torchtitan_scape.methods.interface import Method, StepInfo
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import StepInfo
 
 Parallelize = Callable[..., nn.Module]
 
@@ -147,7 +148,7 @@ class _Wrapped(torch.nn.parallel.DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Exchanged(Method):
+class _Exchanged(GradientMethod):
     """Gradients have been exchanged when they come here; factor: makes them what the trainer's loss wants, sums."""
 
     factor: float
