@@ -23,7 +23,7 @@ LOCAL = {
 SIGNS = ["--optimizer.name=SignSGD", "--optimizer.lr=1e-3"]  # without moments
 LOCAL["diloco-signs"] = [*LOCAL["diloco"], *SIGNS]
 HERE = METHODS | LOCAL | {"signs": [*METHODS["adams"], *SIGNS]}
-KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "owed", "in_flight")
+KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "owner_error", "in_flight")
 
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
@@ -60,7 +60,7 @@ def trained(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
 
 def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of the parameters, moved as far as is left unsent."""
-    left = saved.get("residual", saved.get("owed", {}))
+    left = saved.get("residual", saved.get("owner_error", {}))
     return {n: values - left.get(n, torch.zeros(())) for n, values in saved["parameters"].items()}
 
 
@@ -95,10 +95,12 @@ def test_another_layout_or_method(
     (line,) = results[0]["told"]
     if method in LOCAL and into in LOCAL:
         assert largest(found["anchor"], saved["anchor"]) == 0.0
-        kept = "residual" in found or "owed" in found
-        assert ("owed" in saved) == (before == "6 simulated") and ("owed" in found) == (after == "6 simulated")
+        kept = "residual" in found or "owner_error" in found
+        assert ("owner_error" in saved) == (before == "6 simulated") and ("owner_error" in found) == (
+            after == "6 simulated"
+        )
         assert largest(found["parameters"], saved["parameters"] if kept else where_it_starts(saved)) < 1e-6
-        for kind in ("outer_momentum", "residual", "owed", "in_flight"):
+        for kind in ("outer_momentum", "residual", "owner_error", "in_flight"):
             if kind in saved and kind in found:
                 assert found[kind].keys() == saved[kind].keys() and largest(found[kind], saved[kind]) < 1e-6, kind
         assert ("in_flight" in saved) == (method == "streaming")

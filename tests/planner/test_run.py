@@ -238,7 +238,7 @@ def test_sparta_sends_a_block_group_in_every_step() -> None:
     assert sum(sent(options)) == pytest.approx(6 * n * 1.125 / 32 / 3, rel=1e-2)
     adamw = ADAMW.simulated_memory(MODEL, 1)
     assert run.simulated_memory(MODEL, 1) == adamw | {"anchor": 4.0 * n}
-    for replicas, owner_error in ((4, {}), (5, {"owed": 20.0 * n})):
+    for replicas, owner_error in ((4, {}), (5, {"owner_error": 20.0 * n})):
         own = {kind: replicas * nbytes for kind, nbytes in (adamw | {"anchor": 4.0 * n}).items()}
         assert run.simulated_memory(MODEL, replicas) == own | owner_error
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint.stateful import Stateful
 
 from topology.layout import Layout
+from torchtitan_scape.checkpoint.record_format import FORMAT
 from torchtitan_scape.checkpoint.state import describe_states, record
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -14,8 +15,6 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 RUN_METADATA = "run_metadata"
 # With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
 _LAYOUT = ("replicas", "shard", "context", "tensor", "levels_weights", "levels_block")
-# Options that a checkpoint may have by their earlier names.
-_WAS = {"wire_dtype": "wire", "values_dtype": "values"}
 
 
 class RunMetadata(Stateful):
@@ -30,6 +29,7 @@ class RunMetadata(Stateful):
         self._optimizers = optimizers
         self._layout = {*_LAYOUT, *options.layout()}
         self.values: dict[str, Any] = {
+            "format": FORMAT,
             "ranks": layout.world_size,
             "replicate": layout.replicate,
             "shard": layout.shard,
@@ -73,11 +73,11 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
                 "another --job.dump_folder, or with the model of the checkpoint"
             )
-        saved = {"levels_weights": 0, "levels_block": 0} | {_WAS.get(key, key): value for key, value in saved.items()}
+        saved = {"levels_weights": 0, "levels_block": 0} | saved
         keys = [
             key
             for key in self.values | saved
-            if key in self.values and key in saved and key not in ("residual", "states")
+            if key in self.values and key in saved and key not in ("format", "residual", "states")
         ]
         different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
         other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]

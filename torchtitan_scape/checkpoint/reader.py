@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.record_format import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.checkpoint.state import (
@@ -118,7 +119,7 @@ def _dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
 
 
 class OptimizerCheckpoint(Stateful):
-    """The optimizer's state and the method's for `dcp.save`; `checkpoint.loading.load` loads them."""
+    """The optimizer's state and the method's for `dcp.save`; `checkpoint.migration.migrate` loads them."""
 
     def __init__(self, optimizers: ReplicaOptimizer, frame: GlobalLayout, residual: str) -> None:
         self._optimizers, self._frame, self._residual = optimizers, frame, residual
@@ -144,7 +145,7 @@ class OptimizerCheckpoint(Stateful):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("it is loaded by checkpoint.loading.load")
+        raise NotImplementedError("it is loaded by checkpoint.migration.migrate")
 
 
 def _own_storage(values: Tensor) -> Tensor:
@@ -242,7 +243,7 @@ class StateReader:
         of_shard = [state for state in states if not state.by_parameter]
         if not of_shard:
             return True
-        keys = {f"{s.kind}.{name}": t for s in of_shard for name, t in s.tensors.items()}
+        keys = {f"{stored_kind(s.kind, self.saved)}.{name}": t for s in of_shard for name, t in s.tensors.items()}
         named = {shard_key(self._optimizers, key): values for key, values in keys.items()}
         there = {key: values for key, values in named.items() if self.has(key)}
         self.fill(there)
@@ -285,10 +286,10 @@ class StateReader:
         for shard in shards:
             room: dict[str, Tensor] = {}
             for kind, what in self.saved["states"].items():
-                key = f"{kind}.{shard.name}"
+                key = f"{stored_kind(kind, self.saved)}.{shard.name}"
                 if not what["by_parameter"] or not self.has(key):
                     continue
-                rows = (self.frame.share(self.replicas),) if what["own"] else ()
+                rows = (self.frame.share(self.replicas),) if what["per_replica"] else ()
                 stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
                 room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
                 put = self.frame.rows(shard.parameter, room[kind], self.replicas) if rows else None
@@ -301,7 +302,7 @@ class StateReader:
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)
-        own = {kind for kind, what in self.saved["states"].items() if what["own"]}
+        own = {kind for kind, what in self.saved["states"].items() if what["per_replica"]}
         return [
             {kind: t.view(len(t), shard.size) if kind in own else t.view(-1) for kind, t in room.items()}
             for shard, room in zip(shards, rooms, strict=True)

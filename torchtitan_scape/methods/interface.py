@@ -27,7 +27,7 @@ from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
 
 # The kind of state that contains the weights of replicas that differ.
-REPLICA_WEIGHTS = "own_parameters"
+REPLICA_WEIGHTS = "replica_weights"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class State:
 
     def describe(self) -> dict[str, Any]:
         """Return the description in a checkpoint's record, as plain values."""
-        return {"own": self.per_replica, "carries": self.on_migration, "by_parameter": self.by_parameter}
+        keys = ("per_replica", "on_migration", "by_parameter")
+        return {key: getattr(self, key) for key in keys}
 
     def entries(self, name: str, shape: torch.Size) -> Tensor:
         """Return a parameter's values in its local `shape`: the tensor itself unless `packed`."""
@@ -230,6 +231,19 @@ class Method(ABC):
     def record(self) -> dict[str, Any]:
         """Return the state that is not a tensor, as plain values for a checkpoint's record."""
         return {}
+
+    def begin_import(self, reader: Any, same_layout: bool, step: int) -> Any:
+        """Begin to load a checkpoint; only for methods with `holds_optimizer_state`, see `checkpoint.migration`.
+
+        Args:
+            reader: a `methods.imported.CheckpointReader`.
+            same_layout: method and layout are those of the run that saved.
+            step: of the checkpoint.
+
+        Returns:
+            An object with `parameter(shard, imported, row)` and `finish()`, like `methods.scape.importing.ScapeImport`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps its moments in the optimizer")
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         """Return the tensors that must be bitwise equal on all replicas, after `finish_previous_step`."""

@@ -43,7 +43,7 @@ class MethodEntry:
     optimizers: tuple[str, ...] = ANY_OPTIMIZER
     is_linear: bool = False
     supports_flat_slices: bool = False
-    import_function: str = "pending.import_state"
+    import_function: str = "imported.import_state"
 
     @property
     def method(self) -> "type[Method]":
@@ -52,7 +52,7 @@ class MethodEntry:
         return found
 
     @property
-    def incoming(self) -> Any:
+    def import_state(self) -> Any:
         """The function `import_function`."""
         return _import(self.import_function)
 
@@ -75,7 +75,7 @@ METHODS: dict[str, MethodEntry] = {
         "scape.method.ScapeMethod",
         ("AdamS",),
         supports_flat_slices=True,
-        import_function="scape.loading.import_scape_state",
+        import_function="scape.importing.import_scape_state",
     ),
     "topk": MethodEntry(TopkOptions, "topk.method.Topk"),
     "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),

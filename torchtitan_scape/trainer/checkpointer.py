@@ -21,8 +21,8 @@ from torch.torch_version import TorchVersion
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
-from torchtitan_scape.checkpoint.loading import load
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
+from torchtitan_scape.checkpoint.migration import migrate
 from torchtitan_scape.checkpoint.parts import RANDOM, RESIDUALS, RandomState, sizes_line
 from torchtitan_scape.checkpoint.reader import (
     GlobalLayout,
@@ -325,7 +325,8 @@ class ReplicaCheckpointer(CheckpointManager):
         messages = []
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._frame)
-            messages.append(load(self._optimizers, reader, same_layout, self.states["train_state"].step))
+            step = self.states["train_state"].step
+            messages.append(migrate(self._optimizers, reader, same_layout, step).text())
             if same_layout and MODEL not in excluded:
                 reader.fill_weights()
             elif self._optimizers.levels is not None:

@@ -1,7 +1,7 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.interface import State, StepInfo
 from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.exchange import PayloadInFlight
-from torchtitan_scape.methods.scape.loading import load_scape
+from torchtitan_scape.methods.scape.importing import ScapeImport
 from torchtitan_scape.methods.scape.recorder import GradientRecorder
 from torchtitan_scape.methods.scape.shared import replicated_by_scape
 from torchtitan_scape.methods.scape.state import StateByParameter
@@ -154,10 +154,8 @@ class ScapeMethod(ScapeComponents):
     def record(self) -> dict[str, Any]:
         return {"scape": StateByParameter(self).record(), "applied_steps": self.applied_steps.item()}
 
-    @staticmethod
-    def load_each(each: Sequence["ScapeMethod"], reader: Any, same_layout: bool, step: int) -> str:
-        """Load a checkpoint's state into the replicas of this process: see `load_scape`."""
-        return load_scape(each, reader, same_layout, step)
+    def begin_import(self, reader: Any, same_layout: bool, step: int) -> ScapeImport:
+        return ScapeImport(self, reader, same_layout, step)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

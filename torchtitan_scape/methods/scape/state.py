@@ -116,7 +116,11 @@ class StateByParameter:
         for (kind, name), values in self.tensors(residual).items():
             kinds.setdefault(kind, {})[name] = values
         found = [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()]
-        return found + [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
+        return found + self.layout_states()
+
+    def layout_states(self) -> list[State]:
+        """Return the tensors that only the same layout can use. No communication."""
+        return [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
 
     @staticmethod
     def declared() -> list[State]:

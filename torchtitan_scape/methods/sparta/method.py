@@ -89,7 +89,7 @@ class Sparta(LocalMethod):
 
     def states(self) -> list[State]:
         owner_error = (
-            [State("owed", self._owner_error, per_replica=True, on_migration="displacement")]
+            [State("owner_error", self._owner_error, per_replica=True, on_migration="displacement")]
             if self._owner_error
             else []
         )

@@ -107,7 +107,7 @@ class SpartaCost(GradientCost):
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         n = 4.0 * model.entries
-        return {"anchor": n} | ({"owed": n} if self.keeps_owner_error(replicas) else {})
+        return {"anchor": n} | ({"owner_error": n} if self.keeps_owner_error(replicas) else {})
 
     def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
         kinds = optimizer | self.device_memory(model, replicas)
