@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtitan_scape.checkpoint.own_loop import checkpoint_states, load_checkpoint
     from torchtitan_scape.methods.demo.options import DemoOptions
     from torchtitan_scape.methods.dense.options import DenseOptions
     from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -50,6 +51,8 @@ __all__ = [
     "StreamingDilocoOptions",
     "TagcOptions",
     "TopkOptions",
+    "checkpoint_states",
+    "load_checkpoint",
     "replicate",
 ]
 
@@ -72,6 +75,8 @@ _MODULES = {
     "StreamingDilocoOptions": "methods.streaming_diloco.options",
     "TagcOptions": "methods.tagc.options",
     "TopkOptions": "methods.topk.options",
+    "checkpoint_states": "checkpoint.own_loop",
+    "load_checkpoint": "checkpoint.own_loop",
     "replicate": "replica.replicate",
 }
 

@@ -2,12 +2,12 @@
 
 The rule:
 
-- Pending updates, which some replica has not applied yet, are never lost. If there are as many replicas as in the run
-  that saved, each keeps its own; otherwise each receives the mean, so that the sum over replicas divided by their number
+- Pending updates, which some replica has not applied yet, are never lost. With as many replicas as in the run that
+  saved, each keeps its own; otherwise each receives the mean, so that the sum over replicas divided by their number
   stays. A method that keeps no pending gradients receives their mean in its first moment. Pending displacements of
   weights that differ between replicas are kept, or applied to the weights.
-- First moments are copied, second moments if the optimizer has them; with per-replica weights each replica receives its
-  own, or the mean.
+- First moments are copied, second moments if the optimizer has them. With per-replica weights each replica receives
+  its own, or the mean.
 - State that follows the layout (masks, projections, exchanges in flight) is loaded by the same layout only. Without it,
   the next exchange is complete.
 """
@@ -96,7 +96,7 @@ class _Receiver:
                 reader.fill(state)
                 load_dense_state(optimizer, state)
         summary.copied = not self.same_optimizer
-        self.stores = optimizer.weights or [ReplicaWeights.of(optimizer.shards(), optimizer.inner)]
+        self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
 
     def load(self) -> None:
         for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader)):
@@ -180,6 +180,10 @@ class _Receiver:
             added = for_moment(imported.pending.mean, beta1)
             moment = added if moment is None else moment + added
             self.summary.flushed, self.summary.lost = True, self.summary.lost or beta1 == 0.0
+        for kind, saved_values in imported.replica_copies.items():
+            if per_replica and shard.name in store.moments.get(kind, {}):
+                target = store.moments[kind][shard.name]
+                target.copy_(saved_values.of_replica(row).view(target.shape))
         target = store.moments.get(FIRST, {}).get(shard.name)
         self.summary.moments_continue |= moment is not None and target is not None
         if target is None:

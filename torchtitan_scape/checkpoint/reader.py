@@ -43,19 +43,22 @@ _AT_A_TIME = 1 << 29
 
 
 class GlobalLayout:
-    """How local tensors of this rank lie in the global ones.
+    """The position of this rank's local tensors in the global ones.
 
-    mesh: with the axis of replicas first, then those over which parameters are sharded.
-    simulated: replicas that one process plays, 1 for a real one.
-    replicas: (how many, which of them this rank is of), where parameters are slices and the mesh does not say it.
+    Args:
+        mesh: its dimension "dp_replicate" first, then those over which parameters are sharded; None in a process
+            without a process group.
+        simulated: replicas of this process, 1 for a real one.
+        replicas: (how many, which of them this rank is of), if parameters are slices and the mesh does not tell.
     """
 
-    def __init__(self, mesh: DeviceMesh, simulated: int, replicas: tuple[int, int] | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, simulated: int, replicas: tuple[int, int] | None = None) -> None:
         self._mesh, self.simulated = mesh, simulated
-        axis: DeviceMesh = mesh["dp_replicate"]
-        here: tuple[int, int] = replicas or (axis.size(), axis.get_local_rank())
-        self.replicas, self.replica = here
-        self.ways = mesh.size() // self.replicas  # over which a replica is sharded
+        if replicas is None:
+            axis: DeviceMesh | None = None if mesh is None else mesh["dp_replicate"]
+            replicas = (1, 0) if axis is None else (axis.size(), axis.get_local_rank())
+        self.replicas, self.replica = replicas
+        self.ways = 1 if mesh is None else mesh.size() // self.replicas  # over which a replica is sharded
 
     def whole(self, parameter: Tensor, values: Tensor) -> Any:
         """`values`, of the parameter's local shape, as a tensor sharded like it, or what DCP takes for one."""
@@ -80,6 +83,8 @@ class GlobalLayout:
             if not names:
                 return values
             return _dtensor(values, parameter.device_mesh, placements, (count, *parameter.shape))  # type: ignore
+        if self._mesh is None:
+            return values
         mesh = self._mesh[("dp_replicate", *names)]
         return _dtensor(values, mesh, [Shard(0), *placements], (count, *parameter.shape))
 
@@ -188,12 +193,23 @@ class ModelCheckpoint(Stateful):
 class StateReader:
     """Reads a checkpoint's optimizer state parameter by parameter, some at a time. All calls are collective.
 
-    saved: the record of the run that saved, see `metadata.py`.
-    replicas: of that run.
+    Args:
+        saved: the record of the run that saved, see `metadata.py`.
+        prefix: of the model's tensors in the checkpoint.
+
+    Attributes:
+        replicas: of the run that saved.
     """
 
-    def __init__(self, path: str, saved: dict[str, Any], optimizers: ReplicaOptimizer, frame: GlobalLayout) -> None:
-        self.path, self.saved, self.frame = path, saved, frame
+    def __init__(
+        self,
+        path: str,
+        saved: dict[str, Any],
+        optimizers: ReplicaOptimizer,
+        frame: GlobalLayout,
+        prefix: str = "",
+    ) -> None:
+        self.path, self.saved, self.frame, self._prefix = path, saved, frame, prefix
         self._optimizers, self._shards = optimizers, optimizers.shards()
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
         self.replicas: int = saved["replicas"]
@@ -235,7 +251,7 @@ class StateReader:
     def model(self, shard: LocalShard) -> Tensor:
         """The parameter itself, FP32 (n,)."""
         room = torch.empty(local(shard.parameter).shape)
-        load_into(self.path, {shard.name: self.frame.whole(shard.parameter, room)})
+        load_into(self.path, {self._prefix + shard.name: self.frame.whole(shard.parameter, room)})
         return room.view(-1)
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
@@ -263,13 +279,16 @@ class StateReader:
     @property
     def has_dense_state(self) -> bool:
         """Whether a dense optimizer's state was saved."""
-        return self.has(f"state.{self._shards[0].name}.step")
+        in_format_1 = self.has(f"state.{self._shards[0].name}.step")
+        return bool(self.saved.get("dense_state", in_format_1))
 
     def applied_steps(self) -> float:
-        """Of the optimizer that was saved, as its bias correction counts them."""
+        """Return the steps that the saved optimizer's bias correction has counted; 0 if it counts none."""
         if "applied_steps" in self.saved:
             return float(self.saved["applied_steps"])
         key = f"state.{self._shards[0].name}.step"
+        if not self.has(key):
+            return 0.0
         stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
         steps = torch.zeros(stored.size, dtype=stored.properties.dtype)
         self.fill({key: steps})
@@ -298,7 +317,8 @@ class StateReader:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
                     room[kind] = torch.empty(shard.local_shape)
                     keys[moment] = self.frame.whole(shard.parameter, room[kind])
-            if not room and OPTIMIZERS[self.saved["optimizer"]].moments(shard):
+            entry = OPTIMIZERS.get(self.saved["optimizer"])
+            if not room and entry is not None and entry.moments(shard):
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)

@@ -89,6 +89,7 @@ class ImportedState:
         pending: gradients in mean units that no step has applied yet, on any replica.
         weights: of replicas that differed; None if the weights are those of the saved model.
         displacements: by kind, pending changes of the weights, anchor minus weight, besides those in `weights`.
+        replica_copies: by kind, further optimizer state of replicas that differed.
     """
 
     exp_avg: SavedValues | None = None
@@ -99,6 +100,7 @@ class ImportedState:
     def __init__(self, kinds: dict[str, Tensor]) -> None:
         self.kinds = kinds
         self.displacements: dict[str, SavedValues] = {}
+        self.replica_copies: dict[str, SavedValues] = {}
 
     def mean_weights(self) -> Tensor | None:
         """FP32 (n,): the mean weights, with all pending displacements applied. Collective."""
@@ -131,6 +133,8 @@ def import_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: tor
             imported.pending = saved if imported.pending is None else imported.pending + saved
         elif described["on_migration"] == "displacement":
             imported.displacements[kind] = saved
+        elif described["per_replica"]:
+            imported.replica_copies[kind] = saved
     return imported
 
 

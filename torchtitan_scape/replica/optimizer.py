@@ -60,6 +60,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     Attributes:
         inner: the wrapped optimizer.
+        options: the method's options, as they were passed.
         methods: one per replica of this process.
         collectives: act for all replicas of this process.
         guard: the check for non-finite gradients.
@@ -98,7 +99,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             optimizer = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.sharding, self.repairs = Sharding(), False
+        self.options, self.sharding, self.repairs = options, Sharding(), False
         self.levels: ThreeLevelState | None = None
         self._stashed: list[list[Tensor]] = []
         self._shards = collect_shards(optimizer.param_groups)

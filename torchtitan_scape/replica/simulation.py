@@ -30,6 +30,11 @@ class ReplicaWeights:
         """Create the optimizer's state if it has none yet: checkpoints read and write it in place."""
         if not all(optimizer.state.get(shard.parameter) for shard in shards):
             create_state(optimizer)
+        return cls.with_state_of(shards, optimizer)
+
+    @classmethod
+    def with_state_of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
+        """As `of`, with the state that the optimizer has."""
         moments: dict[str, dict[str, Tensor]] = {}
         for shard in shards:
             for kind, values in optimizer.state[shard.parameter].items():

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from topology.groups import build_groups, build_level_groups
 from topology.layout import Layout
 from torchtitan_scape.checkpoint.best import BestCheckpoint
-from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import check_config, remarks
 from torchtitan_scape.config.job_config import JobConfig, options_of
@@ -46,6 +45,7 @@ from torchtitan_scape.trainer.layout import is_dry_run, layout_of
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+from torchtitan_scape.trainer.run_record import run_record
 from torchtitan_scape.trainer.specs import register
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class ScapeTrainer(Trainer):
     def _attach_checkpointer(self) -> None:
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
-        record = RunMetadata(self.layout, self.job_config, options.residual, self.replica_optimizer)
+        record = run_record(self.layout, self.job_config, self.replica_optimizer)
         replicas = None
         if self.replica_optimizer.levels is not None:
             own = self.layout.coordinates(dist.get_rank())["replicate"]
