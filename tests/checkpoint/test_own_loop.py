@@ -1,4 +1,4 @@
-"""Checkpoints of own training loops through `torch.distributed.checkpoint`: exact, and into other layouts and methods."""
+"""Checkpoints of own training loops through `torch.distributed.checkpoint`: exact, or into another layout or method."""
 
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,8 @@ def resume_every_method(folder: str, shards: int, methods: list[str]) -> list[st
         saved, loaded = save(path, method, shards, 8), load(path, method, shards, 8)
         equal = all(torch.equal(saved[key], loaded[key]) for key in ("weights", "shared", "after"))
         if not equal or "as it was saved" not in loaded["text"]:
-            different.append(f"{method}: {loaded['text']}")
+            unequal = [key for key in ("weights", "shared", "after") if not torch.equal(saved[key], loaded[key])]
+            different.append(f"{method}: {unequal} {loaded['text']}")
     return different
 
 
@@ -165,10 +166,12 @@ def wrong(folder: str) -> list[str]:
     other = torch.nn.Linear(3, 3)
     other_optimizer = replicate(other, torch.optim.AdamW(other.parameters()), "dense", dist.group.WORLD)
     found = []
+    dcp.save({"progress": Progress()}, checkpoint_id=folder + "/other")
     for call in (
         partial(load_checkpoint, folder, other, other_optimizer),
         partial(checkpoint_states, model, optimizer, "all"),
         partial(load_checkpoint, folder + "/none", model, optimizer),
+        partial(load_checkpoint, folder + "/other", model, optimizer),
     ):
         with pytest.raises(ValueError) as caught:
             call()
@@ -177,7 +180,8 @@ def wrong(folder: str) -> list[str]:
 
 
 def test_mistakes_end_in_one_message(pool2: Pool, tmp_path: Path) -> None:
-    another, residual, missing = pool2(wrong, str(tmp_path))[0]
-    assert "holds the model 'Sequential with 6,922 parameters', this run has 'Linear with 12 parameters'" in another
+    another, residual, missing, foreign = pool2(wrong, str(tmp_path))[0]
+    assert "holds the model '6,922 parameters in 6 tensors', this run has '12 parameters in 2 tensors'" in another
     assert residual == "residual is 'all'; it must be one of exact, mean, drop"
     assert missing.endswith(".metadata is missing")
+    assert foreign.endswith("has no states of checkpoint_states(); save these, or load it with dcp.load")

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.checkpoint.folder import read_record
+from torchtitan_scape.checkpoint.folder import names_in, read_record
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
 from torchtitan_scape.checkpoint.reader import (
@@ -52,7 +52,7 @@ def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: s
     return {
         MODEL: ModelCheckpoint(_ModelState(model), optimizer, layout),
         OPTIMIZER: OptimizerCheckpoint(optimizer, layout, residual),
-        RUN_METADATA: _record(model, optimizer, residual),
+        RUN_METADATA: _record(optimizer, residual),
     }
 
 
@@ -68,8 +68,10 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     Raises:
         ValueError: the checkpoint is damaged, or of another model.
     """
+    if not {MODEL, OPTIMIZER, RUN_METADATA} <= names_in(path):
+        raise ValueError(f"{path} has no states of checkpoint_states(); save these, or load it with dcp.load")
     saved = read_record(path)
-    record = _record(model, optimizer, saved["residual"])
+    record = _record(optimizer, saved["residual"])
     same_layout, different = record.compare(saved, path)
     layout = _layout_of(optimizer)
     weights = ModelCheckpoint(_ModelState(model), optimizer, layout)
@@ -96,9 +98,10 @@ class _ModelState:
         set_model_state_dict(self._model, state_dict)
 
 
-def _record(model: nn.Module, optimizer: ReplicaOptimizer, residual: str) -> RunMetadata:
-    entries = sum(shard.entries for shard in optimizer.shards())
-    return RunMetadata(optimizer, residual, {"model": f"{type(model).__name__} with {entries:,} parameters"})
+def _record(optimizer: ReplicaOptimizer, residual: str) -> RunMetadata:
+    shards = optimizer.shards()
+    size = f"{sum(shard.entries for shard in shards):,} parameters in {len(shards)} tensors"
+    return RunMetadata(optimizer, residual, {"model": size})
 
 
 def _layout_of(optimizer: ReplicaOptimizer) -> GlobalLayout:

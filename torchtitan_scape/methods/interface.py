@@ -212,6 +212,10 @@ class Method(ABC):
             sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
         return sizes
 
+    def discard_exchanges(self) -> None:
+        """Forget exchanges that are in flight, and requests: another state is about to be loaded. Collective."""
+        self._full_exchange_requested = False
+
     def allocate(self, kind: str, name: str) -> None:
         """Create a parameter's state that exists only at times, before it is loaded."""
 
@@ -220,7 +224,8 @@ class Method(ABC):
         return {state.kind: dict(state.tensors) for state in self.states()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load the result of `state_dict` into the present tensors."""
+        """Load the result of `state_dict` into the present tensors. Collective."""
+        self.discard_exchanges()
         for kind, tensors in saved.items():
             for name in tensors:
                 self.allocate(kind, name)

@@ -130,6 +130,14 @@ class LocalUpdates(LocalMethod):
         }
         return [*found, State("in_flight", in_flight, per_replica=False, on_migration="copy"), *self._codec_states()]
 
+    def discard_exchanges(self) -> None:
+        super().discard_exchanges()
+        for flight in self._flights:
+            flight.arrived()
+        self._flights, self._whole = [], False
+        for fragment in self._fragments:
+            fragment.codec.discard_exchanges()
+
     def allocate(self, kind: str, name: str) -> None:
         if kind != "in_flight":
             return

@@ -61,7 +61,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
                 "needs the same layout and options, a checkpoint of the trainer does not"
             )
-    optimizer.finish_previous_step()
+    optimizer.discard_exchanges()
     optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
     if optimizer.weights:
         optimizer.weights[0] = ReplicaWeights.of(optimizer.shards(), optimizer.inner)

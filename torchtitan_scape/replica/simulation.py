@@ -75,6 +75,29 @@ class ReplicaWeights:
             second.copy_(kept)
 
 
+def weights_of_replicas(
+    count: int,
+    shards: list[Shard],
+    optimizer: torch.optim.Optimizer,
+    make_optimizer: Callable[[Named], torch.optim.Optimizer] | None,
+) -> list[ReplicaWeights]:
+    """Return the weights of each replica of this process; the first one's are those of the model.
+
+    Args:
+        make_optimizer: builds the optimizers of the others.
+
+    Raises:
+        ValueError: there are several replicas and no `make_optimizer`.
+    """
+    if count > 1 and make_optimizer is None:
+        raise ValueError(
+            f"{count} simulated replicas of a method whose weights differ need an optimizer each; pass a function that "
+            "builds one, for example partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    others = [ReplicaWeights.copy_of(shards, make_optimizer) for _ in range(count - 1) if make_optimizer]
+    return [ReplicaWeights.of(shards, optimizer), *others]
+
+
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer create its state: a step of length 0 with zero gradients, then zeros."""
     kept = [{key: group[key] for key in group.keys() & {"lr", "eps"}} for group in optimizer.param_groups]
