@@ -1,5 +1,6 @@
 """Resuming where replicas differ: what becomes of their parameters, moments and what they have not sent."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
     from torchtitan_scape.core.parameters import local
 
     optimizers = trainer.replica_optimizer
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     each = optimizers.weights or [None]
     for number, shard in enumerate(optimizers.shards()):
         rows: dict[str, list[Tensor]] = {}
@@ -49,7 +50,8 @@ def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
             mean = torch.stack(of_each).mean(0)
             optimizers.collectives.sum_over_replicas(mean)
             mean = mean / optimizers.collectives.replicas
-            found[kind][shard.name] = whole(mean, shard.parameter)
+            if kind in KINDS:
+                found[kind][shard.name] = whole(mean, shard.parameter)
     steps = enumerate(one["step"].clone() for one in optimizers.inner.state.values() if "step" in one)
     return {kind: values for kind, values in (found | {"step": dict(steps)}).items() if values}
 
