@@ -5,6 +5,7 @@ config is checked and its ranks are laid out; of a script its options are read. 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -225,11 +227,15 @@ def test_a_run_runs(variables: dict[str, str], arguments: list[str], tmp_path: A
 # ---------------------------------------------------------------------------------------------- Python
 
 
-def run_page(codes: list[str]) -> float | None:
-    """The Python of a page, in one namespace, as a rank of two. The last loss, where it has one."""
+def run_page(codes: list[str], folder: str) -> float | None:
+    """Run the Python of a page in `folder`, in one namespace, as a rank of two; return its last loss if it has one."""
     scope: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(dist.get_rank())
-    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+    with (
+        contextlib.chdir(folder),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+    ):
         for code in codes:
             exec(compile(code, "page", "exec"), scope)
     if "model" in scope:
@@ -241,8 +247,8 @@ def run_page(codes: list[str]) -> float | None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_of_a_page_runs(page: str, pool2: Pool) -> None:
-    losses = pool2(run_page, blocks(page, "python"))
+def test_the_python_of_a_page_runs(page: str, pool2: Pool, tmp_path: Path) -> None:
+    losses = pool2(run_page, blocks(page, "python"), str(tmp_path))
     assert all(loss is None or loss < 1.0 for loss in losses)
 
 
