@@ -1,4 +1,4 @@
-"""The house as docs/architecture.md draws it: which package may import which, and what no file may do."""
+"""The house as docs/explanation/architecture.md draws it: which package may import which, and what no file may do."""
 
 import ast
 import re

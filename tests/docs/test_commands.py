@@ -173,12 +173,12 @@ def test_the_planner_answers(command: Command, tmp_path: Any, monkeypatch: pytes
 
 def test_the_bytes_of_the_kernels_are_those_that_the_script_tells(tmp_path: Any) -> None:
     command = next(
-        c for c in COMMANDS if c.page == "docs/kernels.md" and "scripts.benchmarks.kernel_bytes" in c.arguments
+        c for c in COMMANDS if c.page == "docs/explanation/kernels.md" and "scripts.benchmarks.kernel_bytes" in c.arguments
     )
     with patch.object(sys, "argv", [*command.arguments[1:], f"--output={tmp_path}"]), redirect_stdout(io.StringIO()):
         runpy.run_module(command.arguments[1], run_name="__main__")
     rows = [row for row in (tmp_path / "bytes.md").read_text().splitlines() if row.startswith("| llama")]
-    assert len(rows) == 6 and all(row in read("docs/kernels.md") for row in rows)
+    assert len(rows) == 6 and all(row in read("docs/explanation/kernels.md") for row in rows)
 
 
 SHORT = ["--training.steps=1", "--training.seq_len=32", "--validation.seq_len=32", "--validation.steps=1"]

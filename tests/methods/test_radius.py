@@ -228,7 +228,7 @@ OLD = Case("radius", {"density": 0.25, "interval": 3, "start": 0})
 
 
 def test_off_the_mask_adamw_stops_and_adams_goes_on() -> None:
-    """By so many times the rate, as docs/architecture.md has it."""
+    """By so many times the rate, as docs/reference/methods/radius.md has it."""
     moved = {}
     for make_optimizer in (torch.optim.AdamW, AdamS):
         w = nn.Parameter(torch.zeros(1))

@@ -176,7 +176,7 @@ def _leaner(case: PlanRequest, advice: Advice) -> Iterator[str]:
     if not lower_memory_variants(case, advice.sparse):
         return
     model = case.workload.local(advice.sparse.layout.shard)
-    yield "With less memory, on the same layout (docs/memory.md; copies to the host at the rate of the preset):"
+    yield "With less memory, on the same layout (docs/explanation/memory.md; host copies at the rate of the preset):"
     for c in (advice.sparse, *lower_memory_variants(case, advice.sparse)):
         host = sum(c.method.host_memory(model, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""

@@ -27,7 +27,8 @@ class Radius(GradientMethod):
     2. from then on, where `interval` divides t, a refresh: G is the mean of residual + gradient, the residual 0;
     3. else: G is the mean of what is on the mask, in one all-reduce, and 0 off it; what is off it enters the residual;
     4. container: G is clipped, and the optimizer, AdamW or AdamS as it is, updates all entries with it: off the mask
-       moments decay, and move the entry by what is left of them (by far more with AdamS: see docs/architecture.md);
+       moments decay, and move the entry by what is left of them (by far more with AdamS, see
+       docs/reference/methods/radius.md);
     5. at a refresh, after the update: the mask is where the update without its rate, decay included, was largest.
 
     Parameters of one dimension and `dense_names` go whole in every step. Until the first refresh all entries are on the
