@@ -173,7 +173,9 @@ def test_the_planner_answers(command: Command, tmp_path: Any, monkeypatch: pytes
 
 def test_the_bytes_of_the_kernels_are_those_that_the_script_tells(tmp_path: Any) -> None:
     command = next(
-        c for c in COMMANDS if c.page == "docs/explanation/kernels.md" and "scripts.benchmarks.kernel_bytes" in c.arguments
+        c
+        for c in COMMANDS
+        if c.page == "docs/explanation/kernels.md" and "scripts.benchmarks.kernel_bytes" in c.arguments
     )
     with patch.object(sys, "argv", [*command.arguments[1:], f"--output={tmp_path}"]), redirect_stdout(io.StringIO()):
         runpy.run_module(command.arguments[1], run_name="__main__")

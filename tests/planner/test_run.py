@@ -89,7 +89,7 @@ def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: 
     n = whole.entries
     assert pack / n == pytest.approx(least["pack"] / n, abs=1e-4)
     assert (pack + rest) / n == pytest.approx(sum(least.values()) / n, abs=1e-4)
-    assert (pack + rest) / n == pytest.approx({0.1: 27.54, 0.01: 25.03}[density], abs=0.005)  # docs/explanation/kernels.md
+    assert (pack + rest) / n == pytest.approx({0.1: 27.54, 0.01: 25.03}[density], abs=0.005)  # explanation/kernels.md
 
 
 def test_kernel_bytes_by_hand() -> None:
