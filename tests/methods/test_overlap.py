@@ -117,7 +117,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         for number in range(2):
             micro_batch(step, number)
         if isinstance(optimizers._overlap, BackwardOverlap):
-            begun.append(len(optimizers._overlap._arriving))
+            begun.append(len(optimizers._overlap._in_flight))
         optimizers.step()
     optimizers.finish_previous_step()
     kept = [t for state in optimizers.methods[0].states() for t in state.tensors.values()]

@@ -17,7 +17,7 @@ from topology.collectives import ReplicaCollectives
 from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalised
+from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalize
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 
 FACTORED = (0, 4)  # of SHAPES; the others would not be smaller
@@ -81,9 +81,9 @@ def test_a_gradient_of_low_rank_comes_back() -> None:
 @pytest.mark.parametrize("columns", [1, 2, 3, 5])
 def test_columns_are_orthonormal(columns: int) -> None:
     matrix = torch.randn(20, columns, generator=torch.Generator().manual_seed(0))
-    q = orthonormalised(matrix)
+    q = orthonormalize(matrix)
     torch.testing.assert_close(q.T @ q, torch.eye(columns), rtol=0, atol=1e-5)
-    assert not orthonormalised(torch.zeros(20, columns)).isnan().any()
+    assert not orthonormalize(torch.zeros(20, columns)).isnan().any()
 
 
 def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -116,7 +116,7 @@ def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[lis
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 drawn = torch.randn(shape[1], rank)
-            method.states()[1].tensors["w"].copy_(orthonormalised(drawn))
+            method.states()[1].tensors["w"].copy_(orthonormalize(drawn))
         with torch.no_grad():
             ours.append(
                 method.synchronize([local.weight.grad.view(-1)], StepInfo(number, torch.tensor(True)))[0].view(shape)

@@ -346,7 +346,7 @@ def test_sending_all_is_a_refresh() -> None:
     [
         ({"density": 0.0}, r"\[sync.radius\] density = 0.0; it must lie in \(0, 1\]"),
         ({"interval": 0}, "interval = 0; it must be 1 or more"),
-        ({"start": -2}, "start = -2; it must be 0 or more, or -1 for a fifth of training.steps"),
+        ({"start": -2}, "start = -2; it must be 0 or more, or -1 for one fifth of training.steps"),
         ({"release_scale": 0.5}, "release_scale = 0.5; it must be 1"),
         ({"clip_refresh": "never"}, "clip_refresh = 'never'"),
     ],
