@@ -239,13 +239,13 @@ def test_too_little_host_memory_is_refused() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"offload = \['moment'\]; it may have"):
         make_scape(Model().named_parameters(), lr=0.1, offload=["moment"])
-    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no master besides"):
+    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no separate master"):
         make_scape(Model().named_parameters(), lr=0.1, offload=["master"])
     model = Model()
     hold_in_bfloat16(model, scaled=False)
     with pytest.raises(ValueError, match="hold_in_bfloat16"):
         make_scape(model.named_parameters(), lr=0.1, update="sharded")
-    with pytest.raises(ValueError, match=r"'q' is not kept in BF16, and others are"):
+    with pytest.raises(ValueError, match=r"'q' is not stored in BF16, but other parameters are"):
         make_scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1)
 
 
@@ -282,7 +282,7 @@ def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -
         def probe(optimizer: Scape, model: Model, step: int) -> None:
             passes: Any = optimizer.method.passes
             masters.append([m.clone() for m in passes.masters])
-            own = optimizer.method.cut([p.detach() * 1.0 for p in model.parameters()])
+            own = optimizer.method.slice_tensors([p.detach() * 1.0 for p in model.parameters()])
             for i in passes.updater.own:
                 error = (own[i] - passes.masters[i]).abs()
                 assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
@@ -326,7 +326,7 @@ def test_another_optimizer_takes_the_weights_over() -> None:
     again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
     assert torch.equal(again.method.passes.updater.scales, optimizer.method.passes.updater.scales)  # type: ignore[attr-defined]
-    again.method.passes.start_master(again.method.cut([stored(p) for p in model.parameters()]))
+    again.method.passes.start_master(again.method.slice_tensors([stored(p) for p in model.parameters()]))
     torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
 
 

@@ -67,7 +67,7 @@ def test_owners_lose_nothing_of_values_that_travel_rounded(values: str) -> None:
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         def take(optimizer: Scape, step: int) -> None:
             passes: Any = optimizer.method.passes
-            for (tensor, piece), master in zip(optimizer.method.pieces, passes.kept("master"), strict=True):
+            for (tensor, piece), master in zip(optimizer.method.slices, passes.kept("master"), strict=True):
                 if piece.owner == collectives.replica:
                     found[tensor][piece.start : piece.end] = master
 
