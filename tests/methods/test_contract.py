@@ -441,7 +441,7 @@ def test_every_method_is_in_the_contract() -> None:
 def test_a_gpu_waits_for_nothing_and_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A skipped step included; to the last bit. Entries of masks whose number is not known are asked for; local updates
     ask at their exchanges."""
-    waits_here(monkeypatch, Radius, "_counts")
+    waits_here(monkeypatch, Radius, "_entries_in_mask")
     expected = run_replicas(2, lambda collectives: play(collectives, case, nan_at=5))
     plain = exchanged
 
