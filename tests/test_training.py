@@ -395,7 +395,7 @@ def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
     rest, begun = BackwardOverlap.start_remaining, list[int]()
 
     def counted(overlap: BackwardOverlap) -> list[torch.Tensor]:
-        begun.append(len(overlap._arriving))
+        begun.append(len(overlap._in_flight))
         return rest(overlap)
 
     with patch.object(BackwardOverlap, "start_remaining", counted):

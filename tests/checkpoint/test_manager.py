@@ -31,7 +31,7 @@ def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -
     kept = [
         line
         for line in messages
-        if any(word in line for word in ("damaged", "Resumed", "not written", "takes", "alone"))
+        if any(word in line for word in ("damaged", "Resumed", "incomplete", "takes", "only the model"))
     ]
     return result | {"messages": kept}
 
@@ -70,7 +70,7 @@ def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
             assert not good and "ValueError" in text and message in text.splitlines()[-1], text
 
 
-@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "not written")])
+@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "incomplete")])
 def test_the_last_whole_checkpoint_is_used(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
@@ -110,9 +110,9 @@ def test_another_model_or_a_model_alone_is_refused(
     refused(
         pool2,
         folder,
-        (["--checkpoint.load_step=8", *EMBEDDED], "holds the model"),
-        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is no checkpoint folder"),
-        (["--training.steps=10"], "step-9 holds the model alone"),
+        (["--checkpoint.load_step=8", *EMBEDDED], "contains only the model"),
+        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is not a checkpoint folder"),
+        (["--training.steps=10"], "step-9 contains only the model"),
     )
     # Its weights, and no more, for a run of its own.
     path = f"--checkpoint.initial_load_path={folder}/checkpoint/step-9"
@@ -142,7 +142,7 @@ def test_keeping_the_latest_never_deletes_the_only_good_one(
 def test_a_seed_checkpoint_is_where_another_run_begins(pool2: Pool, tmp_path: Path) -> None:
     pool2(seed, str(tmp_path))
     results = pool2(saved, str(tmp_path), 2)
-    assert any("Loading the model alone" in line and "step-0" in line for line in results[0]["messages"])
+    assert any("Loading only the model" in line and "step-0" in line for line in results[0]["messages"])
 
 
 def seed(folder: str) -> None:

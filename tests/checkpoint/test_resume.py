@@ -46,7 +46,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
                 held = reference.unpack_bits(bits, shard.size)
             total = torch.zeros(shard.size, dtype=torch.float64)
             if isinstance(passes.updater, ShardedUpdate):
-                for number, (parameter, piece) in enumerate(scape.pieces):
+                for number, (parameter, piece) in enumerate(scape.slices):
                     if parameter != i:
                         continue
                     stretch = slice(piece.start, piece.end)
@@ -58,7 +58,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             else:
                 total += passes.kept("state")[i].double() * torch.where(held, 0.9, 1.0)
             if passes.wire_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
-                for number, (parameter, piece) in enumerate(scape.pieces):
+                for number, (parameter, piece) in enumerate(scape.slices):
                     if parameter == i:
                         start, end = (piece.start, piece.end) if piece else (0, shard.size)
                         total[start:end][held[start:end]] += passes.wire_residual_of(number).double()

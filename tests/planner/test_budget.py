@@ -43,9 +43,9 @@ def test_more_bytes_than_help_are_not_spent() -> None:
 
 @pytest.mark.parametrize("replicas", [4, 64])
 def test_the_least_that_is_named_is_met_and_nothing_below_it(replicas: int) -> None:
-    with pytest.raises(ValueError, match="the least that a step of this model can send is") as refused:
+    with pytest.raises(ValueError, match="a step of this model sends at least") as refused:
         within(1e-6, SMALL, replicas)
-    (share_text,) = re.findall(r"is ([\d.]+) of", str(refused.value))
+    (share_text,) = re.findall(r"at least ([\d.]+) of", str(refused.value))
     assert share(within(float(share_text), SMALL, replicas), SMALL, replicas) <= float(share_text)
     with pytest.raises(ValueError):
         within(float(share_text) - 2e-5, SMALL, replicas)
@@ -86,8 +86,8 @@ def test_a_budget_that_cannot_be_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.randn(300, 100))
     for wrong, why in (
         ({"bytes": 1.0}, r"bytes = 1\.0; it must lie in \(0, 1\)"),
-        ({"bytes": 0.01, "selection": "tensor"}, "known for selection in blocks"),
-        ({"bytes": 1e-5}, r"bytes = 1e-05: the least .* set no less"),
+        ({"bytes": 0.01, "selection": "tensor"}, "it requires selection = "),
+        ({"bytes": 1e-5}, r"bytes = 1e-05: a step .* sends at least .* set a larger budget"),
     ):
         with pytest.raises(ValueError, match=why):
             Scape([("p", parameter)], lr=1e-3, options=ScapeOptions(**wrong))  # type: ignore[arg-type]
