@@ -151,7 +151,7 @@ class LocalUpdates(LocalMethod):
             flight.arrived()
         self._flights, self._whole = [], False
         for fragment in self._fragments:
-            fragment.codec.discard_exchanges()
+            fragment.averaging.discard_exchanges()
 
     def allocate(self, kind: str, name: str) -> None:
         if kind != "in_flight":
