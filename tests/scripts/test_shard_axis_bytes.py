@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from scripts.benchmarks.shard_axis_bytes import FORMS, TARGETS, rows_of, table
+
 from scripts.common import RESULTS
 
 

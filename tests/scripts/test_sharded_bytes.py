@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from scripts.benchmarks.sharded_bytes import FORMS, PLANS, rows_of, spread, table, verdict
+
 from scripts.common import RESULTS
 from tests import server
 
