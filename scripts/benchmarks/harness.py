@@ -72,6 +72,8 @@ def _run(module: str, args: argparse.Namespace, rest: list[str]) -> None:
         facts = json.loads((args.output / one.file).read_text())
     else:
         facts = {"command": command_of(module), "versions": versions(), **one.measure(args, rest)}
+        if os.environ.get("RANK", "0") != "0":  # under torchrun
+            return
         if one.file:
             write(args.output / one.file, facts)
     if one.page:
