@@ -1,4 +1,4 @@
-"""scripts/benchmarks/bytes.py, sharded update: ratios and verdicts from runs with known results, and the stored table."""
+"""scripts/benchmarks/bytes.py, sharded update: ratios and verdicts from runs with known results; its stored table."""
 
 import json
 from pathlib import Path
