@@ -20,19 +20,16 @@ from typing import Any
 from scripts.common import ROOT, RunError
 
 STARTED = re.compile(r"rank0\]:.* Training starts at step (\d+)")
-# A run of seconds on two CPU processes, with a complete checkpoint at every second step.
+# A run without validation that logs every step and can resume from each of its checkpoints.
+COMMON = [
+    *("--metrics.log_freq=1", "--metrics.no-enable-tensorboard", "--validation.no-enable", "--sample.characters=0"),
+    *("--checkpoint.enable", "--checkpoint.no-last-save-model-only"),
+]
+# A run of seconds on two CPU processes.
 TINY = [
-    "--metrics.log_freq=1",
-    "--metrics.no-enable-tensorboard",
-    "--training.local_batch_size=1",
-    "--training.seq_len=32",
-    "--validation.no-enable",
-    "--sample.characters=0",
-    "--lr_scheduler.warmup_steps=2",
-    "--sync.scape.density_warmup_steps=3",
-    "--checkpoint.enable",
-    "--checkpoint.interval=2",
-    "--checkpoint.no-last-save-model-only",
+    *COMMON,
+    *("--training.local_batch_size=1", "--training.seq_len=32", "--lr_scheduler.warmup_steps=2"),
+    *("--sync.scape.density_warmup_steps=3", "--checkpoint.interval=2"),
 ]
 
 

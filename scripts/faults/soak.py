@@ -3,8 +3,8 @@
     python -m scripts.faults.soak --minutes 60
     python -m scripts.faults.soak --minutes 60 --output results/soak/diloco -- --sync.method=diloco
 
-Arguments after "--" go to the trainer. Ranks and launchers are killed and halted, links fail, and the job is stopped and
-started again. Launchers restart their ranks; this script restarts launchers, as a scheduler would. A run without faults
+Arguments after "--" go to the trainer. Ranks and launchers are killed and halted, links fail, the job is stopped and
+started. Launchers restart their ranks; this script restarts launchers, as a scheduler would. A run without faults
 then trains to the same step, and the losses of all steps are compared. Writes table.md and soak.json.
 """
 
@@ -24,23 +24,15 @@ from typing import Any
 
 from scripts.common import RESULTS, RunError, guarded, markdown, names, parser, write
 from scripts.emulated_cluster import Cluster
-from scripts.faults.fault_runs import Launch
+from scripts.faults.fault_runs import COMMON, Launch
 
 TIMEOUT_SECONDS = 20.0  # of collectives
 WAIT_SECONDS = 600.0  # for training to continue, on a shared machine
 ARGUMENTS = [
-    "--metrics.log_freq=1",
-    "--metrics.no-enable-tensorboard",
-    "--training.local_batch_size=2",
-    "--training.seq_len=128",
-    "--validation.no-enable",
-    "--sample.characters=0",
-    "--checkpoint.enable",
-    "--checkpoint.interval=10",
-    "--checkpoint.no-last-save-model-only",
+    *COMMON,
+    *("--training.local_batch_size=2", "--training.seq_len=128", "--training.steps=100000"),
+    *("--lr_scheduler.warmup_steps=20", "--checkpoint.interval=10"),
     f"--comm.train_timeout_seconds={TIMEOUT_SECONDS:.0f}",
-    "--training.steps=100000",
-    "--lr_scheduler.warmup_steps=20",
 ]
 
 
