@@ -35,6 +35,7 @@ from topology.dry_run import DryRunCollectives
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
+from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.methods.scape.payload import payload_bytes, payload_entries
 
 REPLICAS, REPEATS = 8, 20
@@ -105,7 +106,8 @@ class Passes:
         self.optimizer, self.passes = optimizer, optimizer.method.passes
         self.gradients = [flat_gradient(shard) for shard in optimizer.method.ordered]
         applied = optimizer.guard.check(self.gradients)
-        self.step: PassInputs = optimizer._begin(self.gradients, applied)
+        info = StepInfo(optimizer.attempted_steps + 1, applied)
+        self.step: PassInputs = optimizer.method._inputs(self.gradients, info)
         self.passes.bind(self.step)
         own = pack_all(self.passes)
         assert own is not None
