@@ -1,7 +1,6 @@
 """Time the passes of an optimizer step, against fused AdamW, dense AdamS and plain PyTorch; and the block codes.
 
     python -m scripts.gpu.passes passes --model llama_1_8b --result FILE
-    python -m scripts.gpu.passes passes --model llama_500m --sweep --result FILE    # with other tiles
     python -m scripts.gpu.passes codes --result FILE
     TRITON_INTERPRET=1 python -m scripts.gpu.passes passes --smoke --result FILE    # a tiny model, anywhere
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from kernels import block_code
 from kernels.codec.formats import FORMATS
-from kernels.scape import triton_passes as tiles
 from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs
 from scripts.common import write
@@ -194,38 +192,12 @@ def dense(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, 
     return found
 
 
-def sweep(shapes: Sequence[Shape], clock: Clock) -> list[dict[str, Any]]:
-    """Return milliseconds of pack and update with other tiles, and of selection with other numbers of warps."""
-    rows = []
-    kinds = {"COMPACT": (1024, 2048, 4096, 8192), "SELECT": (1024, 2048)}
-    for kind, entries in kinds.items():
-        before = getattr(tiles, f"{kind}_TILE"), getattr(tiles, f"{kind}_WARP")
-        for tile in entries:
-            for warp in (256, 512, 1024):
-                setattr(tiles, f"{kind}_TILE", tile)
-                setattr(tiles, f"{kind}_WARP", warp)
-                passes = Passes(scape(parameters_of(shapes, clock.device), 0.1, "float32"))
-                row = {"kind": kind, "tile": tile, "entries a warp": warp}
-                row |= {"pack + select": clock(lambda p=passes: pack_all(p.passes)).ms}  # type: ignore[misc]
-                row |= {"update": clock(lambda p=passes: update_all(p.passes)).ms}  # type: ignore[misc]
-                rows.append(row)
-                del passes
-                free(clock)
-        setattr(tiles, f"{kind}_TILE", before[0])
-        setattr(tiles, f"{kind}_WARP", before[1])
-    return rows
-
-
 def passes(args: argparse.Namespace) -> None:
     clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
     bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
     found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "settings": []}
     print(f"a copy moves {bandwidth / 1e9:.0f} GB/s", flush=True)
-    if args.sweep:
-        found["sweep"] = sweep(shapes, clock)
-        write(args.result, found)
-        return
     found["dense"] = dense(shapes, clock, bandwidth)
     write(args.result, found)
     for density, wire in SETTINGS[1:2] if args.smoke else SETTINGS:
@@ -269,5 +241,5 @@ def codes(args: argparse.Namespace) -> None:
 WORK = {"passes": passes, "codes": codes}
 
 if __name__ == "__main__":
-    models, tiles_only = dict(choices=[*WORKLOADS], default="llama_500m"), dict(action="store_true", help="other tiles")
-    sys.exit(run_step(__doc__, lambda a: WORK[a.what](a), what_=dict(choices=[*WORK]), model=models, sweep=tiles_only))
+    models = dict(choices=[*WORKLOADS], default="llama_500m")
+    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), what_=dict(choices=[*WORK]), model=models))
