@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,9 @@ def measurement(name: str, work: Callable[..., dict[str, Any]], **arguments: dic
         return {"machine": f"{platform.machine()}, {os.cpu_count()} cores"} | found
 
     flags = {f"--{key}": options for key, options in arguments.items()}
-    table = lambda facts: json.dumps(facts, indent=1)  # noqa: E731
-    return Benchmark("prepared_data", measure, table, file=f"{name}.json", page="", arguments=flags)
+    return Benchmark(
+        "prepared_data", measure, partial(json.dumps, indent=1), file=f"{name}.json", page="", arguments=flags
+    )
 
 
 BENCHMARKS = {

@@ -104,10 +104,10 @@ def run(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {"model": args.model, "density": DENSITY, "wire": WIRE}
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, DENSITY, WIRE)
-    found["scape"] = gaps(kernels_of(clock, optimizer.step))
+    found["SCAPE"] = gaps(kernels_of(clock, optimizer.step))
     write(args.result, found)
     print(
-        f"SCAPE: {found['scape']['launches']:.0f} launches a step, gaps {found['scape']['gaps_ms']:.3f} ms", flush=True
+        f"SCAPE: {found['SCAPE']['launches']:.0f} launches a step, gaps {found['SCAPE']['gaps_ms']:.3f} ms", flush=True
     )
     del optimizer
     free(clock)

@@ -147,13 +147,13 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
 
 
 def launch_texts(launches: dict[str, Any]) -> Iterator[str]:
-    kinds = [name for name in ("scape", "fused AdamW") if name in launches]
+    kinds = [name for name in ("SCAPE", "fused AdamW") if name in launches]
     formats = {"launches": ".0f", "busy_ms": ".3f", "gaps_ms": ".3f", "longest_gap_ms": ".3f"}
     yield f"Launches of a step, {launches['model']}, as the profiler saw them:"
     yield markdown(
         [{"step": k} | {key: format(launches[k][key], form) for key, form in formats.items()} for k in kinds]
     )
-    kernels = launches["scape"]["ms_by_kernel"].items()
+    kernels = launches["SCAPE"]["ms_by_kernel"].items()
     yield markdown([{"kernel": f"`{name}`", "ms": f"{ms:.3f}"} for name, ms in kernels])
     if memory := launches.get("memory"):
         yield "Peak memory of steps:"
