@@ -1,10 +1,10 @@
-"""scripts/benchmarks/frontier_memory.py: the stored runs against closed forms, and the largest models as published."""
+"""scripts/benchmarks/memory.py, Frontier: the stored runs against closed forms, and the largest models as published."""
 
 import json
 
 import pytest
 
-from scripts.benchmarks.frontier_memory import FORMS, MODELS, largest_rows, rows_of, table
+from scripts.benchmarks.memory import CASES, MODELS, frontier_rows, frontier_table, largest_rows
 from scripts.common import RESULTS
 
 FOLDER = RESULTS / "frontier_memory"
@@ -12,15 +12,15 @@ FOLDER = RESULTS / "frontier_memory"
 
 def test_the_stored_table_is_that_of_the_stored_runs() -> None:
     stored = json.loads((FOLDER / "runs.json").read_text())
-    assert (FOLDER / "table.md").read_text() == table(stored)
-    assert {name: set(forms) for name, forms in stored["runs"].items()} == {name: set(FORMS) for name in MODELS}
+    assert (FOLDER / "table.md").read_text() == frontier_table(stored)
+    assert {name: set(forms) for name, forms in stored["runs"].items()} == {name: set(CASES) for name in MODELS}
 
 
 def test_every_kind_is_within_two_percent_of_its_closed_form() -> None:
     """SHARDING's form, the tensors of the dry run, and what the report at a run's start says."""
     runs = json.loads((FOLDER / "runs.json").read_text())["runs"]
     for name in MODELS:
-        assert all(abs(float(row["off"].split()[0])) < 2.0 for row in rows_of(runs, name))
+        assert all(abs(float(row["off"].split()[0])) < 2.0 for row in frontier_rows(runs, name))
         for form, one in runs[name].items():
             report = dict(one["report"])
             report["secondary weights"] = report.pop("secondary partition", report.get("secondary weights"))

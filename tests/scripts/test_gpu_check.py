@@ -73,7 +73,7 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
     ranks = {
         "error": "",
         "several": {"ranks": 4, "backend": "nccl", "cases": [{"layout": "2x2", "case": "gather", "equal": False}]},
-        "lanes": {"backend": "nccl", "stages": {"reduce": True}},
+        "streams": {"backend": "nccl", "stages": {"reduce": True}},
     }
     write(tmp_path / "training.json", part("training", **forms, quality={"replicas": 8, "runs": runs}))
     whole = part("ranks", ranks=ranks)

@@ -1,6 +1,6 @@
-"""scripts/benchmarks/method_overhead.py: means and shares from seconds that can be worked out by hand."""
+"""scripts/benchmarks/overhead.py: means and shares from seconds that can be worked out by hand."""
 
-from scripts.benchmarks.method_overhead import mean_of, rounds, table
+from scripts.benchmarks.overhead import mean_of, method_rows, rounds
 
 
 def test_a_rare_step_counts_as_often_as_a_run_has_it() -> None:
@@ -15,4 +15,4 @@ def test_a_rare_step_counts_as_often_as_a_run_has_it() -> None:
 def test_a_method_is_compared_with_dense_training_by_its_optimizer() -> None:
     cells = {name: {"usual": mean, "mean": mean} for name, mean in (("adamw", 0.1), ("adams", 0.2), ("scape-0.1", 0.3))}
     cells["adamw"]["compute"] = 0.3
-    assert table(cells).split("\n")[-1] == "| SCAPE 0.1 | 300.0 | 300.0 | 100.0 | +20.0 |"
+    assert list(method_rows(cells)[-1].values()) == ["SCAPE 0.1", "300.0", "300.0", "100.0", "+20.0"]
