@@ -67,7 +67,7 @@ def predicted(method: PlannedRun, folder: Path) -> Prediction:
     return _predict(case, layout, method, 1)
 
 
-def test_passes_take_what_was_measured(tmp_path: Path) -> None:
+def test_measured_pass_times_are_used(tmp_path: Path) -> None:
     """On the device itself: seconds of the passes, whatever is nominal."""
     written(tmp_path, stored("NVIDIA GH200 480GB"))
     assert predicted(ADAMS, tmp_path).optimizer == pytest.approx(36 * N / 2e12)
@@ -92,7 +92,7 @@ def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
     assert own is not None and own.of(ADAMS)[1] == pytest.approx(1e12) and "preflight" in own.scaled
 
 
-def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stored: Path) -> None:
+def test_measurements_of_the_same_device_have_precedence(nothing_stored: Path) -> None:
     links = Links.from_machine(VISTA)
     assert for_device(VISTA.device, links) is None
     written(nothing_stored / "nvidia-h100", stored())
@@ -105,7 +105,7 @@ def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stor
 
 
 @pytest.mark.parametrize("content", ["[]", {}, {"smoke": True}, {"steps": {}}, "no JSON"])
-def test_what_is_no_measurement_is_passed_over(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture) -> None:
+def test_files_without_measurements_are_ignored(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture) -> None:
     path = written(tmp_path, stored(**content) if isinstance(content, dict) and content else content)
     assert for_device(VISTA.device, Links.from_machine(VISTA)) is None
     assert main(["--nodes", "4", "--kernels", str(path)]) == 2
@@ -113,7 +113,7 @@ def test_what_is_no_measurement_is_passed_over(tmp_path: Path, content: Any, cap
     assert said.out == "" and said.err.count("\n") == 1 and "run scripts/gpu_check.sh speed" in said.err
 
 
-def test_the_planner_says_which_it_used(nothing_stored: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_planner_states_which_measurement_it_used(nothing_stored: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["--nodes", "64"]) == 0
     said = capsys.readouterr().out
     assert (

@@ -53,7 +53,9 @@ shapes_of = st.lists(
 
 
 @given(shapes_of, st.sampled_from([0.5, 0.1, 0.03, 0.01, 0.001, 1.0]), st.integers(1, 9), st.sampled_from([64, 1024]))
-def test_payload_and_mask_are_those_of_the_kernels(shapes: list, density: float, replicas: int, block: int) -> None:
+def test_payload_and_mask_sizes_equal_those_of_the_kernels(
+    shapes: list, density: float, replicas: int, block: int
+) -> None:
     sparse = [math.prod(s) for s in shapes if len(s) > 1]
     layout = BlockLayout(tuple(sparse), block, replicas)
     entries = sum(layout.nnz(i, density, "block") for i in range(len(sparse)))
@@ -63,7 +65,7 @@ def test_payload_and_mask_are_those_of_the_kernels(shapes: list, density: float,
     assert mask_bytes(shapes, density, replicas, block) == layout.wire_bytes(density, "block")
 
 
-def test_a_wire_is_priced_by_its_messages() -> None:
+def test_an_encoded_payload_costs_its_message_bytes() -> None:
     """128 entries to a block: 4 bits each and a scale of 2 bytes; a part of a block counts as a whole one."""
     assert encoded_size("float32") is None and payload_bytes(SHAPES, 0.1) == 4 * payload_entries(SHAPES, 0.1)
     bfloat16 = encoded_size("bfloat16")
@@ -82,7 +84,7 @@ def test_a_wire_is_priced_by_its_messages() -> None:
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("model", ["llama_500m", "llama_1_8b"])
-def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: float) -> None:
+def test_optimizer_traffic_equals_that_of_the_kernel_benchmark(model: str, density: float) -> None:
     whole, cost = get_workload(model).local(1), ScapeOptions(density=density).cost()
     least = cost.pass_bytes(whole, 8)  # as scripts/gpu/passes.py has it
     pack, rest = cost.memory_traffic(whole, 1)
@@ -92,7 +94,7 @@ def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: 
     assert (pack + rest) / n == pytest.approx({0.1: 27.54, 0.01: 25.03}[density], abs=0.005)  # docs/kernels.md
 
 
-def test_kernel_bytes_by_hand() -> None:
+def test_kernel_traffic_computed_by_hand() -> None:
     """1024 blocks, half of each sent, and no second replica: two masks are a quarter of a byte a parameter."""
     n, k = 1 << 20, 1 << 19
     found = ScapeOptions(density=0.5).cost().pass_bytes(LocalModel.of_shapes([(1024, 1024)]), 1)
@@ -102,7 +104,7 @@ def test_kernel_bytes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("model", "flavor", "count"), [("llama_500m", "500M", 513590784), ("llama_1_8b", "1.8B", 1831201280)]
 )
-def test_llama_shapes_are_those_that_torchtitan_builds(model: str, flavor: str, count: int) -> None:
+def test_llama_shapes_equal_those_of_torchtitan(model: str, flavor: str, count: int) -> None:
     from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 
     with torch.device("meta"):
@@ -112,7 +114,7 @@ def test_llama_shapes_are_those_that_torchtitan_builds(model: str, flavor: str, 
     assert workload.parameters == count
 
 
-def test_gpt_is_gpt2_medium() -> None:
+def test_gpt_345m_has_the_shapes_of_gpt2_medium() -> None:
     """354,823,168 parameters, as in the published checkpoint (tied output), and 47 spare rows."""
     from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 
@@ -128,14 +130,14 @@ def test_gpt_is_gpt2_medium() -> None:
 
 
 @given(st.sampled_from(sorted(WORKLOADS)), st.integers(1, 8))
-def test_local_shapes_are_the_first_chunk(model: str, shard: int) -> None:
+def test_local_shapes_are_those_of_the_first_rank(model: str, shard: int) -> None:
     for shape, local in zip(
         get_workload(model).shapes(), local_shapes(get_workload(model).shapes(), shard), strict=True
     ):
         assert local == tuple(torch.empty(shape, device="meta").chunk(shard)[0].shape)
 
 
-def test_flops_are_six_a_parameter_and_token_and_the_causal_half_of_attention() -> None:
+def test_flops_are_six_per_parameter_and_token_plus_causal_attention() -> None:
     """The products of Llama-1.8B counted one by one: 2 FLOPs a multiply-add, three times for forward and backward."""
     w = get_workload("llama_1_8b")
     matrices = 24 * (2 * 2560 * 2560 + 2 * 640 * 2560 + 3 * 2560 * 6912) + 32000 * 2560
@@ -154,7 +156,7 @@ def test_powersgd_sends_its_factors() -> None:
     assert sums[0] <= budget < sums[1]
 
 
-def test_topk_sends_values_and_coded_offsets_and_reduces_the_rest() -> None:
+def test_topk_sends_values_and_offsets_and_reduces_the_others() -> None:
     """METHODS: a gather of 5.1 bytes per entry selected, an all-reduce of the rest."""
     sparse, whole = calls(TopkOptions(density=0.01))
     # Of every block of 1024 ten values and 85 bits of offsets: 6 low ones each, 25 for all of their high parts.
@@ -163,7 +165,7 @@ def test_topk_sends_values_and_coded_offsets_and_reduces_the_rest() -> None:
     assert [call.kind for call in calls(TopkOptions(density=1.0))] == ["all_reduce"]
 
 
-def test_radius_sends_its_mask_and_at_a_refresh_all() -> None:
+def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
     """METHODS: R(4 (d n_c + n_u)) (1 - 1 / T) + R(4 n) / T, and a residual and a bit of each entry."""
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
     options = RadiusOptions(density=0.4, interval=50)
@@ -244,7 +246,7 @@ def test_sparta_sends_a_block_group_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("options", [TopkOptions(density=0.01), PowersgdOptions(rank=4)])
-def test_a_residual_comes_on_top_of_the_optimizer(options: MethodOptions) -> None:
+def test_a_residual_is_added_to_the_memory_of_the_optimizer(options: MethodOptions) -> None:
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
     own = (40 + 11) * 4608 if isinstance(options, TopkOptions) else 0  # each replica holds the messages of all
     for dense in (ADAMW, ADAMS):
@@ -257,7 +259,7 @@ def test_a_residual_comes_on_top_of_the_optimizer(options: MethodOptions) -> Non
         assert run.memory_traffic(MODEL, 8)[1] > dense.memory_traffic(MODEL, 8)[1]
 
 
-def test_quantized_gradients_are_sent_in_chunks_and_leave_a_residual_of_all() -> None:
+def test_quantized_gradients_are_sent_in_chunks_with_a_full_residual() -> None:
     """Tensors begin with a new block. By hand."""
     options = QuantizedOptions(code="e2m1", block=128)
     run = PlannedRun(options)
@@ -276,7 +278,7 @@ def test_quantized_gradients_are_sent_in_chunks_and_leave_a_residual_of_all() ->
 
 
 @pytest.mark.parametrize(("wire", "values", "nbytes"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
-def test_owners_receive_the_payload_and_send_their_part_of_the_values(wire: str, values: str, nbytes: int) -> None:
+def test_owners_receive_the_payload_and_send_their_values(wire: str, values: str, nbytes: int) -> None:
     options = ScapeOptions(density=0.01, wire=wire, update="sharded", values=values)  # type: ignore[arg-type]
     payload, new, masks = calls(options)
     assert payload.kind == "reduce_scatter" and payload.count / 4 == new.count / nbytes
@@ -286,7 +288,7 @@ def test_owners_receive_the_payload_and_send_their_part_of_the_values(wire: str,
     assert masks.hidden and masks.count == mask_bytes(SHAPES, 0.01, 4)
 
 
-def test_runs_that_are_not_possible_are_refused() -> None:
+def test_impossible_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="no optimizer 'sgd'; known are AdamW"):
         PlannedRun(DenseOptions(), "sgd")
     with pytest.raises(ValueError, match="scape does not support overlap"):
@@ -322,7 +324,7 @@ def test_memory_counts_every_kind() -> None:
     assert ADAMW.total_memory(w, 4, 16, 1)["state"] == pytest.approx(2 * n, rel=1e-3)
 
 
-def test_what_is_offloaded_leaves_two_buffers() -> None:
+def test_offloaded_states_leave_two_buffers() -> None:
     """On one of 4 ranks; a share of an owner among 64 is less than its buffers would be, and stays."""
     w = get_workload("llama_1_8b")
     n, largest = 4 * w.parameters, 4 * 32000 * 2560

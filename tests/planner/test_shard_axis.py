@@ -30,7 +30,7 @@ def test_three_levels_against_overlapped_hsdp_on_48_nodes(capsys: pytest.Capture
     assert "not 1.5 x" not in capsys.readouterr().out
 
 
-def test_json_has_every_form(capsys: pytest.CaptureFixture) -> None:
+def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
     assert main([*FRONTIER, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["form"] for one in found] == [FSDP] * 2 + ["ZeRO++"] * 2 + [LEVELS] * 6
@@ -56,7 +56,7 @@ def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
     assert one_a_node[2].detail == "int8 + secondary, int4" and len(one_a_node) == 4
 
 
-def test_more_can_not_be_gained_than_there_is_beside_compute() -> None:
+def test_the_gain_is_limited_by_the_time_outside_compute() -> None:
     case = make_case("frontier", 48, "llama_1_8b")
     base, *_, levels = forms(case, 8)
     assert base.prediction.step / levels.prediction.step < base.prediction.step / base.prediction.compute < WANTED
@@ -67,7 +67,7 @@ def test_more_can_not_be_gained_than_there_is_beside_compute() -> None:
 @pytest.mark.parametrize(
     ("shard", "message"), [("1", "a shard axis of 1 rank"), ("7", "384 ranks cannot be divided into shard 7")]
 )
-def test_wrong_degrees_are_told_in_one_line(shard: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_invalid_degrees_raise_a_one_line_error(shard: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main([*FRONTIER[:-1], shard]) == 2
     said = capsys.readouterr()
     assert said.out == "" and message in said.err

@@ -20,7 +20,7 @@ C8, C4 = 1 + 4 / 128, 0.5 + 4 / 128
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_bytes_are_those_of_the_formulas(micro_batches: int) -> None:
+def test_bytes_equal_the_formulas(micro_batches: int) -> None:
     rows, n, ranks, a = flat_rows(MODEL, M * P), MODEL.parameters, M * P, micro_batches
     gathers = 2 * n - sum(row.entries for row in rows if row.gathers == 1) * ranks
     sent = shard_bytes(ALL, rows, LAYOUT, a)
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_the_formulas(micro_batches: int) -> None:
     )
 
 
-def test_memory_and_time() -> None:
+def test_memory_and_time_of_the_shard_axis() -> None:
     rows = flat_rows(MODEL, M * P)
     kept = shard_memory(ALL, rows, LAYOUT)
     assert kept["secondary weights"] == pytest.approx(MODEL.parameters * (1 + 4 / 256) / P, rel=1e-3)
