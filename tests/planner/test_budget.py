@@ -1,4 +1,4 @@
-"""A budget of bytes: what is chosen keeps it, and a budget that nothing keeps names the least."""
+"""SCAPE's budget of bytes: the chosen options keep it, and an impossible budget names the minimum."""
 
 import logging
 import math
@@ -77,7 +77,7 @@ def test_scape_logs_the_budget_and_sends_the_bytes(caplog: pytest.LogCaptureFixt
         results = run_replicas(4, work)
     for sent, options in results:
         assert options.wire == "int4" and options.density < 0.1 and options.bytes == 0
-        # The flag and the norm's scalars are no part of it.
+        # The scalars of the finite flag and the norm are not part of the budget.
         assert 0.9 * 0.02 <= sent / dense <= 0.02 + 64 / dense
     assert "a step sends" in caplog.text and "bytes = 0.02: density" in caplog.text
 

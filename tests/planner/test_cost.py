@@ -1,4 +1,4 @@
-"""A step in the cost model: its parts by hand, the pipeline played event by event, and the paper's points."""
+"""Cost model of a step: terms computed by hand, a simulated pipeline, and the paper's measurements."""
 
 import math
 
@@ -26,7 +26,7 @@ LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}
 
 
 def play_pipeline(pack: float, transfer: float, latency: float, chunks: int) -> float:
-    """Event by event: one packer, one link."""
+    """Simulate one packing stage and one link, event by event."""
     packed = sent = 0.0
     for _ in range(chunks):
         packed += pack / chunks
@@ -46,7 +46,7 @@ def test_the_best_number_of_chunks_follows_the_square_root_rule() -> None:
     assert best_chunks(0.016, 10.0, 0.001) == 4  # sqrt(16), the link slower
     assert best_chunks(10.0, 20.0, 1e-9) == 8  # at most
     assert best_chunks(1e-6, 10.0, 0.01) == 1  # nothing to hide
-    # sqrt says 8, but 0.005 is a twentieth of 0.1: no more than 5 chunks of 0.5
+    # sqrt gives 8, but 0.005 is 5 % of 0.1: at most 5 chunks of 0.5
     assert best_chunks(0.32, 0.5, 0.005) == 5
 
 
@@ -76,7 +76,7 @@ def test_a_dense_step_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize("compute", [0.0, 1.0])
 def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
-    """4 replicas, bitmaps: a run is 1152 blocks of 1024 of 4608, 147,456 bytes, three times over the link."""
+    """4 replicas, bitmaps: a replica sends 1152 of 4608 blocks of 1024, 147,456 bytes, three times over the link."""
     p = predict_step(
         PlannedRun(ScapeOptions(density=0.25)),
         [("b", 4)],
@@ -114,7 +114,7 @@ def test_single_replicas_exchange_nothing() -> None:
 
 
 def test_fsdp_traffic_beyond_compute_is_exposed() -> None:
-    """500M over 8 GCDs of 50 GB/s: 7/8 of 8 bytes a parameter in each of 128 micro-batches, and 18 x 21 messages."""
+    """500M on 8 GCDs of 50 GB/s: 7/8 of 8 bytes per parameter in each of 128 micro-batches, and 18 x 21 messages."""
     layout = plan_layout(8, ranks_per_node=8, machine=get_machine("frontier"), replicate=1, shard=8)
     p = predict(
         DENSE, get_workload("llama_500m"), layout, Links.from_machine(layout.machine),
@@ -154,19 +154,19 @@ def test_least_squares_coefficients_are_not_negative() -> None:
 
 
 def test_the_fit_is_within_four_percent_of_the_paper() -> None:
-    """The 15 points span 0.9 to 13.5 s. The fit may not use more figures than it says, nor drift."""
+    """The 15 points span 0.9 to 13.5 s. The number of fitted coefficients and their values are fixed."""
     fit = fit_paper()
     residuals = [fit.step(p.model, p.density, p.gpus) / p.seconds - 1 for p in paper_points()]
     assert len(residuals) == 15 and max(map(abs, residuals)) < 0.04
     assert float(np.sqrt(np.mean(np.square(residuals)))) < 0.02
     assert 3e9 < fit.bandwidth < 5e9 and 0.6 < fit.compute["llama_1_8b"] < 0.7
-    # Not fitted: Megatron's distributed optimizer, 6 bytes a parameter, 21.48 % efficient on 64 GPUs.
+    # Not fitted: Megatron's distributed optimizer, 6 bytes per parameter, 21.48 % efficiency on 64 GPUs.
     held = fit.step("llama_1_8b", 1.0, 4, 0.75) / (16 * fit.step("llama_1_8b", 1.0, 64, 0.75))
     assert held == pytest.approx(0.2148, abs=0.005)
 
 
 def test_the_speedup_at_low_bandwidth() -> None:
-    """Dense / SCAPE 0.01, Llama-1.8B on 64 GH200 at 3.5 GB/s, from byte counts: above 6.5, below the limit."""
+    """Dense relative to SCAPE 0.01, Llama-1.8B on 64 GH200 at 3.5 GB/s: above 6.5 and below the byte ratio."""
     dense, scape = headline(fit_paper().compute["llama_1_8b"])
     assert 6.5 < dense.step / scape.step < dense.step / dense.compute
     n = 1831201280

@@ -1,4 +1,4 @@
-"""Measured times of the optimizer's passes in the planner, from files that could have been made on a GPU."""
+"""Measured times of the optimizer's passes in the planner, read from files like those of a GPU run."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def written(folder: Path, content: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whatever the repository has: these tests begin with none."""
+    """Ignore the measurements of the repository."""
     monkeypatch.setattr(pass_rates, "STORED", tmp_path / "results" / "gpu")
     return tmp_path / "results" / "gpu"
 
@@ -68,7 +68,7 @@ def predicted(method: PlannedRun, folder: Path) -> Prediction:
 
 
 def test_measured_pass_times_are_used(tmp_path: Path) -> None:
-    """On the device itself: seconds of the passes, whatever is nominal."""
+    """On the measured device: the times of the passes, independent of nominal bandwidth."""
     written(tmp_path, stored("NVIDIA GH200 480GB"))
     assert predicted(ADAMS, tmp_path).optimizer == pytest.approx(36 * N / 2e12)
     assert predicted(ADAMW, tmp_path).optimizer == pytest.approx(44 * N / 2.8e12)
@@ -77,12 +77,12 @@ def test_measured_pass_times_are_used(tmp_path: Path) -> None:
         method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)
-    # What nobody measured streams as AdamS does.
+    # Passes without a measurement use the rate of AdamS.
     assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((60 + 36) * N / 2e12)
 
 
 def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
-    """By the nominal memory, 4 against 2 TB/s, or to what the preflight has measured, 0.8 against a copy's 1.6."""
+    """By nominal memory bandwidth, 4 to 2 TB/s, or by the preflight's measurement, 0.8 to 1.6 TB/s of a copy."""
     written(tmp_path, stored())
     links = Links.from_machine(VISTA)
     found = for_device(VISTA.device, links, tmp_path)

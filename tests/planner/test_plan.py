@@ -1,4 +1,4 @@
-"""The planner: what it recommends where the answer is known, and what wrong input is told."""
+"""The planner: recommendations for cases with a known answer, and errors for invalid input."""
 
 import json
 import re
@@ -34,7 +34,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
-SLOW = ("--network-bandwidth", "1.25")  # a tenth of what is nominal
+SLOW = ("--network-bandwidth", "1.25")  # one tenth of the nominal bandwidth
 
 
 def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> PlanRequest:
@@ -78,7 +78,7 @@ def test_the_densest_of_the_nearly_fastest_is_recommended() -> None:
 
 
 def test_one_replica_has_nothing_to_compress() -> None:
-    """A single rank: there is no exchange at all."""
+    """A single rank has no exchange."""
     case = make_case("vista", 1, "llama_500m")
     advice = advise(case)
     assert not advice.compress and advice.dense.prediction.exchange == 0
@@ -92,7 +92,7 @@ def test_all_shard_degrees_of_a_node_are_tried_if_they_fit() -> None:
         (k, s) for k in ("AdamS", "AdamW") for s in (1, 2, 4, 8)
     }
     assert all(c.layout.replicate * c.layout.shard == 384 for c in every)
-    # Little memory: the 22 GB of parameters, gradients and state must be cut.
+    # Little memory: the 22 GB of parameters, gradients and state must be sharded.
     small = replace(case, assumptions=Assumptions(usable_memory=0.3))
     assert all(c.memory > small.capacity for c in candidates(small, DENSE) if c.layout.shard == 1)
     found = best(small, DENSE)
@@ -118,7 +118,7 @@ def test_lower_memory_variants_state_their_cost() -> None:
     offload, gather, both = lower_memory_variants(case, sparse)
     assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
     assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
-    # State there and back, twice; with "gather" once. The optimizer's passes take less.
+    # The state is copied to the host and back twice, with a sharded update once. The optimizer's passes take less time.
     n = 4 * case.workload.parameters / sparse.layout.shard
     assert offload.prediction.optimizer == pytest.approx(4 * n / 31.5e9, rel=1e-3)
     assert n * 2 / 31.5e9 <= both.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
@@ -127,7 +127,7 @@ def test_lower_memory_variants_state_their_cost() -> None:
 
 
 def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
-    case = make_case("vista", 64, "llama_1_8b")  # 16 sequences a rank, and 3.1 GB each
+    case = make_case("vista", 64, "llama_1_8b")  # 16 sequences per rank, with 3.1 GB each
     assert best(case, DENSE).micro_batch == 8
     for candidate in candidates(replace(case, assumptions=Assumptions(usable_memory=0.35)), DENSE[:1]):
         assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.35 * 96e9
@@ -147,7 +147,7 @@ def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(options: Metho
     assert after.step - during.step == pytest.approx(hidden, rel=1e-3)
     assert during.exchange == pytest.approx(max(0.0, after.exchange - backward), abs=1e-3)
     after, during, _ = steps(on_slow_vista(5000.0))
-    # The finite flag alone is waited for.
+    # The step waits for the finite flag only.
     assert during.hidden == pytest.approx(after.exchange, rel=0.1) and during.exchange < 1e-3
     assert during.sent == after.sent
 
@@ -186,7 +186,7 @@ def test_invalid_planner_input_exits_with_code_2_and_one_line(
 
 
 def test_the_recommendation_for_48_nodes_of_frontier() -> None:
-    """As a user starts it, and without torch, which neither the planner nor the registry imports."""
+    """From the command line, without torch: neither the planner nor the registry imports it."""
     code = "import sys; from torchtitan_scape.planner.plan import main; assert main(sys.argv[1:]) == 0; "
     code += "import torchtitan_scape.methods.registry; assert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]

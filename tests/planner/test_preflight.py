@@ -1,4 +1,4 @@
-"""The preflight: its fit on made-up times, and a measurement in real gloo processes."""
+"""The preflight: its fit on synthetic times, and a measurement in real gloo processes."""
 
 import json
 from datetime import timedelta
@@ -16,7 +16,7 @@ from torchtitan_scape.planner.preflight import _tiers, fit_link, main, measure
 
 
 def points(latency: float, bandwidth: float, size: int = 4) -> list[dict]:
-    """What an exact link would measure."""
+    """Return the measurements of an ideal link."""
     found = []
     for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
         rounds, sent = 2 * (size - 1), 2 * (size - 1) / size * nbytes
@@ -44,7 +44,7 @@ def test_constant_times_still_give_a_bandwidth() -> None:
 
 
 def test_every_level_of_both_axes_is_measured_once() -> None:
-    """Frontier, 2 nodes, 2 shards: replicas meet in the node and between nodes, shards in the pair."""
+    """Frontier, 2 nodes, 2 shards: replicas communicate within and between nodes, shards within a package."""
     layout = plan_layout(16, ranks_per_node=8, machine=get_machine("frontier"), replicate=8, shard=2)
     tiers = {tier.level: tier for tier in _tiers(layout)}
     assert {level: tier.size for level, tier in tiers.items()} == {"node": 4, "network": 2, "gcd_pair": 2}
@@ -63,7 +63,7 @@ def test_two_ranks_report_equal_measurements(pool2: Pool) -> None:
     assert first == second
     assert first["schema"] == SCHEMA and first["backend"] == "gloo" and first["world_size"] == 2
     link = first["levels"]["network"]
-    # From wildly slow to wildly fast: a number in the wrong unit lies outside.
+    # A wide range, which a number in a wrong unit would exceed.
     assert 0 <= link["latency"] < 0.1 and 1e6 < link["bandwidth"] < 1e12
     assert 1e8 < first["memory_bandwidth"] < 1e13
     small, large = first["measurements"]
@@ -84,7 +84,7 @@ def test_the_preflight_file_is_read_by_the_cost_model(pool2: Pool, tmp_path: Pat
     assert links["node"].bandwidth == stored["levels"]["node"]["bandwidth"]
     assert links.memory_bandwidth == stored["memory_bandwidth"]
     assert stored["ranks_per_node"] == 2 and max(m["bytes"] for m in stored["measurements"]) == 1 << 18
-    assert list(path.parent.iterdir()) == [path]  # no half-written file is left
+    assert list(path.parent.iterdir()) == [path]  # no incomplete file is left
     with pytest.raises(ValueError, match=r"no level 'network', only node; run the preflight"):
         links["network"]
 

@@ -40,7 +40,7 @@ def calls(options: MethodOptions, replicas: int = 4, model: LocalModel = MODEL) 
 
 
 def sent(options: MethodOptions, replicas: int = 4, model: LocalModel = MODEL) -> list[float]:
-    """Bytes of every stage."""
+    """Return the bytes of every stage."""
     levels = [LevelSize("network", replicas)]
     return [stage.sent for call in calls(options, replicas, model) for stage in call.stages(levels)]
 
@@ -66,7 +66,7 @@ def test_payload_and_mask_sizes_equal_those_of_the_kernels(
 
 
 def test_an_encoded_payload_costs_its_message_bytes() -> None:
-    """128 entries to a block: 4 bits each and a scale of 2 bytes; a part of a block counts as a whole one."""
+    """A block of 128 entries has 4 bits per entry and a scale of 2 bytes; a partial block counts as a full one."""
     assert encoded_size("float32") is None and payload_bytes(SHAPES, 0.1) == 4 * payload_entries(SHAPES, 0.1)
     bfloat16 = encoded_size("bfloat16")
     assert bfloat16 is not None and bfloat16(1000) == 2000
@@ -86,7 +86,7 @@ def test_an_encoded_payload_costs_its_message_bytes() -> None:
 @pytest.mark.parametrize("model", ["llama_500m", "llama_1_8b"])
 def test_optimizer_traffic_equals_that_of_the_kernel_benchmark(model: str, density: float) -> None:
     whole, cost = get_workload(model).local(1), ScapeOptions(density=density).cost()
-    least = cost.pass_bytes(whole, 8)  # as scripts/gpu/passes.py has it
+    least = cost.pass_bytes(whole, 8)  # as in scripts/gpu/passes.py
     pack, rest = cost.memory_traffic(whole, 1)
     n = whole.entries
     assert pack / n == pytest.approx(least["pack"] / n, abs=1e-4)
@@ -95,7 +95,7 @@ def test_optimizer_traffic_equals_that_of_the_kernel_benchmark(model: str, densi
 
 
 def test_kernel_traffic_computed_by_hand() -> None:
-    """1024 blocks, half of each sent, and no second replica: two masks are a quarter of a byte a parameter."""
+    """1024 blocks, half of each sent, a single replica: two masks have a quarter of a byte per parameter."""
     n, k = 1 << 20, 1 << 19
     found = ScapeOptions(density=0.5).cost().pass_bytes(LocalModel.of_shapes([(1024, 1024)]), 1)
     assert found == {"finite": 4 * n, "pack": 12.25 * n + 8 * k, "squares": 8 * k, "update": 8.5 * n + 12 * k}
@@ -138,7 +138,7 @@ def test_local_shapes_are_those_of_the_first_rank(model: str, shard: int) -> Non
 
 
 def test_flops_are_six_per_parameter_and_token_plus_causal_attention() -> None:
-    """The products of Llama-1.8B counted one by one: 2 FLOPs a multiply-add, three times for forward and backward."""
+    """Sum over all products of Llama-1.8B: 2 FLOPs per multiply-add, three times for forward and backward."""
     w = get_workload("llama_1_8b")
     matrices = 24 * (2 * 2560 * 2560 + 2 * 640 * 2560 + 3 * 2560 * 6912) + 32000 * 2560
     scores = 24 * 2 * 32 * 80 * 2048 / 2  # q k^T and p v; half of the keys on average
@@ -146,9 +146,9 @@ def test_flops_are_six_per_parameter_and_token_plus_causal_attention() -> None:
 
 
 def test_powersgd_sends_its_factors() -> None:
-    """Rank 4: both matrices are factored, the vector is sent whole, with all P."""
+    """Rank 4: both matrices are factored, the vector is sent uncompressed, together with all P."""
     assert [call.count for call in calls(PowersgdOptions(rank=4), 2)] == [1000 + 4 * (4096 + 1024), 4 * (1024 + 512)]
-    # rows * columns of the smaller one are less than twice its factors at rank 171 and more: it is sent whole
+    # from rank 171 the factors of the smaller one have more than half its entries: it is sent uncompressed
     assert factor_entries(SHAPES, 171)[0] == 1000 + 1024 * 512
     budget = payload_bytes(SHAPES, 0.01)
     rank = largest_rank(SHAPES, budget)
@@ -157,16 +157,16 @@ def test_powersgd_sends_its_factors() -> None:
 
 
 def test_topk_sends_values_and_offsets_and_reduces_the_others() -> None:
-    """METHODS: a gather of 5.1 bytes per entry selected, an all-reduce of the rest."""
+    """An all-gather of 5.1 bytes per selected entry, and an all-reduce of the uncompressed parameters."""
     sparse, whole = calls(TopkOptions(density=0.01))
-    # Of every block of 1024 ten values and 85 bits of offsets: 6 low ones each, 25 for all of their high parts.
+    # Per block of 1024: ten values and 85 bits of offsets, 6 low bits each and 25 bits for all high parts.
     assert (sparse.kind, sparse.count) == ("all_gather", (40 + 11) * (4096 + 512))
     assert (whole.kind, whole.count) == ("all_reduce", 1000)
     assert [call.kind for call in calls(TopkOptions(density=1.0))] == ["all_reduce"]
 
 
 def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
-    """METHODS: R(4 (d n_c + n_u)) (1 - 1 / T) + R(4 n) / T, and a residual and a bit of each entry."""
+    """R(4 (d n_c + n_u)) (1 - 1 / T) + R(4 n) / T bytes; a residual and one bit per entry in memory."""
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
     options = RadiusOptions(density=0.4, interval=50)
     run = PlannedRun(options, "AdamW")
@@ -182,14 +182,14 @@ def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}
     own_of_two = {"gradients": 8 * n, "residual": 8 * sparse, "masks": sparse / 4}
     assert run.simulated_memory(MODEL, 2) == alone | own_of_two
-    # Less is moved with a sparser mask and rarer refreshes.
+    # A sparser mask and rarer refreshes reduce the memory traffic.
     runs = (PlannedRun(RadiusOptions(density=d, interval=t)) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
     moved = [run.memory_traffic(MODEL, 4)[1] for run in runs]
     assert moved[0] > moved[1] > moved[2] > ADAMS.memory_traffic(MODEL, 4)[1]
 
 
 def test_dense_names_are_not_compressed() -> None:
-    """The second matrix: as if it had one dimension, although tiles include these."""
+    """The second matrix is treated like a vector, and not compressed by tiles, unlike vectors."""
     flat = LocalModel.of_shapes((SHAPES[0], (1024 * 512,), SHAPES[2]))
     for options in (
         RadiusOptions(density=0.4),
@@ -211,7 +211,7 @@ LAYERS = LocalModel(("tok_embeddings.weight", "layers.0.w", "layers.1.w", "layer
 
 @pytest.mark.parametrize("section", [DilocoOptions, StreamingDilocoOptions])
 def test_local_updates_send_all_once_per_round(section: type[DilocoOptions | StreamingDilocoOptions]) -> None:
-    """METHODS: R(4 n) / H, or the size of the encoded message; anchor and outer momentum, on the host if asked."""
+    """R(4 n) / H bytes, or the size of the encoded message; anchor and outer momentum, optionally on the host."""
     n, streaming = 4 * 1024 * 512, section is StreamingDilocoOptions
     more = {"fragments": 4, "delay": 2} if streaming else {}
     options = section(inner_steps=30, code="float32", **more)  # type: ignore[arg-type]
@@ -248,26 +248,27 @@ def test_sparta_sends_a_block_group_in_every_step() -> None:
 @pytest.mark.parametrize("options", [TopkOptions(density=0.01), PowersgdOptions(rank=4)])
 def test_a_residual_is_added_to_the_memory_of_the_optimizer(options: MethodOptions) -> None:
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
-    own = (40 + 11) * 4608 if isinstance(options, TopkOptions) else 0  # each replica holds the messages of all
+    own = (40 + 11) * 4608 if isinstance(options, TopkOptions) else 0  # a replica stores the messages of all
     for dense in (ADAMW, ADAMS):
         run, alone = PlannedRun(options, dense.optimizer), dense.simulated_memory(MODEL, 1)
         one = alone | {"residual": 4 * sparse} | ({"messages": own} if own else {})
         assert run.simulated_memory(MODEL, 1) == one
-        # Of every replica a gradient, a residual, and all messages as they arrive; parameters and moments once.
+        # Per replica a gradient, a residual and all received messages; parameters and moments once.
         own_of_eight = {"gradients": 32 * n, "residual": 32 * sparse} | ({"messages": 64 * own} if own else {})
         assert run.simulated_memory(MODEL, 8) == alone | own_of_eight
         assert run.memory_traffic(MODEL, 8)[1] > dense.memory_traffic(MODEL, 8)[1]
 
 
 def test_quantized_gradients_are_sent_in_chunks_with_a_full_residual() -> None:
-    """Tensors begin with a new block. By hand."""
+    """Tensors start a new block. Computed by hand."""
     options = QuantizedOptions(code="e2m1", block=128)
     run = PlannedRun(options)
     (call,) = calls(options)
     # An eighth of 4608 * 1024 + 1024, padded to whole blocks for each of four replicas.
     assert call.message_bytes.chunks == ((590336, 8),) and call.count == 8 * 590336  # type: ignore[union-attr]
     (outside,) = call.stages([LevelSize("network", 4)])
-    # A part has 1153 blocks of 64 bytes of codes and 2 of a scale, up to 16 bytes; three are sent and come back.
+    # A slice has 1153 blocks with 64 bytes of codes and a scale of 2 bytes, padded to 16 bytes; three are sent and
+    # three are returned.
     assert (outside.sent, outside.rounds) == (8 * 6 * 76112, 6)
     n, alone = 4608 * 1024 + 1000, ADAMS.simulated_memory(MODEL, 1)
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * n}
@@ -309,7 +310,7 @@ def test_the_registry_and_the_cost_agree(name: str) -> None:
 
 
 def test_memory_counts_every_kind() -> None:
-    """Vista, no shards: 4 bytes a parameter each for parameters, gradients and state; two masks of an eighth."""
+    """Vista, no shards: 4 bytes per parameter each for parameters, gradients and state; two masks of 1/8 byte."""
     w = get_workload("llama_500m")
     n = w.parameters
     scape = PlannedRun(ScapeOptions(density=0.01)).total_memory(w, 1, 64, 1)
@@ -325,7 +326,7 @@ def test_memory_counts_every_kind() -> None:
 
 
 def test_offloaded_states_leave_two_buffers() -> None:
-    """On one of 4 ranks; a share of an owner among 64 is less than its buffers would be, and stays."""
+    """On one of 4 ranks. The share of one of 64 owners is smaller than the buffers, and stays on the device."""
     w = get_workload("llama_1_8b")
     n, largest = 4 * w.parameters, 4 * 32000 * 2560
     plain, model = PlannedRun(ScapeOptions(density=0.01)).total_memory(w, 1, 4, 1), w.local(1)

@@ -1,4 +1,4 @@
-"""The planner's forms of the shard axis: which there are, what they send between nodes, and why not more is gained."""
+"""The planner's variants of the shard axis: their bytes between nodes, and the limits of their gain."""
 
 import json
 import re
@@ -14,7 +14,7 @@ FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b", "
 
 
 def test_three_levels_against_overlapped_hsdp_on_48_nodes(capsys: pytest.CaptureFixture) -> None:
-    """Nominal links hide what is dense; the report says at which bandwidth levels and SCAPE gain 1.5 x."""
+    """Nominal links hide dense traffic; the report states the bandwidth at which levels and SCAPE gain 1.5 x."""
     assert main(FRONTIER) == 0
     said = capsys.readouterr().out
     for part in (
@@ -37,7 +37,7 @@ def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
     for one in found:
         assert one["step"] == pytest.approx(sum(one[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
     n = make_case("frontier", 48, "llama_1_8b").workload.parameters
-    # Between nodes: an all-reduce of FP32, or on levels a reduce-scatter of it and INT8 back; SCAPE a hundredth.
+    # Between nodes: an FP32 all-reduce; with levels an FP32 reduce-scatter and an INT8 all-gather; SCAPE 1 %.
     network = [one["network_bytes"] * 48 / 47 / (n / 8) for one in found]
     assert network[0] == network[2] == pytest.approx(8.0, rel=1e-3)
     assert network[4] == pytest.approx(4 + 1 + 4 / 256, rel=1e-3) and network[5] == network[1] < 0.12
@@ -45,7 +45,7 @@ def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
-    """No levels there; gathers cross nodes once a step, and gradients in four bits."""
+    """Without levels. All-gathers cross nodes once per step, and gradients are sent in four bits."""
     case = make_case("frontier", 4, "llama_1_8b", batch=128)
     found = forms(case, 32)
     assert [form.title for form in found] == [FSDP, FSDP, "ZeRO++", "ZeRO++"]

@@ -1,4 +1,4 @@
-"""The shard axis in closed form, against formulas written down apart: what is left out there is padding and norms."""
+"""Cost of the shard axis, compared with separate formulas, which neglect padding and norms."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_bytes_equal_the_formulas(micro_batches: int) -> None:
     assert sum(dense.values()) == pytest.approx(ring, rel=1e-3)
     across = sum(dense["network", kind] for kind in ("weights", "gradients"))
     assert across == pytest.approx(ring / P, rel=1e-3)
-    # The paper has 0.75 of 3.
+    # The paper states 0.75 of 3.
     assert sent["network", "weights"] + sent["network", "gradients"] < {1: 0.14, 2: 0.10}[a] * across
     one_hop = shard_bytes(replace(ALL, secondary=False, hops=1, gradients=("int4",)), rows, LAYOUT, a)
     assert one_hop["network", "gradients"] == pytest.approx(a * n * C4 * (ranks - P) / ranks, rel=2e-3)

@@ -252,9 +252,9 @@ def test_a_failing_rank_ends_all_ranks_soon(tmp_path: Path) -> None:
     [
         ({}, "CONFIG_FILE is not set"),
         ({"CONFIG_FILE": f"{EMBEDDED},train_configs/none.toml"}, "train_configs/none.toml does not exist"),
-        ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda with"),
-        ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; MODULES names others"),
-        ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is no Slurm job"),
+        ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda;"),
+        ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; set MODULES to others"),
+        ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is not a Slurm job"),
     ],
 )
 def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], message: str, tmp_path: Path) -> None:
