@@ -17,7 +17,7 @@ def one(counter: float, counted: float, planned: float) -> dict[str, Any]:
     }
 
 
-def test_the_network_is_held_against_what_dense_needs() -> None:
+def test_network_bytes_are_compared_with_dense_training() -> None:
     runs = {str(n): {name: one(10.5e6, 10e6, 10e6) for name in SHARD_AXIS.variants} for n in SHARD_AXIS_TARGETS}
     runs["1"]["all"], runs["2"]["all"] = one(2.4e6, 2.3e6, 2.3e6), one(2.4e6, 2.3e6, 2.3e6)
     rows = shard_axis_rows(runs)
@@ -32,7 +32,7 @@ def test_the_network_is_held_against_what_dense_needs() -> None:
     assert "`--sharding.weights=int8`" in shard_axis_table(runs)
 
 
-def test_the_stored_table_is_that_of_the_stored_runs() -> None:
+def test_the_stored_table_matches_the_stored_runs() -> None:
     folder = RESULTS / "shard_axis_bytes"
     stored = json.loads((folder / "runs.json").read_text())
     assert (folder / "table.md").read_text() == shard_axis_table(stored["runs"])
