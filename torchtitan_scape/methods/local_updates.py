@@ -147,9 +147,9 @@ class LocalUpdates(LocalMethod):
 
     def discard_exchanges(self) -> None:
         super().discard_exchanges()
-        for flight in self._flights:
-            flight.arrived()
-        self._flights, self._whole = [], False
+        for exchange in self._in_flight:
+            exchange.wait()
+        self._in_flight.clear()
         for fragment in self._fragments:
             fragment.averaging.discard_exchanges()
 
