@@ -42,7 +42,11 @@ def kinds_text(kinds: dict[str, float]) -> str:
 def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units: "45 s", "12 min 5 s", "3 h 20 min", "2 d 4 h"."""
     left = round(seconds)
-    for (large, size), (small, part) in (("d", 86400), ("h", 3600)), (("h", 3600), ("min", 60)), (("min", 60), ("s", 1)):
+    for (large, size), (small, part) in (
+        (("d", 86400), ("h", 3600)),
+        (("h", 3600), ("min", 60)),
+        (("min", 60), ("s", 1)),
+    ):
         if left >= size:
             rest = left % size // part
             return f"{left // size} {large}" + (f" {rest} {small}" if rest else "")
