@@ -1,5 +1,7 @@
 """Formatting of quantities for logs and reports."""
 
+from itertools import pairwise
+
 
 def size_text(count: float) -> str:
     """Return bytes in powers of 1000."""
