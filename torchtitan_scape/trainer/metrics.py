@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 from topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.text import sent_text, shards_text
-from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits_text
+from torchtitan_scape.core.text import duration_text, sent_text, shards_text
+from torchtitan_scape.report.stragglers import delay_text, gather_waits, slowest_rank
 from torchtitan_scape.sharding.base import KINDS
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
@@ -24,9 +25,8 @@ LEVELS = ("gcd_pair", "node", "network")
 # Metrics of methods with a residual: (label, format) in the log.
 SPARSE = {
     "density": ("density", ".4f"),
-    "nnz": ("nnz", ",.0f"),
-    "mask_overlap": ("overlap", ".3f"),
-    "residual_norm": ("residual", ".3g"),
+    "mask_overlap": ("mask overlap", ".3f"),
+    "residual_norm": ("residual norm", ".3g"),
 }
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
 
@@ -56,6 +56,7 @@ class ReplicaMetrics(MetricsProcessor):
         self.last_loss: float | None = None
         self.steps_since_log = 0
         self._peak = 0.0
+        self._logged = (0, 0.0)  # last logged step, and when
         self._hosts: list[str] = []  # host of each rank
         self.forecast = ""  # predicted step time of a simulated run, appended to every line
         self._sent_before: dict[Entry, float] = {}
@@ -86,10 +87,19 @@ class ReplicaMetrics(MetricsProcessor):
         extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        line = _sync_line(step, figures, sent, seconds)
-        logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
+        fields = _sync_fields(step, figures, sent, seconds)
         if len(waits) > 1:
-            logger.info(waits_text(waits, step_seconds, self._hosts))
+            fields.append(delay_text(waits, step_seconds, self._hosts))
+        logger.info("sync: " + " | ".join(field for field in (*fields, self.forecast, self._remaining(step)) if field))
+
+    def _remaining(self, step: int) -> str:
+        """Return the remaining time of the run at the rate since the last log line; "" for the first one."""
+        now, (step_before, before) = time.monotonic(), self._logged
+        self._logged = (step, now)
+        if not 0 < step_before < step or step >= self.job_config.training.steps:
+            return ""
+        left = (self.job_config.training.steps - step) * (now - before) / (step - step_before)
+        return f"{duration_text(left)} left"
 
     def take_peak(self) -> float:
         """Return the peak memory in bytes since the start: of the GPU's allocator, or of the process on a CPU."""
@@ -153,14 +163,14 @@ def build_metrics_processor(
     return ReplicaMetrics(job_config, parallel_dims, tag)
 
 
-def _sync_line(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> str:
-    parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent.replicas, sent.dense)}"]
+def _sync_fields(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> list[str]:
+    fields = [f"step {step}", f"sent/step: {sent_text(sent.replicas, sent.dense)}"]
     if sent.shards:
-        parts.append(f"shard axis: {shards_text(sent.shards)}")
+        fields.append(f"shard axis: {shards_text(sent.shards)}")
     if "residual_norm" in figures:  # only methods with a residual return it
-        parts += [f"{label}: {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
-    parts.append(f"clip: {figures['clip_factor']:.3f}")
+        fields += [f"{label} {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
+    fields.append(f"clip factor {figures['clip_factor']:.3f}")
     if figures["skipped_steps"]:
-        parts.append(f"skipped: {figures['skipped_steps']:.0f}")
-    parts.append("ms: " + " ".join(f"{name} {1e3 * seconds[name]:.0f}" for name in PHASES if name in seconds))
-    return "  ".join(parts)
+        fields.append(f"skipped steps {figures['skipped_steps']:.0f}")
+    times = ", ".join(f"{name} {1e3 * seconds[name]:.0f}" for name in PHASES if name in seconds)
+    return [*fields, f"ms/step: {times}"]
