@@ -1,7 +1,5 @@
 """Formatting of quantities for logs and reports."""
 
-from itertools import pairwise
-
 
 def size_text(count: float) -> str:
     """Return bytes in powers of 1000."""
