@@ -1,4 +1,4 @@
-"""The house as docs/explanation/architecture.md draws it: which package may import which, and what no file may do."""
+"""Architecture rules of docs/explanation/architecture.md: allowed imports between packages, file lengths and names."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from torchtitan_scape.methods.registry import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("torchtitan_scape", "kernels", "topology", "scripts")
-# What modules of a package or folder may import of the product.
+# Packages and folders of the product that the modules of a package or folder may import.
 ARROWS = {
     "kernels": ("kernels",),
     "topology": ("topology",),
@@ -39,7 +39,7 @@ FILES = {module_of(path): path for root in PRODUCT for path in sorted((ROOT / ro
 
 
 class Imports(ast.NodeVisitor):
-    """Modules that a file imports: while it is imported itself, in functions, and for types alone."""
+    """Modules that a file imports: at import time, in functions, and for type annotations only."""
 
     def __init__(self, path: Path) -> None:
         self.at_once: set[str] = set()
@@ -86,14 +86,14 @@ def imports_of(path: Path) -> Imports:
 
 
 def named(imported: str) -> str | None:
-    """The module of the product that an import names: `a.b.name` is a name in `a.b`, or a module itself."""
+    """Return the module of an imported name: `a.b.name` is a name in `a.b`, or a module itself."""
     while imported and imported not in FILES:
         imported = imported.rpartition(".")[0]
     return imported or None
 
 
 def graph(of: Callable[[Imports], set[str]]) -> dict[str, set[str]]:
-    """What every module imports of the product."""
+    """Return the product modules that every module imports."""
     found = {}
     for module, path in FILES.items():
         found[module] = {name for name in map(named, of(imports_of(path))) if name not in (None, module)}
@@ -101,7 +101,7 @@ def graph(of: Callable[[Imports], set[str]]) -> dict[str, set[str]]:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other, round and back to the first; [] where there are none."""
+    """Return a cycle of modules that import each other, or [] if there is none."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -110,7 +110,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def folder(module: str) -> str | None:
-    """The package, or the folder or module of torchtitan_scape; None for torchtitan_scape itself, which imports all."""
+    """Return the package, or the folder or module of torchtitan_scape; None for torchtitan_scape/__init__.py."""
     package, *names = module.split(".")
     return package if package != "torchtitan_scape" else names[0] if names else None
 
@@ -122,7 +122,7 @@ def lines(pattern: str, files: dict[str, Path]) -> Iterator[str]:
                 yield f"{module}:{number}: {line.strip()}"
 
 
-def test_arrows_point_one_way() -> None:
+def test_packages_import_in_one_direction() -> None:
     wrong = [
         f"{module} -> {other}"
         for module, others in graph(lambda imports: imports.all).items()
@@ -142,12 +142,12 @@ def test_kernels_topology_core_and_methods_do_not_import_torchtitan() -> None:
     assert not wrong
 
 
-def test_no_module_needs_another_that_needs_it() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert circle(graph(lambda imports: imports.at_once)) == []
     assert circle(graph(lambda imports: imports.at_once | imports.in_functions)) == []
 
 
-def test_no_circle_is_hidden_in_types() -> None:
+def test_there_are_no_import_cycles_in_type_annotations() -> None:
     assert circle(graph(lambda imports: imports.all)) == []
 
 
@@ -180,8 +180,8 @@ def test_methods_sharding_and_optimizers_do_not_import_the_planner() -> None:
     assert wrong == []
 
 
-def test_only_policy_and_data_quote_the_name_of_a_method() -> None:
-    """`dense` is an English word with other meanings, and therefore allowed."""
+def test_only_listed_files_quote_the_name_of_a_method() -> None:
+    """`dense` is allowed, because it is also an ordinary word."""
     names = METHODS.keys() - {"dense"}
     quoting = set()
     for module, path in FILES.items():
@@ -194,7 +194,7 @@ def test_only_policy_and_data_quote_the_name_of_a_method() -> None:
 def test_methods_are_compared_by_name_only_in_their_files() -> None:
     names = "|".join(METHODS.keys() - {"dense"})
     compared = rf"""[!=]=\s*["']({names})["']|["']({names})["']\s*[!=]=|case .*["']({names})["']"""
-    # Scripts name what they compare.
+    # Scripts quote the methods that they compare.
     assert [
         line for line in lines(compared, FILES) if not line.startswith(("scripts.", "torchtitan_scape.methods."))
     ] == []
@@ -226,7 +226,7 @@ def test_the_optimizer_does_not_import_torchtitan() -> None:
 
 
 def definitions() -> Iterator[tuple[str, ast.AST]]:
-    """All nodes of the product's syntax trees, scripts excluded, with their modules."""
+    """Return all nodes of the product's syntax trees with their modules, without scripts."""
     for module, path in FILES.items():
         if not module.startswith("scripts"):
             yield from ((module, node) for node in ast.walk(ast.parse(path.read_text())))

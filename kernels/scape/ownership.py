@@ -58,8 +58,8 @@ class Ownership:
     whole: tuple[OwnedSlice, ...]
 
     @staticmethod
-    def of(tensors: BlockLayout, whole_sizes: Sequence[int]) -> "Ownership":
-        whole = assign_owners(whole_sizes, tensors.replicas)
+    def of(tensors: BlockLayout, dense_sizes: Sequence[int]) -> "Ownership":
+        whole = assign_owners(dense_sizes, tensors.replicas)
         return Ownership(tensors, tuple(slice_by_owner(tensors)), tuple(whole))
 
     @cached_property

@@ -27,7 +27,7 @@ class ReplicatedUpdate:
 
     Args:
         layout: Blocks of the sparsified tensors.
-        whole_sizes: Entries of the other tensors, which follow the sparsified ones.
+        dense_sizes: Entries of the other tensors, which follow the sparsified ones.
         has_master: The state contains FP32 master weights; the bound parameters are copies in a narrower dtype.
         writes: Write new values to the bound parameters; false if another replica of this process writes them.
     """
@@ -44,10 +44,10 @@ class ReplicatedUpdate:
     updates_master = True
 
     def __init__(
-        self, layout: BlockLayout, whole_sizes: Sequence[int], has_master: bool = False, writes: bool = True
+        self, layout: BlockLayout, dense_sizes: Sequence[int], has_master: bool = False, writes: bool = True
     ) -> None:
         self.layout = self.tensors = layout
-        self.sizes = (*layout.sizes, *whole_sizes)
+        self.sizes = (*layout.sizes, *dense_sizes)
         self.has_master, self.writes = has_master and writes, writes
 
     def allocations(self) -> dict[str, StateAllocation]:

@@ -1,4 +1,4 @@
-"""What differs between the run that saved and the one that resumes."""
+"""Comparison of the saving and the resuming run."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torchtitan_scape.checkpoint.record_format import ALIASES, FORMAT, stored_ki
 
 
 def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str, str]]:
-    """Of records that have nothing else."""
+    """Compare records with only these entries."""
     common = {"model": "llama3 study", "method": "scape", "optimizer": "AdamS"}
     metadata = object.__new__(RunMetadata)
     metadata.values, metadata._layout = common | here, set(here) - {"density"}
     return metadata.compare(to_present_format(common | saved, "folder"), "folder")
 
 
-def test_options_by_their_earlier_names_are_no_difference() -> None:
+def test_renamed_options_are_not_a_difference() -> None:
     here = {"wire": "bfloat16", "values": "float32"}
     assert compare(here, {"wire_dtype": "bfloat16", "values_dtype": "float32"}) == (True, {})
     same, different = compare(here, {"wire_dtype": "float32", "values_dtype": "float32"})
@@ -24,8 +24,8 @@ def test_options_by_their_earlier_names_are_no_difference() -> None:
 
 
 @pytest.mark.parametrize(("wire", "same_layout"), [("float32", True), ("int4", False), (None, True)])
-def test_another_density_moves_what_a_code_has_lost(wire: str | None, same_layout: bool) -> None:
-    """A method without a wire keeps nothing of the kind."""
+def test_another_density_migrates_quantization_errors(wire: str | None, same_layout: bool) -> None:
+    """A method without a wire has no quantization errors."""
     known = {} if wire is None else {"wire": wire}
     assert compare({"density": 0.02, **known}, {"density": 0.01, **known})[0] == same_layout
 

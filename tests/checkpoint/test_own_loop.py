@@ -109,7 +109,7 @@ def test_shards_resume_bit_for_bit(pool4: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "into", "told"),
+    ("method", "into", "expected"),
     [
         ("topk", "topk", "every replica receives the mean of 2 replicas' pending gradients"),
         ("scape", "scape", "every replica receives the mean of 2 replicas' pending gradients"),
@@ -118,14 +118,16 @@ def test_shards_resume_bit_for_bit(pool4: Pool, tmp_path: Path) -> None:
         ("dense", "diloco", "all replicas start from the model and its moments"),
     ],
 )
-def test_another_layout_and_method(method: str, into: str, told: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+def test_another_layout_and_method(
+    method: str, into: str, expected: str, pool2: Pool, pool4: Pool, tmp_path: Path
+) -> None:
     """From two replicas to two of two shards each, and to four."""
     saved = pool2(save, str(tmp_path), method, 1, 8)
     for shards in (1, 2):
         loaded = pool4(load, str(tmp_path), into, shards, 8)
         text = loaded[0]["text"]
         if shards == 1:
-            assert told in text and "replicas 2 -> 4" in text
+            assert expected in text and "replicas 2 -> 4" in text
         else:
             assert "shard 1 -> 2" in text
         if method != "sparta":

@@ -105,7 +105,7 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     one.keep_latest_k, one.folder, one._being_written = 2, "run", ""
     one.purge_queue, one.spared = SimpleNamespace(put=deleted.append), lambda: 2
     steps = [1, 2, 3, 4]
-    one._whole_steps = lambda: steps
+    one._complete_steps = lambda: steps
     monkeypatch.setattr("torchtitan_scape.trainer.checkpointer.steps_in", lambda folder: steps)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     one._purge_stale_checkpoints()

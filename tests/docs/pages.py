@@ -1,4 +1,4 @@
-"""README and docs/ as text, blocks of code, commands, links and what stands in backticks."""
+"""Parser of README and docs/: text, code blocks, commands, links and quoted text."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 @dataclass
 class Command:
-    """A line of a shell block: variables in front, what is started, and its arguments."""
+    """A command in a shell block: environment variables, program and arguments."""
 
     page: str
     text: str
@@ -32,22 +32,22 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def prose(page: str) -> str:
-    """The page without its blocks."""
+    """Return the page without code blocks."""
     return _BLOCK.sub("", read(page))
 
 
 def quoted(page: str) -> list[str]:
-    """What stands in backticks."""
+    """Return the texts in backticks."""
     return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose(page))]
 
 
 def links(page: str) -> list[str]:
-    """Targets of links and images inside the repository."""
+    """Return the targets of links and images inside the repository."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
 
 
 def headings(page: str) -> set[str]:
-    """The anchors of a page's headings."""
+    """Return the anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""README and docs/: what they name exists, and each page is one that a reader finds."""
+"""README and docs/: quoted paths, keys and names exist, and all pages are linked."""
 
 import json
 import re
@@ -33,12 +33,12 @@ from torchtitan_scape.planner.run import PlannedRun
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
-# Programs, variables and keys of others.
+# Programs, variables and keys that are not defined here.
 FOREIGN = {"PATH", "WORLD_SIZE", "text", "offload"}
 
 
 def key_type(path: str) -> Any:
-    """The declared type of a key such as "sync.scape.density". Raises KeyError where the config has none."""
+    """Return the declared type of a key such as "sync.scape.density", or raise KeyError."""
     section: Any = JobConfig
     for name in path.split("."):
         if not is_dataclass(section):
@@ -49,7 +49,7 @@ def key_type(path: str) -> Any:
 
 @cache
 def keys() -> dict[str, list[Any]]:
-    """Key -> its types, in whichever section."""
+    """Return the types of every key name over all sections."""
     found: dict[str, list[Any]] = {}
 
     def walk(section: Any) -> None:
@@ -65,14 +65,14 @@ def keys() -> dict[str, list[Any]]:
 
 @cache
 def words() -> set[str]:
-    """Every word of the sources."""
+    """Return every word of the sources."""
     files = [path for room in ROOMS[:6] for path in (ROOT / room).rglob("*") if path.suffix in SOURCES]
     text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.sh"), ROOT / "pyproject.toml"])
     return set(re.findall(r"\w+", text))
 
 
 def value_of(text: str) -> Any:
-    """A TOML value, or None where it is none."""
+    """Return a TOML value, or None if the text is none."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -85,7 +85,7 @@ def test_a_page_opens_with_its_title(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_existing_targets(page: str) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
@@ -106,7 +106,7 @@ def test_quoted_paths_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_quoted_keys_are_known_and_their_values_fit(page: str) -> None:
+def test_quoted_keys_exist_and_their_values_are_valid(page: str) -> None:
     sections = {f.name for f in fields(JobConfig)}
     for text in quoted(page):
         for section, key, value in re.findall(r"^\[([a-z_.]+)\](?: ([a-z_0-9]+)(?: = (.+))?)?$", text):
@@ -134,8 +134,8 @@ def test_quoted_keys_are_known_and_their_values_fit(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_quoted_names_are_in_the_sources(page: str) -> None:
-    """A name that was changed in the sources is changed here, too."""
+def test_quoted_names_exist_in_the_sources(page: str) -> None:
+    """A name that is changed in the sources must be changed in the docs."""
     for text in quoted(page):
         name = text.removeprefix("--").removesuffix("()")
         if re.fullmatch(r"[A-Za-z_][\w.\-]*(=\w+)?", name):
@@ -155,8 +155,8 @@ def test_blocks_of_configuration_are_valid(page: str) -> None:
         json.loads(block)
 
 
-def test_the_methods_of_the_readme() -> None:
-    """Their names, optimizers, shares of dense bytes and memory, for Llama-1.8B as the planner has it."""
+def test_the_method_table_of_the_readme_matches_the_planner() -> None:
+    """Names, optimizers, shares of dense bytes and memory equal the planner's values for Llama-1.8B."""
     model = get_workload("llama_1_8b").local(1)
 
     def share(options: MethodOptions, replicas: int) -> float:

@@ -84,7 +84,7 @@ def test_pack_preserves_every_entry(seed: int, n: int, all_in_use: bool, all_bef
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
-def test_a_skipped_step_changes_nothing(seed: int, n: int, all_in_use: bool) -> None:
+def test_a_skipped_step_changes_no_state(seed: int, n: int, all_in_use: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     used, before = _mask(n, generator, 0.3), _mask(n, generator, 0.3)
     indices = None if all_in_use else used.nonzero().view(-1)

@@ -1,4 +1,4 @@
-"""DeMo and sign descent against what arXiv:2411.19870 writes down, number by number in float64."""
+"""DeMo and sign descent compared with arXiv:2411.19870, entry by entry in float64."""
 
 import math
 from functools import cache
@@ -30,12 +30,15 @@ OPTIONS: dict[str, Any] = {"chunk": 8, "k": 5, "beta": 0.95}
 
 
 class Literal:
-    """N replicas in one place: m = beta m + g; the k largest of the cosine transform of each tile leave m and go to
-    all; the mean over those that sent a component, transformed back, has the sign of the step."""
+    """N replicas in one process.
+
+    m = beta m + g. The k largest components of the cosine transform of each tile are subtracted from m and sent. The
+    update is the sign of the inverse transform of the mean over the senders of each component.
+    """
 
     def __init__(self, replicas: int, chunk: int, k: int, beta: float, values: str = "float32") -> None:
         self.chunk, self.k, self.beta, self.signs = chunk, k, beta, values == "sign"
-        self.theta = local.start()  # FP32: a mean in another order is no other sign
+        self.theta = local.start()  # FP32, so that the order of a sum does not change a sign
         self.m = [{n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(replicas)]
         self.t = 0
 
@@ -75,7 +78,7 @@ class Literal:
 
 @cache
 def cosines(size: int) -> Tensor:
-    """Row k: cos(pi k (2 j + 1) / 2 size), of length 1; what is 0 on paper is 0."""
+    """Return the matrix with rows cos(pi k (2 j + 1) / 2 size), normalized, with exact zeros."""
     rows = []
     for k in range(size):
         row = [round(math.cos(math.pi * k * (2 * j + 1) / (2 * size)), 15) for j in range(size)]
@@ -85,8 +88,8 @@ def cosines(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_it_is_the_literal_form(values: str, pool1: Pool, pool2: Pool) -> None:
-    """50 steps of two replicas of one process, and of two gloo ranks: parameters, and what stays in the momentum."""
+def test_equals_the_reference_algorithm(values: str, pool1: Pool, pool2: Pool) -> None:
+    """Parameters and momentum of 50 steps, with two simulated replicas and with two gloo ranks."""
     options = OPTIONS | {"values": values}
     literal = Literal(2, **options)
     for _ in range(50):
@@ -101,20 +104,20 @@ def test_it_is_the_literal_form(values: str, pool1: Pool, pool2: Pool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (15, 7), (33, 5), (1, 1), (67, 2), (64,), (7,), (3, 5, 7)])
-def test_what_is_transformed_comes_back(shape: tuple[int, ...]) -> None:
+def test_the_inverse_transform_restores_the_input(shape: tuple[int, ...]) -> None:
     cut = divisor_grid(shape, 64)
     basis = Basis.of(cut, torch.device("cpu"))
     assert cut.rows % cut.height == 0 == cut.columns % cut.width and max(cut.height, cut.width) <= 64
     tiles = torch.randn(cut.tiles, cut.size, generator=torch.Generator().manual_seed(0))
-    components = basis.transformed(tiles)
-    assert float((basis.back(components) - tiles).norm() / tiles.norm()) < 1e-6
+    components = basis.transform(tiles)
+    assert float((basis.inverse(components) - tiles).norm() / tiles.norm()) < 1e-6
     assert float(components.norm()) == pytest.approx(float(tiles.norm()), rel=1e-6)
-    flat = basis.transformed(torch.ones(1, cut.size))
+    flat = basis.transform(torch.ones(1, cut.size))
     assert float(flat[0, 0]) == pytest.approx(cut.size**0.5) and float(flat[0, 1:].abs().sum()) < 1e-3
 
 
-def test_with_beta_1_nothing_is_lost() -> None:
-    """What one replica was given has been sent or is kept, at every step."""
+def test_beta_1_conserves_the_gradients() -> None:
+    """In every step, each gradient of a single replica was sent or is in its momentum."""
     case = Case("demo", {"chunk": 8, "k": 3, "beta": 1.0})
     (rank,) = run_replicas(1, lambda collectives: play(collectives, case))
     total = [torch.zeros_like(t) for t in mean(0, 1)]
@@ -126,8 +129,8 @@ def test_with_beta_1_nothing_is_lost() -> None:
     assert sum(float(pending.norm()) for pending in rank.pending[-1]) > 1.0
 
 
-def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
-    """32 of 64 x 64 take 4 bytes and 1.2 for their places, or a bit; all of a tile of fewer."""
+def test_the_cost_has_the_bytes_and_memory() -> None:
+    """32 of 64 x 64 components take 4 bytes or 1 bit each, and 1.2 bytes of offset; smaller tiles send all."""
     shapes = [(192, 128), (96, 10), (7,)]
     model = LocalModel.of_shapes(shapes)
 
@@ -138,7 +141,7 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
         return Demo(setting, options).planned_bytes()
 
     places = 6 * offset_code(32, 4096).nbytes + 2 * offset_code(32, 480).nbytes + offset_code(7, 7).nbytes
-    assert places < 1.5 * 32 * 8  # METHODS: 12 bits each
+    assert places < 1.5 * 32 * 8  # 12 bits each
     counts = (6 * 32, 2 * 32, 7)
     for values, own in (("float32", 4 * sum(counts)), ("sign", sum(4 + -(-count // 8) for count in counts))):
         options = DemoOptions(values=values)  # type: ignore[arg-type]
@@ -162,6 +165,6 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
     "wrong, message",
     [({"beta": 0.0}, "beta = 0.0; it must lie in"), ({"chunk": 0}, "chunk = 0; it must be 1 to"), ({"k": 0}, "k = 0")],
 )
-def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_demo_options_raise_an_error(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DemoOptions(**wrong)

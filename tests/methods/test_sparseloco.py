@@ -1,4 +1,4 @@
-"""SparseLoCo in the frame of local updates, against what arXiv:2508.15706 writes down."""
+"""SparseLoCo compared with arXiv:2508.15706."""
 
 from typing import Any
 
@@ -25,8 +25,11 @@ PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "
 
 
 class Literal(local.Literal):
-    """For N replicas in one place: e_i = decay e_i + (anchor - theta_i); a replica sends the largest of every tile, in
-    two bits, and keeps the rest in e_i; the anchor takes the mean, over those that sent an entry, at once."""
+    """N replicas in one process.
+
+    e_i = decay e_i + (anchor - theta_i). A replica sends the largest entries of every tile in two bits, and stores the
+    rest in e_i. The anchor moves by the mean over the senders of each entry.
+    """
 
     def __init__(self, replicas: int, inner_steps: int, **options: Any) -> None:
         super().__init__(replicas, inner_steps, 1.0, 0.0)
@@ -45,8 +48,8 @@ class Literal(local.Literal):
 
 
 @pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "values": "float32"}], ids=["published", "equations"])
-def test_it_is_the_literal_form(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """50 steps of three replicas of one process, and of two gloo ranks: parameters, anchor and what is kept back."""
+def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """Parameters, anchor and residual of 50 steps, with three simulated replicas and with two gloo ranks."""
     for replicas in (3, 2):
         literal = Literal(replicas, 6, **{**PUBLISHED, **changes})
         for _ in range(50):
@@ -64,7 +67,7 @@ def test_it_is_the_literal_form(changes: dict[str, Any], pool1: Pool, pool2: Poo
             assert far(kept, dict(zip(SHAPES, literal.codec.residual[i], strict=True))) < 1e-5
 
 
-def test_its_defaults_are_the_published_settings() -> None:
+def test_defaults_equal_the_published_settings() -> None:
     options = SparselocoOptions()
     assert (options.inner_steps, options.outer_lr, options.outer_momentum) == (30, 1.0, 0.0)
     assert {key: getattr(options, key) for key in PUBLISHED} == PUBLISHED
@@ -72,8 +75,8 @@ def test_its_defaults_are_the_published_settings() -> None:
         SparselocoOptions(decay=0.0)
 
 
-def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
-    """A message once in a round, of tiles that hold parameters of one dimension, too."""
+def test_the_cost_has_the_bytes_and_memory() -> None:
+    """One message per round; tiles include one-dimensional parameters."""
     shapes = [(192, 128), (4096,), (7,)]
 
     def work(collectives: ReplicaCollectives) -> float:
@@ -82,7 +85,7 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
         shards = collect_shards(optimizer.param_groups)
         return Sparseloco(MethodContext(shards, collectives, optimizer=optimizer), SparselocoOptions()).planned_bytes()
 
-    own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # filled up to 16 bytes
+    own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # padded to 16 bytes
     planned, model = PlannedRun(SparselocoOptions(), "AdamW"), LocalModel.of_shapes(shapes)
     levels = [LevelSize("network", 4)]
     call, rest = planned.collective_calls(model, levels)

@@ -1,4 +1,4 @@
-"""TAGC between replicas, against the method written down once more, and what it says of its bytes."""
+"""TAGC between replicas, compared with a second implementation, and its counted bytes."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchtitan_scape.planner.run import PlannedRun
 
 
 class Literal:
-    """Replicas of flat gradients: sets of places, in Python."""
+    """All replicas in one process, with sets of indices in Python."""
 
     def __init__(self, replicas: int, density: float, dense: tuple[int, ...] = ()) -> None:
         self.k, self.replicas = max(1, round(density * 1024)), replicas
@@ -51,8 +51,8 @@ class Literal:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("options", [{"density": 0.05}, {"density": 0.3, "dense_names": ["p1"]}])
-def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
-    """Both forms of the index: offsets at the first density, bits at the second."""
+def test_equals_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
+    """Both encodings of the index: offsets at the first density, a bitmap at the second."""
     literal = Literal(replicas, options["density"], (1,) if "dense_names" in options else ())
     ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("tagc", options)))
     for number in range(1, STEPS + 1):
@@ -66,8 +66,8 @@ def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
                     assert torch.equal(kept, literal.residual[replica][i])
 
 
-def test_places_and_values_have_ledgers_of_their_own() -> None:
-    """Of 1024 entries 307 are chosen by each of two replicas; whole are 8 entries. The index is two times 128 bytes."""
+def test_index_and_values_are_counted_separately() -> None:
+    """Two replicas select 307 of 1024 entries each; 8 entries are uncompressed. The index is two times 128 bytes."""
 
     def work(collectives: ReplicaCollectives) -> dict[str, float]:
         method = make(Case("tagc", {"density": 0.3}), collectives)

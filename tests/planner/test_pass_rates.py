@@ -1,4 +1,4 @@
-"""Measured times of the optimizer's passes in the planner, from files that could have been made on a GPU."""
+"""Measured times of the optimizer's passes in the planner, read from files like those of a GPU run."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def written(folder: Path, content: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whatever the repository has: these tests begin with none."""
+    """Ignore the measurements of the repository."""
     monkeypatch.setattr(pass_rates, "STORED", tmp_path / "results" / "gpu")
     return tmp_path / "results" / "gpu"
 
@@ -67,8 +67,8 @@ def predicted(method: PlannedRun, folder: Path) -> Prediction:
     return _predict(case, layout, method, 1)
 
 
-def test_passes_take_what_was_measured(tmp_path: Path) -> None:
-    """On the device itself: seconds of the passes, whatever is nominal."""
+def test_measured_pass_times_are_used(tmp_path: Path) -> None:
+    """On the measured device: the times of the passes, independent of nominal bandwidth."""
     written(tmp_path, stored("NVIDIA GH200 480GB"))
     assert predicted(ADAMS, tmp_path).optimizer == pytest.approx(36 * N / 2e12)
     assert predicted(ADAMW, tmp_path).optimizer == pytest.approx(44 * N / 2.8e12)
@@ -77,12 +77,12 @@ def test_passes_take_what_was_measured(tmp_path: Path) -> None:
         method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)
-    # What nobody measured streams as AdamS does.
+    # Passes without a measurement use the rate of AdamS.
     assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((60 + 36) * N / 2e12)
 
 
 def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
-    """By the nominal memory, 4 against 2 TB/s, or to what the preflight has measured, 0.8 against a copy's 1.6."""
+    """By nominal memory bandwidth, 4 to 2 TB/s, or by the preflight's measurement, 0.8 to 1.6 TB/s of a copy."""
     written(tmp_path, stored())
     links = Links.from_machine(VISTA)
     found = for_device(VISTA.device, links, tmp_path)
@@ -92,7 +92,7 @@ def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
     assert own is not None and own.of(ADAMS)[1] == pytest.approx(1e12) and "preflight" in own.scaled
 
 
-def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stored: Path) -> None:
+def test_measurements_of_the_same_device_have_precedence(nothing_stored: Path) -> None:
     links = Links.from_machine(VISTA)
     assert for_device(VISTA.device, links) is None
     written(nothing_stored / "nvidia-h100", stored())
@@ -105,7 +105,7 @@ def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stor
 
 
 @pytest.mark.parametrize("content", ["[]", {}, {"smoke": True}, {"steps": {}}, "no JSON"])
-def test_what_is_no_measurement_is_passed_over(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture) -> None:
+def test_files_without_measurements_are_ignored(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture) -> None:
     path = written(tmp_path, stored(**content) if isinstance(content, dict) and content else content)
     assert for_device(VISTA.device, Links.from_machine(VISTA)) is None
     assert main(["--nodes", "4", "--kernels", str(path)]) == 2
@@ -113,7 +113,7 @@ def test_what_is_no_measurement_is_passed_over(tmp_path: Path, content: Any, cap
     assert said.out == "" and said.err.count("\n") == 1 and "run scripts/gpu_check.sh speed" in said.err
 
 
-def test_the_planner_says_which_it_used(nothing_stored: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_planner_states_which_measurement_it_used(nothing_stored: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["--nodes", "64"]) == 0
     said = capsys.readouterr().out
     assert (

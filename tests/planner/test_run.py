@@ -40,7 +40,7 @@ def calls(options: MethodOptions, replicas: int = 4, model: LocalModel = MODEL) 
 
 
 def sent(options: MethodOptions, replicas: int = 4, model: LocalModel = MODEL) -> list[float]:
-    """Bytes of every stage."""
+    """Return the bytes of every stage."""
     levels = [LevelSize("network", replicas)]
     return [stage.sent for call in calls(options, replicas, model) for stage in call.stages(levels)]
 
@@ -53,7 +53,9 @@ shapes_of = st.lists(
 
 
 @given(shapes_of, st.sampled_from([0.5, 0.1, 0.03, 0.01, 0.001, 1.0]), st.integers(1, 9), st.sampled_from([64, 1024]))
-def test_payload_and_mask_are_those_of_the_kernels(shapes: list, density: float, replicas: int, block: int) -> None:
+def test_payload_and_mask_sizes_equal_those_of_the_kernels(
+    shapes: list, density: float, replicas: int, block: int
+) -> None:
     sparse = [math.prod(s) for s in shapes if len(s) > 1]
     layout = BlockLayout(tuple(sparse), block, replicas)
     entries = sum(layout.nnz(i, density, "block") for i in range(len(sparse)))
@@ -63,8 +65,8 @@ def test_payload_and_mask_are_those_of_the_kernels(shapes: list, density: float,
     assert mask_bytes(shapes, density, replicas, block) == layout.wire_bytes(density, "block")
 
 
-def test_a_wire_is_priced_by_its_messages() -> None:
-    """128 entries to a block: 4 bits each and a scale of 2 bytes; a part of a block counts as a whole one."""
+def test_an_encoded_payload_costs_its_message_bytes() -> None:
+    """A block of 128 entries has 4 bits per entry and a scale of 2 bytes; a partial block counts as a full one."""
     assert encoded_size("float32") is None and payload_bytes(SHAPES, 0.1) == 4 * payload_entries(SHAPES, 0.1)
     bfloat16 = encoded_size("bfloat16")
     assert bfloat16 is not None and bfloat16(1000) == 2000
@@ -82,9 +84,9 @@ def test_a_wire_is_priced_by_its_messages() -> None:
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("model", ["llama_500m", "llama_1_8b"])
-def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: float) -> None:
+def test_optimizer_traffic_equals_that_of_the_kernel_benchmark(model: str, density: float) -> None:
     whole, cost = get_workload(model).local(1), ScapeOptions(density=density).cost()
-    least = cost.pass_bytes(whole, 8)  # as scripts/gpu/passes.py has it
+    least = cost.pass_bytes(whole, 8)  # as in scripts/gpu/passes.py
     pack, rest = cost.memory_traffic(whole, 1)
     n = whole.entries
     assert pack / n == pytest.approx(least["pack"] / n, abs=1e-4)
@@ -92,8 +94,8 @@ def test_optimizer_bytes_are_those_of_the_kernel_benchmark(model: str, density: 
     assert (pack + rest) / n == pytest.approx({0.1: 27.54, 0.01: 25.03}[density], abs=0.005)  # explanation/kernels.md
 
 
-def test_kernel_bytes_by_hand() -> None:
-    """1024 blocks, half of each sent, and no second replica: two masks are a quarter of a byte a parameter."""
+def test_kernel_traffic_computed_by_hand() -> None:
+    """1024 blocks, half of each sent, a single replica: two masks have a quarter of a byte per parameter."""
     n, k = 1 << 20, 1 << 19
     found = ScapeOptions(density=0.5).cost().pass_bytes(LocalModel.of_shapes([(1024, 1024)]), 1)
     assert found == {"finite": 4 * n, "pack": 12.25 * n + 8 * k, "squares": 8 * k, "update": 8.5 * n + 12 * k}
@@ -102,7 +104,7 @@ def test_kernel_bytes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("model", "flavor", "count"), [("llama_500m", "500M", 513590784), ("llama_1_8b", "1.8B", 1831201280)]
 )
-def test_llama_shapes_are_those_that_torchtitan_builds(model: str, flavor: str, count: int) -> None:
+def test_llama_shapes_equal_those_of_torchtitan(model: str, flavor: str, count: int) -> None:
     from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 
     with torch.device("meta"):
@@ -112,7 +114,7 @@ def test_llama_shapes_are_those_that_torchtitan_builds(model: str, flavor: str, 
     assert workload.parameters == count
 
 
-def test_gpt_is_gpt2_medium() -> None:
+def test_gpt_345m_has_the_shapes_of_gpt2_medium() -> None:
     """354,823,168 parameters, as in the published checkpoint (tied output), and 47 spare rows."""
     from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 
@@ -128,15 +130,15 @@ def test_gpt_is_gpt2_medium() -> None:
 
 
 @given(st.sampled_from(sorted(WORKLOADS)), st.integers(1, 8))
-def test_local_shapes_are_the_first_chunk(model: str, shard: int) -> None:
+def test_local_shapes_are_those_of_the_first_rank(model: str, shard: int) -> None:
     for shape, local in zip(
         get_workload(model).shapes(), local_shapes(get_workload(model).shapes(), shard), strict=True
     ):
         assert local == tuple(torch.empty(shape, device="meta").chunk(shard)[0].shape)
 
 
-def test_flops_are_six_a_parameter_and_token_and_the_causal_half_of_attention() -> None:
-    """The products of Llama-1.8B counted one by one: 2 FLOPs a multiply-add, three times for forward and backward."""
+def test_flops_are_six_per_parameter_and_token_plus_causal_attention() -> None:
+    """Sum over all products of Llama-1.8B: 2 FLOPs per multiply-add, three times for forward and backward."""
     w = get_workload("llama_1_8b")
     matrices = 24 * (2 * 2560 * 2560 + 2 * 640 * 2560 + 3 * 2560 * 6912) + 32000 * 2560
     scores = 24 * 2 * 32 * 80 * 2048 / 2  # q k^T and p v; half of the keys on average
@@ -144,9 +146,9 @@ def test_flops_are_six_a_parameter_and_token_and_the_causal_half_of_attention() 
 
 
 def test_powersgd_sends_its_factors() -> None:
-    """Rank 4: both matrices are factored, the vector is sent whole, with all P."""
+    """Rank 4: both matrices are factored, the vector is sent uncompressed, together with all P."""
     assert [call.count for call in calls(PowersgdOptions(rank=4), 2)] == [1000 + 4 * (4096 + 1024), 4 * (1024 + 512)]
-    # rows * columns of the smaller one are less than twice its factors at rank 171 and more: it is sent whole
+    # from rank 171 the factors of the smaller one have more than half its entries: it is sent uncompressed
     assert factor_entries(SHAPES, 171)[0] == 1000 + 1024 * 512
     budget = payload_bytes(SHAPES, 0.01)
     rank = largest_rank(SHAPES, budget)
@@ -154,17 +156,17 @@ def test_powersgd_sends_its_factors() -> None:
     assert sums[0] <= budget < sums[1]
 
 
-def test_topk_sends_values_and_coded_offsets_and_reduces_the_rest() -> None:
-    """METHODS: a gather of 5.1 bytes per entry selected, an all-reduce of the rest."""
+def test_topk_sends_values_and_offsets_and_reduces_the_others() -> None:
+    """An all-gather of 5.1 bytes per selected entry, and an all-reduce of the uncompressed parameters."""
     sparse, whole = calls(TopkOptions(density=0.01))
-    # Of every block of 1024 ten values and 85 bits of offsets: 6 low ones each, 25 for all of their high parts.
+    # Per block of 1024: ten values and 85 bits of offsets, 6 low bits each and 25 bits for all high parts.
     assert (sparse.kind, sparse.count) == ("all_gather", (40 + 11) * (4096 + 512))
     assert (whole.kind, whole.count) == ("all_reduce", 1000)
     assert [call.kind for call in calls(TopkOptions(density=1.0))] == ["all_reduce"]
 
 
-def test_radius_sends_its_mask_and_at_a_refresh_all() -> None:
-    """METHODS: R(4 (d n_c + n_u)) (1 - 1 / T) + R(4 n) / T, and a residual and a bit of each entry."""
+def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
+    """R(4 (d n_c + n_u)) (1 - 1 / T) + R(4 n) / T bytes; a residual and one bit per entry in memory."""
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
     options = RadiusOptions(density=0.4, interval=50)
     run = PlannedRun(options, "AdamW")
@@ -180,14 +182,14 @@ def test_radius_sends_its_mask_and_at_a_refresh_all() -> None:
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}
     own_of_two = {"gradients": 8 * n, "residual": 8 * sparse, "masks": sparse / 4}
     assert run.simulated_memory(MODEL, 2) == alone | own_of_two
-    # Less is moved with a sparser mask and rarer refreshes.
+    # A sparser mask and rarer refreshes reduce the memory traffic.
     runs = (PlannedRun(RadiusOptions(density=d, interval=t)) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
     moved = [run.memory_traffic(MODEL, 4)[1] for run in runs]
     assert moved[0] > moved[1] > moved[2] > ADAMS.memory_traffic(MODEL, 4)[1]
 
 
 def test_dense_names_are_not_compressed() -> None:
-    """The second matrix: as if it had one dimension, although tiles include these."""
+    """The second matrix is treated like a vector, and not compressed by tiles, unlike vectors."""
     flat = LocalModel.of_shapes((SHAPES[0], (1024 * 512,), SHAPES[2]))
     for options in (
         RadiusOptions(density=0.4),
@@ -209,7 +211,7 @@ LAYERS = LocalModel(("tok_embeddings.weight", "layers.0.w", "layers.1.w", "layer
 
 @pytest.mark.parametrize("section", [DilocoOptions, StreamingDilocoOptions])
 def test_local_updates_send_all_once_per_round(section: type[DilocoOptions | StreamingDilocoOptions]) -> None:
-    """METHODS: R(4 n) / H, or the size of the encoded message; anchor and outer momentum, on the host if asked."""
+    """R(4 n) / H bytes, or the size of the encoded message; anchor and outer momentum, optionally on the host."""
     n, streaming = 4 * 1024 * 512, section is StreamingDilocoOptions
     more = {"fragments": 4, "delay": 2} if streaming else {}
     options = section(inner_steps=30, code="float32", **more)  # type: ignore[arg-type]
@@ -244,28 +246,29 @@ def test_sparta_sends_a_block_group_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("options", [TopkOptions(density=0.01), PowersgdOptions(rank=4)])
-def test_a_residual_comes_on_top_of_the_optimizer(options: MethodOptions) -> None:
+def test_a_residual_is_added_to_the_memory_of_the_optimizer(options: MethodOptions) -> None:
     n, sparse = 4608 * 1024 + 1000, 4608 * 1024
-    own = (40 + 11) * 4608 if isinstance(options, TopkOptions) else 0  # each replica holds the messages of all
+    own = (40 + 11) * 4608 if isinstance(options, TopkOptions) else 0  # a replica stores the messages of all
     for dense in (ADAMW, ADAMS):
         run, alone = PlannedRun(options, dense.optimizer), dense.simulated_memory(MODEL, 1)
         one = alone | {"residual": 4 * sparse} | ({"messages": own} if own else {})
         assert run.simulated_memory(MODEL, 1) == one
-        # Of every replica a gradient, a residual, and all messages as they arrive; parameters and moments once.
+        # Per replica a gradient, a residual and all received messages; parameters and moments once.
         own_of_eight = {"gradients": 32 * n, "residual": 32 * sparse} | ({"messages": 64 * own} if own else {})
         assert run.simulated_memory(MODEL, 8) == alone | own_of_eight
         assert run.memory_traffic(MODEL, 8)[1] > dense.memory_traffic(MODEL, 8)[1]
 
 
-def test_quantized_gradients_are_sent_in_chunks_and_leave_a_residual_of_all() -> None:
-    """Tensors begin with a new block. By hand."""
+def test_quantized_gradients_are_sent_in_chunks_with_a_full_residual() -> None:
+    """Tensors start a new block. Computed by hand."""
     options = QuantizedOptions(code="e2m1", block=128)
     run = PlannedRun(options)
     (call,) = calls(options)
     # An eighth of 4608 * 1024 + 1024, padded to whole blocks for each of four replicas.
     assert call.message_bytes.chunks == ((590336, 8),) and call.count == 8 * 590336  # type: ignore[union-attr]
     (outside,) = call.stages([LevelSize("network", 4)])
-    # A part has 1153 blocks of 64 bytes of codes and 2 of a scale, up to 16 bytes; three are sent and come back.
+    # A slice has 1153 blocks with 64 bytes of codes and a scale of 2 bytes, padded to 16 bytes; three are sent and
+    # three are returned.
     assert (outside.sent, outside.rounds) == (8 * 6 * 76112, 6)
     n, alone = 4608 * 1024 + 1000, ADAMS.simulated_memory(MODEL, 1)
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * n}
@@ -276,7 +279,7 @@ def test_quantized_gradients_are_sent_in_chunks_and_leave_a_residual_of_all() ->
 
 
 @pytest.mark.parametrize(("wire", "values", "nbytes"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
-def test_owners_receive_the_payload_and_send_their_part_of_the_values(wire: str, values: str, nbytes: int) -> None:
+def test_owners_receive_the_payload_and_send_their_values(wire: str, values: str, nbytes: int) -> None:
     options = ScapeOptions(density=0.01, wire=wire, update="sharded", values=values)  # type: ignore[arg-type]
     payload, new, masks = calls(options)
     assert payload.kind == "reduce_scatter" and payload.count / 4 == new.count / nbytes
@@ -286,7 +289,7 @@ def test_owners_receive_the_payload_and_send_their_part_of_the_values(wire: str,
     assert masks.hidden and masks.count == mask_bytes(SHAPES, 0.01, 4)
 
 
-def test_runs_that_are_not_possible_are_refused() -> None:
+def test_impossible_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="no optimizer 'sgd'; known are AdamW"):
         PlannedRun(DenseOptions(), "sgd")
     with pytest.raises(ValueError, match="scape does not support overlap"):
@@ -307,7 +310,7 @@ def test_the_registry_and_the_cost_agree(name: str) -> None:
 
 
 def test_memory_counts_every_kind() -> None:
-    """Vista, no shards: 4 bytes a parameter each for parameters, gradients and state; two masks of an eighth."""
+    """Vista, no shards: 4 bytes per parameter each for parameters, gradients and state; two masks of 1/8 byte."""
     w = get_workload("llama_500m")
     n = w.parameters
     scape = PlannedRun(ScapeOptions(density=0.01)).total_memory(w, 1, 64, 1)
@@ -322,8 +325,8 @@ def test_memory_counts_every_kind() -> None:
     assert ADAMW.total_memory(w, 4, 16, 1)["state"] == pytest.approx(2 * n, rel=1e-3)
 
 
-def test_what_is_offloaded_leaves_two_buffers() -> None:
-    """On one of 4 ranks; a share of an owner among 64 is less than its buffers would be, and stays."""
+def test_offloaded_states_leave_two_buffers() -> None:
+    """On one of 4 ranks. The share of one of 64 owners is smaller than the buffers, and stays on the device."""
     w = get_workload("llama_1_8b")
     n, largest = 4 * w.parameters, 4 * 32000 * 2560
     plain, model = PlannedRun(ScapeOptions(density=0.01)).total_memory(w, 1, 4, 1), w.local(1)

@@ -64,5 +64,5 @@ def test_incompatible_options_are_refused() -> None:
     ):
         check_config(config, "cpu")
     config.sync.method, config.sharding.levels = "dense", LevelsOptions(weights=2, gradients=2)
-    with pytest.raises(ValueError, match=r"gradients = 'tagc' does not go with \[sharding.levels\]"):
+    with pytest.raises(ValueError, match=r"gradients = 'tagc' is not supported with \[sharding.levels\]"):
         check_config(config, "cpu")

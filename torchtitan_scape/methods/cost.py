@@ -1,4 +1,4 @@
-"""Shared parts of the methods' closed forms, see `methods.options.MethodCost`. Plain arithmetic: no torch."""
+"""Shared parts of the methods' cost formulas, see `methods.options.MethodCost`. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 
 class GradientCost:
-    """Defaults for a method that synchronizes gradients in front of an optimizer.
+    """Defaults for a method that synchronizes gradients before the optimizer's update.
 
     Subclasses define `collective_calls` and `traffic_per_parameter`.
     """
@@ -21,7 +21,7 @@ class GradientCost:
     includes_optimizer: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
-    # Kinds of which a process that simulates all replicas holds one per replica.
+    # Kinds of memory that a process with simulated replicas allocates once per replica.
     per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages")
 
     def collective_calls(
@@ -30,7 +30,7 @@ class GradientCost:
         raise NotImplementedError
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter that the method's passes move, without the optimizer's own."""
+        """Return the memory traffic of the method's passes in bytes per parameter, without the optimizer."""
         return 0.0
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
@@ -41,7 +41,7 @@ class GradientCost:
         return 0
 
     def message_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of gathered messages and packed values: each replica holds the messages of all."""
+        """Return the bytes of gathered messages and packed values: each replica stores the messages of all replicas."""
         return replicas * gathered_bytes(self, model, replicas)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
@@ -80,11 +80,11 @@ def all_reduce_stream(
     message_bytes: MessageBytes | None = None,
     share: float = 1.0,
 ) -> CollectiveCall:
-    """Return the all-reduce of tensors that travel in the chunks of `topology.partition.chunks_of`.
+    """Return the all-reduce of tensors that are sent in the chunks of `topology.partition.chunks_of`.
 
     Args:
         sizes: Entries of the tensors.
-        block: Each tensor begins at a multiple of it, and no chunk divides one.
+        block: Each tensor starts at a multiple of this size, and no chunk divides a block.
         message_bytes: Encoded size of n elements of one chunk; None for FP32.
     """
     size = None if message_bytes is None else block
@@ -95,14 +95,14 @@ def all_reduce_stream(
 
 
 def scaled(calls: Sequence[CollectiveCall], share: float, hidden: bool = False) -> list[CollectiveCall]:
-    """Return the calls of an exchange that only a share of the steps contain."""
+    """Return the calls of an exchange that runs in only a share of the steps."""
     return [replace(call, share=share * call.share, hidden=hidden) for call in calls]
 
 
 def share_of_dense(options: MethodOptions, model: LocalModel, replicas: int) -> float:
     """Return the bytes that a replica sends per step, masks and scales included, relative to dense FP32 gradients.
 
-    The replicas are each on their own node; a single one is treated as one of two.
+    Every replica is assumed to be on its own node; a single replica is counted as one of two.
     """
     levels = [LevelSize("network", max(2, replicas))]
     calls = options.cost().collective_calls(model, levels)

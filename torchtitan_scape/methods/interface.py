@@ -272,7 +272,7 @@ class Method(ABC):
         return None if moment is None else local(moment).view(-1), residual
 
     def metrics(self) -> dict[str, float]:
-        """Return figures of the last step for the log, after `finish_previous_step`. Collective.
+        """Return the metrics of the last step for the log, after `finish_previous_step`. Collective.
 
         "density" is the fraction of the entries that a step sends. "residual_norm" is the norm of the pending updates,
         as the root mean square over replicas.
@@ -292,7 +292,7 @@ class Method(ABC):
         return (self.collectives.sum_over_all(squares) / self.collectives.replicas).item() ** 0.5
 
     def local_model(self) -> LocalModel:
-        """Return names and shapes of this rank's shards."""
+        """Return the names and shapes of this rank's shards."""
         shards = self.context.shards
         return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards))
 

@@ -1,6 +1,6 @@
-"""Options and cost of local updates: replicas train alone for several steps, then exchange displacements. No torch.
+"""Options and cost of local updates: several local steps, then an exchange of displacements. Imports no torch.
 
-A displacement is the difference between the anchor, which replicas share, and a replica's own parameters.
+A displacement is the difference between the shared anchor and the parameters of one replica.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class FragmentSchedule:
     """The steps at which each fragment of the parameters is exchanged. Steps are attempted ones, from 1.
 
     Attributes:
-        inner_steps: Steps of a round, in which every parameter is exchanged once.
-        fragments: Parts that are exchanged one after the other.
+        inner_steps: Steps per round. Every parameter is exchanged once per round.
+        fragments: Number of fragments, which are exchanged one after the other.
         delay: Steps from the start of an exchange to the use of its result.
-        mix: Share of a replica's own parameter that is kept when a result is used.
+        mix: Weight of the replica's own parameter when a result is applied, in [0, 1).
     """
 
     inner_steps: int
@@ -41,28 +41,31 @@ class FragmentSchedule:
         return self.last_due(fragment, step) == step
 
     def last_due(self, fragment: int, step: int) -> int:
-        """Return the last step up to `step` at which the fragment was due; 0 or less if there was none."""
+        """Return the last step up to `step` with an exchange of the fragment; 0 or less if there was none."""
         first = round((fragment + 1) * self.inner_steps / self.fragments)
         return step - (step - first) % self.inner_steps
 
     def fragment_of(self, name: str) -> int:
-        """Return the fragment of a parameter: layers are distributed over all but the first, which has the rest."""
+        """Return the fragment of a parameter.
+
+        Layers are distributed over all fragments but the first; the first contains the other parameters.
+        """
         layer = layer_of(name)
         return 0 if self.fragments == 1 or layer is None else 1 + layer % (self.fragments - 1)
 
 
 @dataclass
 class LocalOptions(MethodOptions):
-    """Options that all sections of this family have; each section has its own defaults."""
+    """Options of all methods with local updates; each section has its own defaults."""
 
     inner_steps: int = 30
-    """Steps that replicas train alone between two exchanges of a parameter"""
+    """Local steps between two exchanges of a parameter"""
 
     outer_lr: float = 0.7
-    """Constant learning rate of the anchor, which replicas share and which follows the mean of their displacements"""
+    """Constant learning rate of the outer step, which updates the shared anchor by the mean displacement"""
 
     outer_momentum: float = 0.9
-    """Nesterov momentum of the anchor, in [0, 1); 0 for none"""
+    """Nesterov momentum of the outer step, in [0, 1); 0 for none"""
 
     host: bool = field(default=False, metadata=FREE)
     """Keep anchor and outer momentum in host memory: 8 bytes per parameter less on the device, 4 without momentum. They
@@ -79,7 +82,7 @@ class LocalOptions(MethodOptions):
         return FragmentSchedule(self.inner_steps)
 
     def averaging(self) -> MethodOptions:
-        """Return the options of the gradient method that averages displacements."""
+        """Return the options of the gradient method that averages the displacements."""
         raise NotImplementedError
 
     def label(self) -> str:
@@ -103,7 +106,7 @@ class LocalOptions(MethodOptions):
 
 
 def whole_displacements(code: Code) -> MethodOptions:
-    """Return the options that average whole displacements in this encoding; the quantization error is dropped."""
+    """Return the options that average all entries of the displacements in this encoding, without error feedback."""
     if code == "float32":
         return DenseOptions()
     return QuantizedOptions(code=code, error_feedback=False)
@@ -111,7 +114,7 @@ def whole_displacements(code: Code) -> MethodOptions:
 
 @dataclass(frozen=True)
 class LocalCost(GradientCost):
-    """Cost of local updates. An exchange of a fragment counts by its share of the steps."""
+    """Cost of local updates. The exchange of a fragment is weighted by its share of the steps."""
 
     options: LocalOptions
 
@@ -127,8 +130,11 @@ class LocalCost(GradientCost):
         return scaled(calls, 1.0 / schedule.inner_steps, hidden=schedule.delay > 0)
 
     def traffic_per_parameter(self) -> float:
-        """Read anchor and parameter and write the displacement 12, fill and empty chunks 16, encode and decode 16; then
-        read the mean 4, read and write anchor and momentum 8 each, write the parameter 4. Mean over a round."""
+        """Return the mean bytes per parameter and step over a round.
+
+        Displacement: 12 to read anchor and parameter and write it, 16 to fill and empty chunks, 16 to encode and
+        decode. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to write the parameter.
+        """
         options = self.options
         coded = 16.0 if isinstance(options.averaging(), QuantizedOptions) else 0.0
         momentum = 8.0 if options.outer_momentum else 0.0
@@ -140,8 +146,11 @@ class LocalCost(GradientCost):
         return {"anchor": n} | ({"outer momentum": n} if self.options.outer_momentum else {})
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Displacements exist at an exchange; with a delay their chunks are in flight besides. Fragments are taken as
-        equal."""
+        """Return the memory by kind.
+
+        Displacements exist only during an exchange; with a delay there are also chunks in flight. Fragments are assumed
+        to be of equal size.
+        """
         schedule = self.options.schedule()
         displacements = 4.0 * model.entries / schedule.fragments
         states = {} if self.options.host else self.shared_states(model)
@@ -151,8 +160,10 @@ class LocalCost(GradientCost):
         return self.shared_states(model) if self.options.host else {}
 
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """The anchor is read for the displacement; the outer step reads and writes all states on the host. Mean over a
-        round."""
+        """Return the mean traffic over a round.
+
+        The displacement reads the anchor; the outer step reads and writes all states on the host.
+        """
         host = self.host_memory(model, replicas)
         return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / self.options.inner_steps
 
@@ -163,7 +174,7 @@ class LocalCost(GradientCost):
 
 @dataclass(frozen=True)
 class SparseLocalCost(LocalCost):
-    """Local updates that send the largest entries of the displacements and keep the rest as a residual."""
+    """Cost of local updates that send the largest entries of the displacements, with error feedback."""
 
     def traffic_per_parameter(self) -> float:
         averaging = self.options.averaging().cost()
@@ -171,5 +182,5 @@ class SparseLocalCost(LocalCost):
         return super().traffic_per_parameter() + averaging.traffic_per_parameter() / self.options.inner_steps
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        kept = {"residual": 4.0 * model.entries, "messages": replicas * gathered_bytes(self, model, replicas)}
-        return super().device_memory(model, replicas) | kept
+        kinds = {"residual": 4.0 * model.entries, "messages": replicas * gathered_bytes(self, model, replicas)}
+        return super().device_memory(model, replicas) | kinds

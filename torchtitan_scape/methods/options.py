@@ -1,4 +1,4 @@
-"""Base of the TOML sections of the methods, and the closed form that each of them provides. No torch.
+"""Base class of the methods' TOML sections, and the cost formula that each of them provides. Imports no torch.
 
 A file that defines a section must not use `from __future__ import annotations`, see `core.options`.
 """
@@ -16,7 +16,7 @@ from torchtitan_scape.core.workloads import LocalModel
 
 
 class MethodCost(Protocol):
-    """Closed form of a step after warm-up, in bytes, without the optimizer (`optimizers/cost.py`).
+    """Cost of a step after warm-up, in bytes, without the optimizer (`optimizers/cost.py`).
 
     `model` has the names and shapes of this rank's shards.
 
@@ -47,7 +47,7 @@ class MethodCost(Protocol):
         """
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return what (the packing pass, the other passes) of a step move: each input and output counts once."""
+        """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory on the device, by kind."""
@@ -56,7 +56,10 @@ class MethodCost(Protocol):
         """Return the memory on the host, by kind."""
 
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return what (the packing pass, the other passes) copy between device and host, both directions together."""
+        """Return the bytes that (the packing pass, the other passes) copy between device and host, in both directions.
+
+        Both directions are added.
+        """
 
     def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
         """Return the device memory of a process that simulates all replicas, by kind, the optimizer included.
@@ -70,7 +73,7 @@ class MethodCost(Protocol):
 class MethodOptions(Options):
     """TOML section of one method; the only place where its options are declared."""
 
-    main_options: ClassVar[tuple[str, ...]] = ()  # those that decide how much is sent; the planner prints them
+    main_options: ClassVar[tuple[str, ...]] = ()  # options that determine the bytes sent; the planner prints them
 
     @classmethod
     def method_name(cls) -> str:
@@ -78,33 +81,33 @@ class MethodOptions(Options):
         return cls.section.removeprefix("sync.")
 
     def cost(self) -> MethodCost:
-        """Return the closed form of the method with these options."""
+        """Return the cost of the method with these options."""
         raise NotImplementedError
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> Self:
-        """Return the options with all values that depend on the model chosen.
+        """Return the options with values chosen for this model.
 
         Args:
             shapes: Shapes of this rank's shards.
 
         Raises:
-            ValueError: No value is possible.
+            ValueError: No value satisfies the options.
         """
         return self
 
     def resolve_for_links(self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int) -> Self:
-        """Return the options with defaults chosen that depend on the links between replicas.
+        """Return the options with defaults chosen for the links between replicas.
 
         Args:
-            shapes: of this rank's shards.
-            layout: of the run, simulated replicas included.
-            rank: this rank.
-            levels: levels of the exchange, as communicators were built.
+            shapes: Shapes of this rank's shards.
+            layout: Layout of the run, simulated replicas included.
+            rank: This rank.
+            levels: Number of link levels for which communicators were built.
         """
         return self
 
     def needs_comm_streams(self) -> bool:
-        """Return whether an exchange over a single ring has several stages and therefore needs comm streams."""
+        """Return whether an exchange on a single level has several stages and therefore needs comm streams."""
         return False
 
     def simulation_error(self) -> str:
@@ -112,11 +115,11 @@ class MethodOptions(Options):
         return ""
 
     def steps_per_round(self) -> int:
-        """Return the number of steps until every parameter has been exchanged and its result used."""
+        """Return the number of steps in which every parameter is exchanged and its result applied."""
         return 1
 
     def label(self) -> str:
-        """Return the method and the options that decide how much is sent, as tables and log lines show them."""
+        """Return the method and its main options, for tables and log lines."""
         return self.method_name()
 
     def offloaded(self) -> tuple[str, ...]:

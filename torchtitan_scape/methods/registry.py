@@ -1,4 +1,4 @@
-"""The list of methods. Importing it imports no torch: implementations are imported on first use."""
+"""The list of methods. Implementations are imported on first use, so that importing this module imports no torch."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -34,7 +34,7 @@ class MethodEntry:
         implementation: Its class, as a name below `torchtitan_scape.methods`.
         optimizers: Values of `[optimizer] name` that it supports.
         is_linear: Stateless and linear in the gradient: simulated gradients may be summed before the method runs.
-        supports_flat_slices: It supports parameters that are flat slices of others, as on three levels.
+        supports_flat_slices: It supports parameters that are flat slices of others ([sharding.levels]).
         import_function: A function that reads the method's checkpoints for any other method.
     """
 
@@ -47,7 +47,7 @@ class MethodEntry:
 
     @property
     def method(self) -> "type[Method]":
-        """The class of the method."""
+        """Class of the method."""
         found: type[Method] = _import(self.implementation)
         return found
 

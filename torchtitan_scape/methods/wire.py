@@ -1,4 +1,4 @@
-"""Bytes of values on the wire and in memory, by the name of their dtype or code. Plain arithmetic: no torch."""
+"""Size of encoded values in bytes, by the name of the dtype or block code. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -49,5 +49,5 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def short_name(wire: str) -> str:
-    """Return the name of a dtype or code as tables show it."""
+    """Return the name of a dtype or code for tables."""
     return "bf16" if wire == "bfloat16" else wire

@@ -239,7 +239,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> list[list[Tensor]]:
         """Return the flat gradients of every replica of this process."""
-        if self._overlap is not None and self._overlap.under_way:
+        if self._overlap is not None and self._overlap.active:
             with self.timer.phase("exchange"):
                 return [self._overlap.start_remaining()]
         rows, self._stashed = self._stashed, []

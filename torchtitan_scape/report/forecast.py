@@ -138,14 +138,17 @@ class Forecast:
             f"dense AdamS {dense}, {self.speedup:.2f} x"
         )
 
-    def lines(self) -> list[str]:
-        """Return the lines for the summary."""
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows (name, value) for the summary."""
         layout = self.layout
-        rows = [("this run", self.run), ("dense AdamS", self.dense)]
         return [
-            f"predicted on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) "
-            f"of {layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f} x as fast as dense AdamS",
-            *(f"  {name:<12} {_parts(p)}" for name, p in rows),
+            (
+                "predicted",
+                f"on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) of "
+                f"{layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f}x as fast as dense AdamS",
+            ),
+            ("  this run", _parts(self.run)),
+            ("  dense AdamS", _parts(self.dense)),
         ]
 
     def figures(self) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class MemoryReport:
     def _of(self, estimated: bool) -> str:
         return kinds_text({kind: value for kind, value in self.kinds.items() if (kind in ESTIMATED) == estimated})
 
-    def line(self, peak: float) -> str:
-        """Return the line of the summary, with the measured peak."""
+    def compared_with(self, peak: float) -> str:
+        """Return the measured peak beside the prediction, for the summary."""
         measured = "process, libraries included" if self.device == "CPU" else "allocated"
         predicted = f"{size_text(sum(self.kinds.values()))} predicted ({size_text(self.tensors)} of it persistent)"
-        return f"memory            {size_text(peak)} peak ({measured}), {predicted}"
+        return f"{size_text(peak)} peak ({measured}), {predicted}"

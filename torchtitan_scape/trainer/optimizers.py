@@ -1,4 +1,4 @@
-"""The optimizers that `[sync] method` and `[optimizer] name` select."""
+"""Construction of the optimizers that `[sync] method` and `[optimizer] name` select."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -60,13 +60,13 @@ def build_optimizers(
     *,
     job_config: JobConfig,
 ) -> TitanOptimizers:
-    """Build the optimizers for TorchTitan's TrainSpec. The configuration has been checked before."""
+    """Build the optimizers for TorchTitan's TrainSpec. The configuration was checked before."""
     assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
-    assert len(model_parts) == 1, "pipeline parallelism is refused at start"
+    assert len(model_parts) == 1, "check_config refuses pipeline parallelism"
     model, sync, entry = model_parts[0], job_config.sync, METHODS[job_config.sync.method]
     groups, simulated = parallel_dims.groups, job_config.topology.simulate_replicas
     if (level_groups := parallel_dims.level_groups) is not None and entry.is_linear:
-        # Three-level partitioning sums over nodes itself: for the optimizer all ranks hold one replica together.
+        # Three-level partitioning sums over nodes itself, so that for the optimizer all ranks form one replica.
         groups = ReplicaGroups(None, level_groups.world, groups.layout)
     assert groups.layout is not None
     replicas = _replicas(groups, simulated, entry.is_linear)
@@ -78,7 +78,7 @@ def build_optimizers(
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
         sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.ledger, **made)
-        # Simulated replicas that share an update would each send it; in a dry run all share one.
+        # Real replicas would each send this traffic: count it once per replica that this update stands for.
         copies = simulated // (len(replicas.endpoints) if entry.method.per_replica_weights else 1)
         count = partial(_count, shard_groups.whole, sharding.ledger, copies)
     else:
@@ -128,7 +128,7 @@ def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequen
 
 
 def _replicas(groups: ReplicaGroups, simulated: int, is_linear: bool) -> Replicas:
-    """Those that this process plays: of a method that adds up, one whose gradient is the sum of all."""
+    """Return the replicas of this process. A linear method simulates one replica with the sum of all gradients."""
     collectives = collectives_of(groups)
     if simulated == 1:
         return OneReplica(collectives)

@@ -1,4 +1,4 @@
-"""Every stretch on the wire begins and ends at whole 16 bytes, where NCCL moves as many at a time."""
+"""Start and size of every message are multiples of 16 bytes, for NCCL's 16-byte transfers."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ from topology.in_process import InProcessCollectives
         {"update": "sharded", "wire": "bfloat16", "values": "int4"},
     ],
 )
-def test_no_stretch_begins_or_ends_between_sixteens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd sizes, whole sends, warm-up and several parts at the target, coded offsets and a bitmap."""
+def test_all_messages_are_aligned_to_16_bytes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd sizes, full exchanges, the warm-up, several chunks at the target density, encoded offsets and a bitmap."""
     seen: set[str] = set()
 
     def checked(name: str) -> None:

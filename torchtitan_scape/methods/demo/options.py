@@ -22,14 +22,14 @@ class DemoOptions(MethodOptions):
     main_options = ("k", "chunk", "values")
 
     beta: float = 0.999
-    """Decay of the momentum per step, in (0, 1]; what is sent is subtracted from it"""
+    """Decay of the momentum per step, in (0, 1]; the components that are sent are subtracted from it"""
 
     chunk: int = 64
-    """Tiles of the cosine transform: their sides are the largest divisors of a matrix's sides up to this value, from 1
-    to 256; parameters of one dimension are divided into runs of such a length"""
+    """Maximum side of the tiles of the cosine transform, from 1 to 256: the sides of a tile are the largest divisors of
+    the matrix's sides up to this value; one-dimensional parameters are divided into slices of such a length"""
 
     k: int = 32
-    """Components of every tile that each replica sends, those of the largest magnitude; all if a tile has fewer"""
+    """Components of the largest magnitude that each replica sends per tile; all if a tile has fewer"""
 
     values: Literal["float32", "sign"] = "float32"
     """Encoding of the components: FP32, or signs and one mean magnitude per tensor"""
@@ -69,8 +69,11 @@ class DemoCost(GradientCost):
         return [CollectiveCall("all_gather", topk_message_bytes(grids, selected, self.options.code))]
 
     def traffic_per_parameter(self) -> float:
-        """Add the momentum 12, form tiles 8, one transform and two inverse ones 24 (small enough to be limited by
-        memory), select 4, subtract from the momentum 12, write the mean 12."""
+        """Return the bytes per parameter.
+
+        12 to add the momentum, 8 to form tiles, 24 for one transform and two inverse ones (small enough to be limited
+        by memory), 4 to select, 12 to subtract from the momentum, 12 to write the mean.
+        """
         return 72.0
 
     def residual_entries(self, model: LocalModel) -> int:

@@ -23,10 +23,10 @@ class DenseOptions(MethodOptions):
 
 
 class DenseCost(GradientCost):
-    """All gradients in FP32, in chunks."""
+    """One all-reduce of all gradients in FP32, in chunks."""
 
     supports_overlap = True
-    per_replica = ()  # simulated replicas add up their gradients
+    per_replica = ()  # simulated replicas sum their gradients before the method runs
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES

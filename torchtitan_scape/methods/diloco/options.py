@@ -15,7 +15,7 @@ class DilocoOptions(LocalOptions):
     main_options = ("inner_steps", "code")
 
     code: Code = "float32"
-    """Encoding of the displacements: FP32, or a code of blocks of 128 entries that share a scale"""
+    """Encoding of the displacements: FP32, or a code with one scale per block of 128 entries"""
 
     def averaging(self) -> MethodOptions:
         return whole_displacements(self.code)

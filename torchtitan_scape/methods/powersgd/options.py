@@ -22,7 +22,7 @@ class PowersgdOptions(MethodOptions):
     main_options = ("rank",)
 
     rank: int = field(default=4, metadata=LAYOUT)
-    """Columns of the factors. A matrix is exchanged whole if two of its factors are not smaller than itself"""
+    """Columns of the factors. A matrix is exchanged uncompressed if its two factors are not smaller than half of it"""
 
     start: int = -1
     """Number of dense steps at the start; -1 for a tenth of training.steps"""
@@ -44,7 +44,7 @@ class PowersgdOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class PowersgdCost(GradientCost):
-    """Two all-reduces: of all P and the parameters that are not factored, then of all Q."""
+    """Two all-reduces: one of all P and the parameters that are not factored, one of all Q."""
 
     options: PowersgdOptions
 
@@ -55,8 +55,10 @@ class PowersgdCost(GradientCost):
         return [CollectiveCall("all_reduce", padded_size(count, levels)) for count in (ps + whole, qs)]
 
     def traffic_per_parameter(self) -> float:
-        """Add the residual, two products, the approximation and the new residual. The products are small enough to be
-        limited by memory."""
+        """Return the bytes per parameter: residual, two products, approximation and new residual.
+
+        The products are small enough to be limited by memory.
+        """
         return 36.0
 
     def residual_entries(self, model: LocalModel) -> int:
@@ -64,7 +66,7 @@ class PowersgdCost(GradientCost):
 
 
 def factor_rank(shape: Shape, rank: int) -> int:
-    """Return the columns of the factors of a shard; 0 if it is exchanged whole."""
+    """Return the columns of the factors of a shard; 0 if it is exchanged uncompressed."""
     if len(shape) < 2 or not math.prod(shape):
         return 0
     rows, columns = shape[0], math.prod(shape[1:])

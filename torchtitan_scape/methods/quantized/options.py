@@ -1,4 +1,4 @@
-"""Options and cost of gradients in block codes of 4 and 8 bits."""
+"""Options and cost of gradients in 4-bit and 8-bit block codes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ class QuantizedOptions(MethodOptions):
     main_options = ("code",)
 
     code: Literal["int8", "int4", "e2m1", "e3m0"] = "e2m1"
-    """Encoding of the gradients on the outermost level, in both directions, with one BF16 scale per block: integers of
-    8 or 4 bits, or floats of 4 bits with a mantissa of one bit or none"""
+    """Encoding of the gradients on the outermost level, in both directions, with one BF16 scale per block: 8-bit or
+    4-bit integers, or 4-bit floats with a mantissa of one bit or none"""
 
     block: int = 128
-    """Entries that share a scale, a power of two from 32 to 1024; every parameter begins with a new block"""
+    """Entries that share a scale, a power of two from 32 to 1024; every parameter starts a new block"""
 
     error_feedback: bool = field(default=True, metadata=LAYOUT)
     """Keep the quantization error (FP32, 4 bytes per parameter) and add it to the next gradient; otherwise drop it"""
@@ -59,8 +59,11 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
 
     def traffic_per_parameter(self) -> float:
-        """Fill and empty chunks 16, scale 8, encode and decode 8; with error feedback, add the residual 12 and store
-        the error 16. The share that an owner reduces is 1/N of the entries and left out."""
+        """Return the bytes per parameter.
+
+        16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with error feedback 12 to add the residual and
+        16 to store the error. The share that an owner reduces is 1/N of the entries and neglected.
+        """
         return 60.0 if self.options.error_feedback else 32.0
 
     def residual_entries(self, model: LocalModel) -> int:

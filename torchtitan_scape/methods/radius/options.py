@@ -24,34 +24,35 @@ class RadiusOptions(MethodOptions):
     main_options = ("density", "interval", "selection")
 
     density: float = 0.4
-    """Share of the entries on the mask, in (0, 1]"""
+    """Share of the entries in the mask, in (0, 1]"""
 
     interval: int = 200
     """Steps between two refreshes. A refresh sends all gradients and residuals, and selects the next mask"""
 
     start: int = -1
-    """Steps are dense until the first refresh at or after this step; -1 for a fifth of training.steps"""
+    """Steps are dense until the first refresh at or after this step; -1 for one fifth of training.steps"""
 
     selection: Literal["tensor", "block"] = "tensor"
     """Select the largest updates of every tensor, or of every block of 1024 entries"""
 
     dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they have two or more dimensions"""
+    """Parameters exchanged uncompressed although they have two or more dimensions"""
 
     clip_refresh: Literal["literal", "fresh"] = "literal"
-    """Clip a refresh by the norm of all that it delivers, up to `interval` steps' gradients at once, or by the norm of
-    the step's own mean gradient; the latter sends the residuals separately, one more message per refresh"""
+    """Clip a refresh by the norm of everything that it applies, up to `interval` steps' gradients at once ("literal"),
+    or by the norm of the step's own mean gradient ("fresh"); the latter sends the residuals separately, one more
+    message per refresh"""
 
     release_scale: float = 1.0
-    """Factor on the optimizer's step of entries that were off the mask, applied at a refresh: they have waited up to
-    `interval` steps, and the optimizer's step is that of one. 1 is the paper's; interval x (1 - beta1) compensates for
-    the wait"""
+    """Factor on the optimizer's step of entries outside the mask, applied at a refresh: such an entry has accumulated
+    up to `interval` gradients, but receives a single optimizer step. The paper uses 1; interval x (1 - beta1)
+    compensates for the accumulation"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.4")
         self.require(self.interval >= 1, "interval", "it must be 1 or more")
-        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a fifth of training.steps")
+        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for one fifth of training.steps")
         self.require(self.release_scale >= 1.0, "release_scale", "it must be 1 (the paper's) or more")
 
     def label(self) -> str:
@@ -63,7 +64,7 @@ class RadiusOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class RadiusCost(GradientCost):
-    """An all-reduce of the entries on the mask; at a refresh, of all entries."""
+    """An all-reduce of the entries in the mask; at a refresh, of all entries."""
 
     options: RadiusOptions
 
@@ -86,8 +87,11 @@ class RadiusCost(GradientCost):
         return [count_entries([shape]) for shape in model.matrices(self.options.dense_names)]
 
     def traffic_per_parameter(self) -> float:
-        """Read and write gradient and residual, read the mask, write and read the payload; at a refresh no payload,
-        but read moments and parameters for the next mask."""
+        """Return the mean bytes per parameter and step.
+
+        Every step reads and writes gradient and residual, reads the mask, and writes and reads the payload. A refresh
+        has no payload, but reads moments and parameters to select the next mask.
+        """
         options = self.options
         return 16.125 + 8.0 * options.density * (1.0 - 1.0 / options.interval) + 12.0 / options.interval
 
@@ -100,7 +104,7 @@ class RadiusCost(GradientCost):
 
 
 def mask_counts(sizes: Sequence[int], density: float, selection: str) -> list[int]:
-    """Return the entries on the mask of each tensor.
+    """Return the number of mask entries of each tensor.
 
     Args:
         selection: "block" for k entries of every block, fewer if the last block is shorter; or "tensor".

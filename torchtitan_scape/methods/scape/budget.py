@@ -1,7 +1,7 @@
-"""SCAPE's options for a budget of bytes. Plain arithmetic: no torch.
+"""SCAPE's options for a budget of bytes. Imports no torch.
 
-The rule is that of the quality study (docs/results.md, "Loss for bytes"): for the same bytes, fewer bits per entry give
-a lower loss than a lower density, down to four bits; below about 1 % of the bytes two bits do.
+The rule comes from the quality study (docs/results.md, "Loss for bytes"): for the same bytes, fewer bits per entry give
+a lower loss than a lower density, down to four bits; below about 1 % of the dense bytes, down to two bits.
 """
 
 import math
@@ -16,7 +16,7 @@ BLOCK = 1024
 # Largest number of entries per block: with 192 and 320 the study's loss was 2 and 7 % higher
 # (results/quality_study/frontier.md).
 MAX_ENTRIES = 112
-# (smallest budget, wire), tried in this order.
+# (minimum budget, wire), tried in this order.
 WIRES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
 
 Scape = TypeVar("Scape", bound=MethodOptions)
@@ -50,6 +50,4 @@ def fit_to_budget(options: Scape, budget: float, model: LocalModel, replicas: in
             if share(wire, k) <= budget:
                 return with_entries(wire, k)
     least = min(share(wire, 1) for _, wire in WIRES)
-    raise ValueError(
-        f"the least that a step of this model can send is {math.ceil(1e5 * least) / 1e5:g} of the dense bytes"
-    )
+    raise ValueError(f"a step of this model sends at least {math.ceil(1e5 * least) / 1e5:g} of the dense bytes")

@@ -1,4 +1,4 @@
-"""The size of the payload's chunks, from the cost model."""
+"""Size of the payload's chunks by the cost model."""
 
 from collections.abc import Sequence
 
@@ -20,19 +20,19 @@ def best_chunk(
     rank: int,
     levels: int,
 ) -> int:
-    """Return the chunk size in bytes that the cost model finds fastest, for the nominal figures of the machine.
+    """Return the fastest chunk size in bytes by the cost model, for the machine's nominal bandwidths.
 
     Args:
-        shapes: of this rank's shards.
+        shapes: shapes of this rank's shards.
         density: target density.
         block_size: entries per block of the mask.
         wire: encoding of the payload.
-        packed_bytes: memory traffic of the packing pass.
-        layout: of the run, simulated replicas included.
+        packed_bytes: memory traffic of the packing pass in bytes.
+        layout: layout of the run, simulated replicas included.
         rank: this rank.
-        levels: levels of the exchange, as communicators were built.
+        levels: number of link levels for which communicators were built.
     """
-    # Of the whole group, so that all its ranks agree: the links of one rank may differ from those of the next one.
+    # The levels of the group, not of this rank: all ranks of the group must choose the same size.
     tiers = layout.hierarchy(layout.replicate_group(rank))
     device = layout.machine.device
     return best_chunk_bytes(

@@ -1,4 +1,4 @@
-"""Cost of SCAPE, by the arithmetic of the kernels. No torch."""
+"""Cost of SCAPE, computed by the kernels' size functions. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.methods.scape.payload import (
     block_layout,
+    dense_sizes,
     mask_bytes,
     owned_entries,
     payload_entries,
     row_entries,
-    whole_sizes,
 )
 from torchtitan_scape.methods.wire import dtype_bytes, encoded_size
 
-BFLOAT16_BLOCK = 8  # entries; the codec's messages have whole 16 bytes
+BFLOAT16_BLOCK = 8  # entries; the size of the codec's messages is a multiple of 16 bytes
 
 
 class CostOptions(Protocol):
-    """The part of `ScapeOptions` that the cost depends on."""
+    """The options of `ScapeOptions` that determine the cost."""
 
     @property
     def density(self) -> float: ...
@@ -49,9 +49,10 @@ class CostOptions(Protocol):
 
 @dataclass(frozen=True)
 class ScapeCost:
-    """A payload that is averaged, and masks that are gathered during the next step.
+    """An all-reduce of the payload, and an all-gather of masks that overlaps with the next step.
 
-    With `update = "sharded"` the payload is reduced to the owners of its entries, which send the new values to all.
+    With `update = "sharded"` the payload is reduce-scattered to the owners of its entries, and the new values are
+    all-gathered.
     """
 
     options: CostOptions
@@ -74,16 +75,16 @@ class ScapeCost:
 
     @property
     def scalar_reductions(self) -> int:
-        """The finite flag, and with owners the parts of the norm."""
+        """Number of scalar all-reduces: the finite flag and, with a sharded update, the norm."""
         return 2 if self.sharded else 1
 
     def has_master(self, replicas: int) -> bool:
-        """Return whether there is an FP32 master besides the weights."""
+        """Return whether there is an FP32 master copy of the weights."""
         rounds = self.wires[1] != "float32"
         return self.options.weights_dtype == "bfloat16" or (rounds and replicas > 1)
 
     def shapes(self, model: LocalModel) -> Shapes:
-        """Return the shapes with `dense_names` flattened, since tensors of one dimension have no mask."""
+        """Return the shapes with `dense_names` flattened: tensors of one dimension have no mask."""
         pairs = zip(model.names, model.shapes, strict=True)
         return [(math.prod(s),) if name in self.options.dense_names else s for name, s in pairs]
 
@@ -92,7 +93,7 @@ class ScapeCost:
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
     ) -> list[CollectiveCall]:
-        """The payload is taken as one chunk: its number of chunks depends on the machine."""
+        """Return the collectives of a step. The payload counts as one chunk: the chunk size depends on the machine."""
         options, shapes = self.options, self.shapes(model)
         replicas = math.prod(level.size for level in levels)
         wire, values = self.wires
@@ -114,7 +115,7 @@ class ScapeCost:
     # ----------------------------------------------------------------------------------------- passes
 
     def pass_bytes(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the bytes that each pass moves at least: every input read once, every output written once."""
+        """Return the minimum memory traffic of each pass in bytes: every input read once, every output written once."""
         options, shapes = self.options, self.shapes(model)
         n, k = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
         masks = 2 * block_layout(shapes, replicas, options.block_size).mask_bytes()
@@ -124,12 +125,14 @@ class ScapeCost:
                 "finite": 4.0 * n,
                 "pack": 12.0 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
                 "squares": 8.0 * k,
-                # The parameter twice; a master is decayed and updated instead, and read again to round the parameter.
-                # Payload, last moment and new moment; the masks again to count the entries that enter rows and columns.
+                # Read and write the parameter; with a master, read and write the master, read it again and write the
+                # rounded parameter. Payload, last moment and new moment of the mask's entries; the masks again, to
+                # count the entries that enter each row and column.
                 "update": (14.0 if bf16_weights else 8.0) * n + 2 * masks + 12 * k,
             } | self._coding_bytes(k, replicas)
-        # The owner reads and writes the shared part of the state in pack. For norm and update it reads payload, shared
-        # part and parameter of the mask's entries. All ranks write the values. BF16 weights decay by their scale.
+        # In the packing pass the owner reads and writes the replicated part of the state. For norm and update it reads
+        # payload, replicated state and parameter of the mask's entries. All ranks write the new values. BF16 weights
+        # decay by their scale, without a pass over the entries.
         owned, sent = owned_entries(shapes, replicas, options.block_size), k / replicas
         update = 24 * sent + masks + 4 * k + (0 if bf16_weights else 8 * n)
         update += 8 * owned if self.has_master(replicas) else 0.0
@@ -137,11 +140,11 @@ class ScapeCost:
         return passes | self._coding_bytes(k, replicas)
 
     def _coding_bytes(self, sent: float, replicas: int) -> dict[str, float]:
-        """Return the bytes that encoding and decoding move.
+        """Return the memory traffic of encoding and decoding in bytes.
 
-        Payload: the error is read, added to the gradient of the next step, and stored if this step is applied; the
-        message is written, all received messages are read, the owner encodes the mean, and its messages are read and
-        decoded. Values of a sharded update: the owner reads its copy for the difference, all add what they decode.
+        Payload: read the error, add it to the gradient of the next step, and store it if this step is applied; write
+        the message, read all received messages, encode the owner's mean, read and decode the means. Values of a sharded
+        update: the owner reads its copy for the difference, and all replicas add the decoded difference.
         """
         (payload, values), own = map(encoded_size, self.wires), sent / replicas
         total = 0.0
@@ -159,8 +162,11 @@ class ScapeCost:
         return passes.pop("pack"), sum(passes.values())
 
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """A replicated update copies the state to the device and back twice, because the new moment enters it after the
-        exchange; a sharded update once."""
+        """Return the traffic of (the packing pass, the other passes) in bytes.
+
+        A replicated update copies the state to the device and back twice, because the new moment is stored after the
+        exchange; a sharded update does so once.
+        """
         host = self.host_memory(model, replicas)
         state = host.get("state", 0.0)
         rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if self.sharded else state)
@@ -172,8 +178,7 @@ class ScapeCost:
         options, shapes = self.options, self.shapes(model)
         n, entries = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
         layout = block_layout(shapes, replicas, options.block_size)
-        # The payload and the last step's moment at its entries; with a code also the errors of the last step and of
-        # this one.
+        # The payload and the previous moment of its entries; with a code also the quantization errors of two steps.
         payload = (4.0 if self.sharded else 8.0) * entries
         offloaded = self.host_memory(model, replicas)
         kinds = {"parameters": float(dtype_bytes(options.weights_dtype)) * n, "gradients": 4.0 * n}
@@ -193,30 +198,30 @@ class ScapeCost:
         if not self.sharded:
             return {"state": n} | ({"master": n} if has_master else {})
         owned = 4.0 * owned_entries(shapes, replicas, self.options.block_size)
-        states = {"state": n - 4.0 * sum(whole_sizes(shapes)), "owned moments": owned}
+        states = {"state": n - 4.0 * sum(dense_sizes(shapes)), "owned moments": owned}
         return states | ({"owned master": owned} if has_master else {})
 
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the states that are offloaded; a state that is not larger than its buffers stays on the device."""
+        """Return the offloaded states in bytes; a state that is not larger than its buffers stays on the device."""
         shapes, kinds_of = self.shapes(model), {"state": ("state",), "master": ("master", "owned master")}
         kinds = {kind for name in self.options.offload for kind in kinds_of[name]}
         states, buffers = self._states(shapes, replicas), self._buffer_bytes(shapes, replicas)
         return {kind: value for kind, value in states.items() if kind in kinds and value > buffers}
 
     def _buffer_bytes(self, shapes: Shapes, replicas: int) -> float:
-        """Return the bytes of two buffers of the largest tensor; with owners, of the largest slice of one owner."""
+        """Return the bytes of two buffers of the largest tensor, or of an owner's largest slice in a sharded update."""
         largest = max(map(math.prod, shapes))
         if self.sharded:
             largest = min(largest, owned_entries(shapes, replicas, self.options.block_size))
         return 8.0 * largest
 
     def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
-        """State, gradient, masks, payload and the last step's moment at its entries of every replica."""
+        """Return the memory by kind. Every replica has its own gradient, state, masks, payload and previous moment."""
         options, shapes = self.options, self.shapes(model)
         n, layout = 4.0 * count_entries(shapes), block_layout(shapes, replicas, options.block_size)
         masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"))
         entries = payload_entries(shapes, options.density, options.block_size) if options.density < 1.0 else 0
-        # With a code also the errors of the last step and of this one.
+        # With a code also the quantization errors of two steps.
         rows = (2 if options.wire == "float32" else 4) * replicas
         return {
             "parameters": n,

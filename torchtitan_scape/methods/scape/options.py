@@ -22,7 +22,7 @@ Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "e3m0", "2bit", "1
 
 @dataclass
 class ScapeOptions(MethodOptions):
-    """[sync.scape]: read with method = "scape", which takes [optimizer] name = "AdamS"."""
+    """[sync.scape]: read with method = "scape", which requires [optimizer] name = "AdamS"."""
 
     section: ClassVar[str] = "sync.scape"
     main_options = ("density", "wire")
@@ -31,81 +31,81 @@ class ScapeOptions(MethodOptions):
     """Share of the entries that replicas exchange each step, in (0, 1]"""
 
     bytes: float = field(default=0.0, metadata=FREE)
-    """Bytes that a step may send at the target density, masks and scales included, relative to dense FP32, for example
-    0.012; overrides density, block_size and wire by the rule of the quality study. 0 uses these as they are"""
+    """Budget of a step at the target density, masks and scales included, relative to the bytes of dense FP32, for
+    example 0.012; overrides density, block_size and wire by the rule of the quality study. 0 does not override them"""
 
     density_warmup_steps: int = 0
-    """The density falls exponentially from 1 to its value over this number of steps; 0 for none"""
+    """Steps over which the density falls exponentially from 1 to its value; 0 for none"""
 
     block_size: int = field(default=1024, metadata=LAYOUT)
     """Entries per block of the mask, a multiple of 8 up to 32768"""
 
     selection: Literal["block", "tensor"] = field(default="block", metadata=LAYOUT)
-    """Top-k of every block, or of the part of every tensor that the replica selects (as in the paper, always in
-    PyTorch)"""
+    """Top-k of every block, or of a replica's share of every tensor (as in the paper; always in PyTorch)"""
 
     staleness_scaling: bool = True
-    """Scale the step of entries that enter the mask by the number of steps they were outside it, averaged over their
-    row and column (not in the paper)"""
+    """Scale the step of entries that enter the mask by the number of steps outside it, averaged over their row and
+    column (not in the paper)"""
 
     max_staleness: float = 1000
     """Upper limit of that factor"""
 
     keep_moment: float = 0.5
-    """Share of its moment that an entry keeps after its first, scaled step on the mask; 1 keeps all. Below 1, at the
-    target density, such an entry is not selected for the next mask if any other entry is available"""
+    """Factor on the moment of an entry after its first, scaled step in the mask; 1 for none. Below 1, at the target
+    density, such an entry is not selected for the next mask if any other entry is available"""
 
     dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they have two or more dimensions"""
+    """Parameters exchanged uncompressed although they have two or more dimensions"""
 
     clip_mode: Literal["moment", "literal"] = "moment"
     """Apply training.max_norm to the gradient in both moments, or only in the second (as printed in the paper)"""
 
     wire: Wire = field(default="float32", metadata=LAYOUT)
-    """Encoding of the payload between nodes: FP32, BF16, or a code of blocks of 128 entries. The quantization error is
-    kept (FP32, 4 bytes per entry sent) and sent later. With a code the masks of the density warm-up are sent in INT8"""
+    """Encoding of the payload between nodes: FP32, BF16, or a code with blocks of 128 entries. The quantization error
+    is stored (FP32, 4 bytes per entry sent) and sent later. With a code, payloads of the density warm-up use INT8"""
 
     update: Literal["replicated", "sharded"] = field(default="replicated", metadata=LAYOUT)
-    """Every replica updates its own copy, or each entry's owner updates it and sends the new value to all (Algorithm
-    2)"""
+    """Every replica updates its own copy ("replicated"), or each entry's owner updates it and sends the new value to
+    all replicas ("sharded", Algorithm 2)"""
 
     values: Wire = field(default="float32", metadata=LAYOUT)
-    """With "sharded", the encoding of new values. In BF16 or a code the owner keeps an FP32 master of its share; a code
-    encodes the difference to the value that all replicas hold"""
+    """With "sharded", the encoding of new values. With BF16 or a code the owner keeps an FP32 master of its share; a
+    code encodes the difference to the value that all replicas hold"""
 
     weights_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
-    """Dtype of the weights on every replica. In BF16 the FP32 master is kept by each entry's owner ("sharded"), or by
-    every replica ("replicated", which saves memory if the master is offloaded)"""
+    """Dtype of the weights on every replica. With BF16 each entry's owner keeps the FP32 master ("sharded"), or every
+    replica does ("replicated", which saves memory only if the master is offloaded)"""
 
     offload: list[str] = field(default_factory=list, metadata=FREE)
-    """States in host memory between their uses: "state" (moment and residual), "master" (FP32 weights, if there are
-    others); two buffers of the largest tensor stay on the device for each"""
+    """States in host memory between their uses: "state" (moment and residual), "master" (FP32 master weights); for each
+    of them two buffers of the largest tensor stay on the device"""
 
     chunk_bytes: int = field(default=0, metadata=FREE)
-    """Approximate size of the chunks in which the payload is packed and exchanged; 0 uses the cost model's choice"""
+    """Approximate size of the payload's chunks in bytes; 0 uses the cost model's choice"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
         self.require(0.0 <= self.bytes < 1.0, "bytes", "it must lie in (0, 1), for example 0.012, or be 0 for none")
         known = self.selection == "block" and not self.dense_names
-        advice = "it is known for selection in blocks and without dense_names: leave these out, or set it to 0"
+        advice = 'it requires selection = "block" and no dense_names: remove these, or set it to 0'
         self.require(known or not self.bytes, "bytes", advice)
         self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
         whole = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
         self.require(whole, "block_size", "it must be a multiple of 8 from 8 to 32768")
         self.require(self.max_staleness >= 1, "max_staleness", "it must be 1 or more")
         self.require(0.0 <= self.keep_moment <= 1.0, "keep_moment", "it must lie in [0, 1]")
-        cut = self.chunk_bytes == 0 or self.chunk_bytes >= 4
-        self.require(cut, "chunk_bytes", f"it must be 4 or more, for example {1 << 24}, or 0 for the cost model's")
-        travel = self.update == "sharded" or self.values == "float32"
-        self.require(travel, "values", 'it is for update = "sharded"; nothing of that kind travels without')
-        self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may have "state" and "master"')
+        large = self.chunk_bytes == 0 or self.chunk_bytes >= 4
+        advice = f"it must be 4 or more, for example {1 << 24}, or 0 for the cost model's choice"
+        self.require(large, "chunk_bytes", advice)
+        sends_values = self.update == "sharded" or self.values == "float32"
+        self.require(sends_values, "values", 'it requires update = "sharded"; other updates send no values')
+        self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may contain "state" and "master"')
         rounded = self.weights_dtype == "float32" or self.values in ("float32", "bfloat16")
-        self.require(rounded, "values", 'BF16 weights take their values in "float32" or "bfloat16"; set one of these')
-        budgeted = self.bytes > 0 and self.update == "sharded"  # then new values will be coded
+        self.require(rounded, "values", 'it must be "float32" or "bfloat16" with weights_dtype = "bfloat16"')
+        budgeted = self.bytes > 0 and self.update == "sharded"  # the budget will choose a code for the new values
         has_master = self.weights_dtype == "bfloat16" or self.values != "float32" or budgeted
-        advice = 'FP32 weights have no master besides; set weights_dtype = "bfloat16", or leave "master" out'
+        advice = 'FP32 weights have no separate master; set weights_dtype = "bfloat16", or remove "master"'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 
     def resolve_for_links(
@@ -125,7 +125,7 @@ class ScapeOptions(MethodOptions):
         try:
             chosen = fit_to_budget(self, self.bytes, model, replicas)
         except ValueError as error:
-            raise ValueError(f"[{self.section}] bytes = {self.bytes:g}: {error}; set no less") from None
+            raise ValueError(f"[{self.section}] bytes = {self.bytes:g}: {error}; set a larger budget") from None
         sent = 100 * share_of_dense(chosen, model, replicas)
         logger.info(
             f"[{self.section}] bytes = {self.bytes:g}: density {chosen.density:g}, block_size {chosen.block_size}, "
@@ -138,10 +138,10 @@ class ScapeOptions(MethodOptions):
 
     def simulation_error(self) -> str:
         if self.update == "sharded":
-            return 'update = "sharded": its losses are those of "replicated" up to FP32 rounding; set that'
+            return 'update = "sharded": simulated replicas support "replicated" only, with equal losses up to rounding'
         if self.offload or self.weights_dtype != "float32":
             given = f"offload = {self.offload} and weights_dtype = {self.weights_dtype!r}"
-            return f"{given}: simulated replicas keep all their state on the device; leave both at their defaults"
+            return f"{given}: simulated replicas keep all their state on the device; set both to their defaults"
         return ""
 
     def cost(self) -> ScapeCost:
@@ -161,6 +161,6 @@ class ScapeOptions(MethodOptions):
         return replace(self, update="replicated", values="float32", weights_dtype="float32", offload=[])
 
     def fingerprint(self) -> dict[str, Any]:
-        # Without staleness scaling these two have no effect.
+        # These two have no effect without staleness scaling.
         unused = {} if self.staleness_scaling else {"max_staleness": None, "keep_moment": None}
         return super().fingerprint() | unused

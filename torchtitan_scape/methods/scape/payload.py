@@ -1,6 +1,6 @@
-"""Sizes of SCAPE's payload and masks, by the arithmetic of the kernels. No torch.
+"""Sizes of SCAPE's payload and masks, computed by the kernels' size functions. Imports no torch.
 
-`shapes` are those of a rank's shards. Tensors of one dimension have no mask and are sent whole.
+`shapes` are the shapes of a rank's shards. Tensors of one dimension have no mask: all their entries are sent.
 """
 
 import math
@@ -11,8 +11,8 @@ from torchtitan_scape.core.workloads import Shapes
 from torchtitan_scape.methods.wire import encoded_size
 
 
-def whole_sizes(shapes: Shapes) -> list[int]:
-    """Return the entries of each tensor that is sent whole."""
+def dense_sizes(shapes: Shapes) -> list[int]:
+    """Return the number of entries of each tensor without a mask."""
     return [math.prod(shape) for shape in shapes if len(shape) < 2]
 
 
@@ -29,22 +29,22 @@ def payload_entries(
     selection: str = "block",
     replicas: int = 1,
 ) -> int:
-    """Return the entries that a step sends.
+    """Return the number of entries that a step sends.
 
     Args:
-        size_multiple: Tensors that are sent whole begin at a multiple of it.
-        replicas: Number of replicas, on which the entries depend if selection is "tensor".
+        size_multiple: Tensors without a mask start at a multiple of this number of entries.
+        replicas: Number of replicas; matters only if selection is "tensor".
     """
     layout = block_layout(shapes, replicas, block)
     masked = sum(layout.nnz(i, density, selection) for i in range(len(layout.sizes)))
-    return -(-masked // size_multiple) * size_multiple + sum(whole_sizes(shapes))
+    return -(-masked // size_multiple) * size_multiple + sum(dense_sizes(shapes))
 
 
 def row_entries(
     shapes: Shapes, density: float, replicas: int, block: int, size_multiple: int = 1, selection: str = "block"
 ) -> int:
     """Return the entries, padding included, of the part of the payload that each owner receives."""
-    ownership = Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes))
+    ownership = Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes))
     counts = [ownership.layout.nnz(i, density, selection) for i in range(len(ownership.sparse))]
     counts += [piece.end - piece.start for piece in ownership.whole]
     return ownership.rows(counts, size_multiple)[0]
@@ -63,4 +63,4 @@ def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024,
 
 def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
     """Return the entries of the buffers that hold what a replica owns."""
-    return Ownership.of(block_layout(shapes, replicas, block), whole_sizes(shapes)).share
+    return Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes)).share

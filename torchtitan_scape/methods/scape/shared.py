@@ -1,4 +1,4 @@
-"""What all replicas hold alike of SCAPE's state: for the consistency check."""
+"""SCAPE's replicated tensors, for the consistency check."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
     Call `finish_previous_step` first.
     """
     passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
-    cut = [[tensor for tensor, _, _ in pieces] for pieces in StateByParameter(scape).pieces]
+    cut = [[tensor for tensor, _, _ in slices] for slices in StateByParameter(scape).slices]
     states = passes.kept("state")
     owner = passes.updater if isinstance(passes.updater, ShardedUpdate) else None
     masters = passes.kept("master") if owner is None else []
@@ -42,7 +42,7 @@ def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
 
 
 def _bits(layout: BlockLayout, mask: Mask, tensors: list[int]) -> Tensor:
-    """The packed bits of tensors that follow each other; none of a mask of all ones."""
+    """Return the packed bits of consecutive tensors; empty for a mask of all ones."""
     if mask.dense or not tensors:
         return mask.bits[:0]
     first, end = layout.first_block[tensors[0]], layout.first_block[tensors[-1]] + layout.blocks[tensors[-1]]

@@ -1,15 +1,15 @@
-"""SparseLoCo: replicas train alone for several steps, then send the largest entries of their displacements in two bits.
+"""SparseLoCo: several local steps, then an exchange of the largest entries of the displacements in two bits.
 
-Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (2025), arXiv:2508.15706; a run of 72 B
-parameters: arXiv:2603.08163.
+Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (2025), arXiv:2508.15706. A run with 72 B
+parameters is described in arXiv:2603.08163.
 """
 
 from torchtitan_scape.methods.local_updates import LocalUpdates
 
 
 class Sparseloco(LocalUpdates):
-    """Exchanges all parameters at once, every `inner_steps` steps: top-k of the displacements with error feedback.
+    """Exchanges all parameters every `inner_steps` steps: top-k of the displacements with error feedback.
 
-    Displacements are averaged by `Topk` with tiles: x_i = decay * e_i + D_i. The residual e_i becomes x_i minus the
+    `Topk` with tiles averages the displacements: x_i = decay * e_i + D_i. The residual e_i becomes x_i minus the
     decoded values that were sent.
     """

@@ -16,25 +16,25 @@ class SparselocoOptions(LocalOptions):
     main_options = ("inner_steps", "density", "values")
 
     outer_lr: float = 1.0
-    """Constant learning rate of the anchor, which replicas share and which follows the mean of what they have sent"""
+    """Constant learning rate of the outer step, which updates the shared anchor by the mean of the sent entries"""
 
     outer_momentum: float = 0.0
-    """Nesterov momentum of the anchor, in [0, 1); 0 for none, since the residual has the same effect"""
+    """Nesterov momentum of the outer step, in [0, 1); 0 for none, because the residual has a similar effect"""
 
     density: float = 64 / 4096
-    """Share of the entries that each replica sends, in (0, 1]: the largest of every tile of 64 x 64, with runs of 4096
-    for parameters of one dimension"""
+    """Share of the entries that each replica sends, in (0, 1]: the largest of every 64 x 64 tile, or of every slice of
+    4096 entries of one-dimensional parameters"""
 
     values: Literal["float32", "e2m1", "2bit"] = "2bit"
     """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
-    four means of the tensor. The quantization error remains in the residual"""
+    four means of the tensor. The quantization error is added to the residual"""
 
     decay: float = 0.95
     """Factor on the residual in every round, in (0, 1]"""
 
     divisor: Literal["replicas", "senders"] = "senders"
-    """Divide sums by the number of replicas that sent the entry, as the published code does, or by that of all
-    replicas, as in the paper's equations, which makes the outer step shorter by up to that factor"""
+    """Divide sums by the number of replicas that sent the entry, as the published code does, or by the number of all
+    replicas, as in the paper's equations; the outer step is then smaller by up to that factor"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

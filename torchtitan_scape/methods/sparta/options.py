@@ -12,8 +12,8 @@ from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_size
 
-BLOCK = 128  # entries that are exchanged together and share a scale of the code
-OWNER_ERROR_ABOVE = 4  # with more replicas the owner's error is a state of its own, separate from its parameters
+BLOCK = 128  # entries that are exchanged together and share a scale
+OWNER_ERROR_ABOVE = 4  # with more replicas the owner's error is a separate state, not part of its parameters
 
 
 @dataclass
@@ -27,16 +27,16 @@ class SpartaOptions(MethodOptions):
     """Steps in which every parameter is averaged once: each step averages one of `interval` blocks of 128 entries"""
 
     code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
-    """Encoding of the displacements, in both directions: FP32, or a code of blocks of 128. The quantization error stays
-    in the replica's parameters until the block's next exchange"""
+    """Encoding of the displacements, in both directions: FP32, or a code with blocks of 128. The quantization error
+    stays in the replica's parameters until the block's next exchange"""
 
     warmup_steps: int = -1
-    """Steps at the start that average more blocks: all in the first one, then fewer, as a power; 0 for none, -1 for a
-    twentieth of training.steps"""
+    """Steps at the start that average more blocks: all in the first one, then exponentially fewer; 0 for none, -1 for
+    5 % of training.steps"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule = "it must be 0 or more, or -1 for a twentieth of training.steps"
+        rule = "it must be 0 or more, or -1 for 5 % of training.steps"
         self.require(self.warmup_steps >= -1, "warmup_steps", rule)
         self.require(self.interval >= 1, "interval", "it must be 1 or more")
 
@@ -54,7 +54,7 @@ class SpartaOptions(MethodOptions):
 
 
 class GroupSlice(NamedTuple):
-    """Blocks `first`, `first` + interval and so on of a shard, with `entries` in all; the last may be shorter."""
+    """The blocks `first`, `first` + interval, ... of a shard with `entries` in total; the last may be shorter."""
 
     shard: int
     first: int
@@ -62,9 +62,9 @@ class GroupSlice(NamedTuple):
 
 
 def slices_of_group(sizes: Sequence[int], interval: int, group: int) -> list[GroupSlice]:
-    """Return the part of each shard that a block group contains.
+    """Return the slice of each shard that a block group contains.
 
-    The blocks of all shards are numbered in order, and block i is in group i modulo `interval`.
+    The blocks of all shards are numbered consecutively. Block i belongs to group i modulo `interval`.
     """
     found, begin = [], 0
     for shard, size in enumerate(sizes):
@@ -94,15 +94,19 @@ class SpartaCost(GradientCost):
         return calls
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Read anchor and parameter and write the displacement 12, fill and empty chunks 16, encode and decode 16, read
-        the mean 4, read and write the anchor 8, write the parameter 4; gather, add and store the owner's error 28."""
+        """Return the traffic in bytes per step.
+
+        Per entry: 12 to read anchor and parameter and write the displacement, 16 to fill and empty chunks, 16 to encode
+        and decode, 4 to read the mean, 8 to read and write the anchor, 4 to write the parameter, 28 to gather, add and
+        store the owner's error.
+        """
         coded = 0.0 if self.options.code == "float32" else 16.0
         owner_error = 28.0 if self.keeps_owner_error(replicas) else 0.0
         moved = (12.0 + 16.0 + coded + 4.0 + 8.0 + 4.0 + owner_error) / self.options.interval
         return 0.0, moved * model.entries
 
     def keeps_owner_error(self, replicas: int) -> bool:
-        """Return whether the owner's error is a state of its own."""
+        """Return whether the owner's error is a separate state."""
         return self.options.code != "float32" and replicas > OWNER_ERROR_ABOVE
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:

@@ -8,4 +8,4 @@ from torchtitan_scape.methods.local_updates import LocalUpdates
 
 
 class StreamingDiloco(LocalUpdates):
-    """Exchanges one fragment at a time. Its result is mixed with the replica's own parameters."""
+    """Exchanges one fragment at a time. The result is mixed with the replica's own parameters."""

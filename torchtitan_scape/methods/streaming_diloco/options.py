@@ -15,20 +15,20 @@ class StreamingDilocoOptions(LocalOptions):
     main_options = ("inner_steps", "fragments", "delay", "code")
 
     inner_steps: int = 100
-    """Steps of a round, in which every parameter is exchanged once"""
+    """Steps per round; every parameter is exchanged once per round"""
 
     outer_lr: float = 0.4
-    """Constant learning rate of the anchor, which replicas share and which follows the mean of their displacements"""
+    """Constant learning rate of the outer step, which updates the shared anchor by the mean displacement"""
 
     fragments: int = 5
-    """Parts that are exchanged one after the other, evenly distributed over a round: layers are distributed over all
-    but the first, which has the remaining parameters"""
+    """Number of fragments, which are exchanged one after the other at equal intervals in a round: layers are
+    distributed over all but the first, which contains the remaining parameters"""
 
     delay: int = 1
     """Steps from the start of an exchange to the use of its result, from 0 to inner_steps"""
 
     mix: float = 0.5
-    """Share of a replica's own parameters that is kept when a result is used; the rest comes from the anchor"""
+    """Weight of a replica's own parameters when a result is applied, in [0, 1); the anchor has the remaining weight"""
 
     code: Code = "e2m1"
     """Encoding of the displacements: FP32, or a code of blocks of 128 entries that share a scale"""

@@ -23,12 +23,12 @@ class TagcOptions(MethodOptions):
     main_options = ("density",)
 
     density: float = 0.1
-    """Share of the entries that each replica selects, in (0, 1], in every block of 1024. All replicas send the entries
-    that any of them selected: with N replicas the buffer holds density x N of the entries, and from 1 on a step sends
-    more than dense training"""
+    """Share of the entries that each replica selects, in (0, 1], in every block of 1024. All replicas send the union of
+    their selections: with N replicas the buffer holds density x N of the entries, and a step sends more than dense
+    training if density x N is 1 or more"""
 
     dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they would be compressed"""
+    """Parameters exchanged uncompressed although they have two or more dimensions"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,7 @@ class TagcOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class TagcCost(GradientCost):
-    """An index of the selected entries, then an all-reduce of as many as their union can contain."""
+    """The exchange of an index of the selected entries, then an all-reduce of the maximum size of their union."""
 
     options: TagcOptions
 
@@ -67,7 +67,10 @@ class TagcCost(GradientCost):
         return sum(-(-math.prod(shape) // BLOCK) for shape in model.matrices(self.options.dense_names))
 
     def traffic_per_parameter(self) -> float:
-        """Add the residual 12, select 4, pack 8, store the residual 8, write the mean 4."""
+        """Return the bytes per parameter.
+
+        12 to add the residual, 4 to select, 8 to pack, 8 to store the residual, 4 to write the mean.
+        """
         return 36.0
 
     def residual_entries(self, model: LocalModel) -> int:

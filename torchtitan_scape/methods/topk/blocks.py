@@ -1,4 +1,4 @@
-"""How top-k and DeMo divide tensors into blocks, and the size of their messages. Plain arithmetic: no torch."""
+"""Division of tensors into blocks for top-k and DeMo, and the size of their messages. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,18 @@ from kernels.common.wire import padded_bytes
 from kernels.scape.blocks import entries_per_block, offset_bytes
 from torchtitan_scape.core.workloads import Shape
 
-TILE = 64  # side of a tile; a tensor of one dimension is divided into runs of up to TILE * TILE entries
-MEANS = 4  # FP32 values per tensor that the two-bit code selects from
+TILE = 64  # side of a tile; a tensor of one dimension is divided into slices of up to TILE * TILE entries
+MEANS = 4  # FP32 reconstruction values per tensor of the two-bit code
 
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A tensor viewed as a matrix and divided into tiles of one size; the last of a row or column may be shorter.
+    """A tensor viewed as a matrix and divided into tiles of equal size; those at the end may be shorter.
 
-    coded: Offsets within a tile are encoded, otherwise they take 32 bits each.
+    Attributes:
+        rows, columns: Sides of the matrix.
+        height, width: Sides of a tile.
+        coded: Offsets within a tile are encoded; otherwise they take 32 bits each.
     """
 
     rows: int
@@ -40,11 +43,11 @@ class BlockGrid:
 
     @property
     def size(self) -> int:
-        """Entries of a tile."""
+        """Number of entries of a tile."""
         return self.height * self.width
 
     def count(self, k: int) -> int:
-        """Return the entries of a message with k of each tile; shorter tiles count like all others."""
+        """Return the number of entries of a message with k per tile, including the padding of shorter tiles."""
         return self.tiles * k
 
     def offset_bytes(self, k: int) -> int:
@@ -53,12 +56,12 @@ class BlockGrid:
 
 
 def block_grid(shape: Shape, selection: str, block: int) -> BlockGrid:
-    """Return how top-k divides a tensor that is not empty.
+    """Return the grid of a non-empty tensor for top-k.
 
     Args:
-        selection: "block" for runs of `block` entries; "tensor" for one run; "tile" for tiles of at most `TILE` x
-            `TILE` entries, or runs of as many for one dimension. Tiles are as equal as possible: otherwise a side that
-            is not a multiple of 64 would leave a narrow tile, of which a larger share would be sent.
+        selection: "block" for slices of `block` entries; "tensor" for a single one; "tile" for tiles of at most `TILE`
+            x `TILE` entries, or slices of as many for one dimension. Tiles are as equal as possible: a side that is not
+            a multiple of 64 would otherwise end in a narrow tile with a higher density.
     """
     entries = math.prod(shape)
     if selection == "tensor":
@@ -72,10 +75,10 @@ def block_grid(shape: Shape, selection: str, block: int) -> BlockGrid:
 
 
 def divisor_grid(shape: Shape, most: int) -> BlockGrid:
-    """Return how DeMo divides a tensor that is not empty.
+    """Return the grid of a non-empty tensor for DeMo.
 
     The sides of a tile are the largest divisors up to `most`, so that no tile is shorter. A tensor of one dimension is
-    one row.
+    treated as one row.
     """
     rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
     height, width = (max(n for n in range(1, most + 1) if side % n == 0) for side in (rows, columns))
@@ -83,12 +86,12 @@ def divisor_grid(shape: Shape, most: int) -> BlockGrid:
 
 
 def selected_per_block(grids: Sequence[BlockGrid], density: float) -> list[int]:
-    """Return the entries that are sent of each tile, by tensor."""
+    """Return the number of entries that are sent per tile, for each tensor."""
     return [entries_per_block(density, grid.size) for grid in grids]
 
 
 def _even(length: int, most: int) -> int:
-    """Return the length of equal parts, as many as parts of `most` would be."""
+    """Return the length of the fewest equal slices of at most `most` entries."""
     return -(-length // -(-length // most))
 
 
@@ -108,12 +111,13 @@ def topk_value_bytes(counts: Sequence[int], values: str) -> int:
     return message_bytes(values, -(-sum(counts) // BLOCK) * BLOCK)
 
 
-def topk_message_bytes(grids: Sequence[BlockGrid], chosen: Sequence[int], values: str = "float32") -> int:
+def topk_message_bytes(grids: Sequence[BlockGrid], selected: Sequence[int], values: str = "float32") -> int:
     """Return the bytes of one replica's message: values and offsets, padded by `padded_bytes`.
 
     Args:
-        chosen: Entries that are sent of each tile, by tensor.
+        selected: Number of entries that are sent per tile, for each tensor.
+        values: See `topk_value_bytes`.
     """
-    size = topk_value_bytes([one.count(k) for one, k in zip(grids, chosen, strict=True)], values)
-    size += sum(one.offset_bytes(k) for one, k in zip(grids, chosen, strict=True))
+    size = topk_value_bytes([one.count(k) for one, k in zip(grids, selected, strict=True)], values)
+    size += sum(one.offset_bytes(k) for one, k in zip(grids, selected, strict=True))
     return padded_bytes(size)

@@ -14,7 +14,7 @@ from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
 
-# Bytes per parameter: add the residual 12, select 4, store the residual 8, write the mean 4.
+# Memory traffic in bytes per parameter: add the residual 12, select 4, store the residual 8, write the mean 4.
 TRAFFIC = 28.0
 
 
@@ -30,32 +30,32 @@ class TopkOptions(MethodOptions):
     replicas a step sends less than dense training only if density x N is below 1.5"""
 
     density_warmup_steps: int = 0
-    """The density falls exponentially from 1 over this number of steps. In this phase a step is dense if its messages
-    would be longer than the dense gradients"""
+    """Steps over which the density falls exponentially from 1 to its value. A step of the warm-up is dense if its
+    messages would be larger than the dense gradients"""
 
     start: int = 0
     """Number of dense steps at the start"""
 
     selection: Literal["block", "tensor", "tile"] = field(default="block", metadata=LAYOUT)
-    """Select the largest entries of every block (offsets take 9 bits at density 0.01 and blocks of 1024), of every
-    tensor (32 bits), or of every tile of 64 x 64, with runs of 4096 for parameters of one dimension (8 bits at 64 of
+    """Select the largest entries of every block (9 bits per offset at density 0.01 and blocks of 1024), of every tensor
+    (32 bits), or of every 64 x 64 tile, with slices of 4096 entries for one-dimensional parameters (8 bits at 64 of
     4096)"""
 
     block_size: int = 1024
-    """Entries of a block, a multiple of 8 up to 32768"""
+    """Entries per block, a multiple of 8 up to 32768"""
 
     values: Literal["float32", "e2m1", "2bit"] = "float32"
     """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
-    four means of the tensor. The quantization error remains in the residual"""
+    four means of the tensor. The quantization error is added to the residual"""
 
     decay: float = 1.0
-    """Factor on the residual in every step, in (0, 1]; below 1, entries that are not sent in time are lost"""
+    """Factor on the residual in every step, in (0, 1]; below 1, part of the gradient is never applied"""
 
     divisor: Literal["replicas", "senders"] = "replicas"
-    """Divide sums by the number of replicas, or by the number of those that sent the entry"""
+    """Divide sums by the number of replicas, or by the number of replicas that sent the entry"""
 
     dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they would be compressed"""
+    """Parameters exchanged uncompressed although they would be compressed by default"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +76,7 @@ class TopkOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class TopkCost(GradientCost):
-    """One all-gather of values and offsets, one all-reduce of the parameters that are not compressed."""
+    """One all-gather of values and offsets, one all-reduce of the uncompressed parameters."""
 
     options: TopkOptions
 
