@@ -38,7 +38,8 @@ COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]
 SEVERAL_HOSTS = ("NNODES", "RDZV_ENDPOINT")
 # Options of programs that are not ours, which a command may have in front of what they start.
-TORCHRUN, SBATCH = re.compile(r"--(nproc_per_node|nnodes)=\w+"), re.compile(r"--nodes=\d+")
+TORCHRUN = re.compile(r"--(nproc_per_node|nnodes|rdzv_backend|rdzv_endpoint)=[\w:]+")
+SBATCH = re.compile(r"--nodes=\d+")
 
 
 class Parsed(BaseException):
@@ -123,10 +124,16 @@ def check(command: Command) -> None:
     elif program == "scripts/gpu_check.sh":
         check_module("scripts.gpu.check", arguments)
     elif program == "torchrun":
+        options = {}
         while TORCHRUN.fullmatch(arguments[0]):
+            name, _, options[name] = arguments[0].partition("=")
             arguments = arguments[1:]
         assert arguments[0] == "-m", command.text
-        check_module(arguments[1], arguments[2:])
+        if arguments[1] == "torchtitan_scape.train":
+            ranks = {"NGPU": options["--nproc_per_node"], "NNODES": options.get("--nnodes", "1")}
+            check_run(Command(command.page, command.text, program, arguments[2:], ranks))
+        else:
+            check_module(arguments[1], arguments[2:])
     elif program == "sbatch":
         while arguments[0] == "-A" or SBATCH.fullmatch(arguments[0]):
             arguments = arguments[2 if arguments[0] == "-A" else 1 :]
@@ -253,16 +260,16 @@ def test_the_python_of_a_page_runs(page: str, pool2: Pool, tmp_path: Path) -> No
 
 
 def test_there_is_python_to_run() -> None:
-    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/own_loop.md", "docs/adding_a_method.md"}
+    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/getting_started/own_loop.md", "docs/how_to/add_a_method.md"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
     """With the very lines that the page would add to the registry and to the contract."""
     scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
-    exec(blocks("docs/adding_a_method.md", "python")[0], scope)
+    exec(blocks("docs/how_to/add_a_method.md", "python")[0], scope)
     registry, contract = (
-        code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."
+        code.splitlines()[2] for code in blocks("docs/how_to/add_a_method.md", "") if code.splitlines()[1].strip() == "..."
     )
     with patch.dict(METHODS, eval(f"{{{registry}}}", scope)):
         [case] = eval(f"[{contract}]", scope)
