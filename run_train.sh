@@ -11,7 +11,7 @@
 # STOP_SECONDS   that ranks have for a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (1800)
 #
 # Exit codes: 0 trained to the end; 2 wrong input; 3 a rank was lost or something broke; 4 stopped on request, nothing
-# saved; 75 stopped on request with a checkpoint: start the same again. docs/failures.md.
+# saved; 75 stopped on request with a checkpoint: start the same again. docs/how_to/recover_from_failures.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # without an argument it would see those of this script

@@ -260,7 +260,10 @@ def test_the_python_of_a_page_runs(page: str, pool2: Pool, tmp_path: Path) -> No
 
 
 def test_there_is_python_to_run() -> None:
-    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/getting_started/own_loop.md", "docs/how_to/add_a_method.md"}
+    assert {page for page in PAGES if blocks(page, "python")} >= {
+        "docs/getting_started/own_loop.md",
+        "docs/how_to/add_a_method.md",
+    }
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -269,7 +272,9 @@ def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
     scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
     exec(blocks("docs/how_to/add_a_method.md", "python")[0], scope)
     registry, contract = (
-        code.splitlines()[2] for code in blocks("docs/how_to/add_a_method.md", "") if code.splitlines()[1].strip() == "..."
+        code.splitlines()[2]
+        for code in blocks("docs/how_to/add_a_method.md", "")
+        if code.splitlines()[1].strip() == "..."
     )
     with patch.dict(METHODS, eval(f"{{{registry}}}", scope)):
         [case] = eval(f"[{contract}]", scope)
