@@ -11,7 +11,7 @@
 # STOP_SECONDS   time for a final checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (default 1800)
 #
 # Exit codes: 0 training completed; 2 invalid input; 3 a rank was lost or an error occurred; 4 stopped on request,
-# nothing saved; 75 stopped on request with a checkpoint: run the same command again. See docs/failures.md.
+# nothing saved; 75 stopped on request with a checkpoint: run the same command again. See docs/reference/exit_codes.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # an explicit argument, since a sourced script otherwise gets those of this one

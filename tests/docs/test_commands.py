@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +41,8 @@ COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]
 SEVERAL_HOSTS = ("NNODES", "RDZV_ENDPOINT")
 # Options of other programs, which a command may contain before the module that they start.
-TORCHRUN, SBATCH = re.compile(r"--(nproc_per_node|nnodes)=\w+"), re.compile(r"--nodes=\d+")
+TORCHRUN = re.compile(r"--(nproc_per_node|nnodes|rdzv_backend|rdzv_endpoint)=[\w:]+")
+SBATCH = re.compile(r"--nodes=\d+")
 
 
 class Parsed(BaseException):
@@ -125,10 +127,16 @@ def check(command: Command) -> None:
     elif program == "scripts/gpu_check.sh":
         check_module("scripts.gpu.check", arguments)
     elif program == "torchrun":
+        options = {}
         while TORCHRUN.fullmatch(arguments[0]):
+            name, _, options[name] = arguments[0].partition("=")
             arguments = arguments[1:]
         assert arguments[0] == "-m", command.text
-        check_module(arguments[1], arguments[2:])
+        if arguments[1] == "torchtitan_scape.train":
+            ranks = {"NGPU": options["--nproc_per_node"], "NNODES": options.get("--nnodes", "1")}
+            check_run(Command(command.page, command.text, program, arguments[2:], ranks))
+        else:
+            check_module(arguments[1], arguments[2:])
     elif program == "sbatch":
         while arguments[0] == "-A" or SBATCH.fullmatch(arguments[0]):
             arguments = arguments[2 if arguments[0] == "-A" else 1 :]
@@ -250,18 +258,26 @@ def test_documented_python_code_runs(page: str, pool2: Pool, tmp_path: Path) -> 
 
 
 def test_some_pages_contain_python_code() -> None:
-    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/own_loop.md", "docs/adding_a_method.md"}
+    assert {page for page in PAGES if blocks(page, "python")} >= {
+        "docs/getting_started/own_loop.md",
+        "docs/how_to/add_a_method.md",
+    }
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_documented_method_satisfies_the_contract(replicas: int) -> None:
     """With the lines that the page adds to the registry and to the contract test."""
     scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
-    exec(blocks("docs/adding_a_method.md", "python")[0], scope)
+    for code in blocks("docs/how_to/add_a_method.md", "python")[:2]:  # its options and its implementation
+        exec(code, scope)
+    module = ModuleType("torchtitan_scape.methods.random.method")
+    vars(module)["Random"] = scope["Random"]
     registry, contract = (
-        code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."
+        code.splitlines()[2]
+        for code in blocks("docs/how_to/add_a_method.md", "")
+        if code.splitlines()[1].strip() == "..."
     )
-    with patch.dict(METHODS, eval(f"{{{registry}}}", scope)):
+    with patch.dict(METHODS, eval(f"{{{registry}}}", scope)), patch.dict(sys.modules, {module.__name__: module}):
         [case] = eval(f"[{contract}]", scope)
         test_contract.test_applied_plus_pending_equals_the_sum_of_gradients(case, replicas)
         test_contract.test_sent_bytes_equal_the_planned_bytes(case, replicas)
