@@ -118,7 +118,9 @@ def test_shards_resume_bit_for_bit(pool4: Pool, tmp_path: Path) -> None:
         ("dense", "diloco", "all replicas start from the model and its moments"),
     ],
 )
-def test_another_layout_and_method(method: str, into: str, expected: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+def test_another_layout_and_method(
+    method: str, into: str, expected: str, pool2: Pool, pool4: Pool, tmp_path: Path
+) -> None:
     """From two replicas to two of two shards each, and to four."""
     saved = pool2(save, str(tmp_path), method, 1, 8)
     for shards in (1, 2):
