@@ -27,7 +27,7 @@ _TUNED = "also."  # prefix of a method's keys: further options to tune, with the
 # Keys of a method that are not options of the trainer.
 _METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "every_forward", "start_from")
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
-_GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "figures", "defaults", "methods", "sets"}
+_GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
 Options = dict[str, Any]
 
 
