@@ -5,7 +5,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kernels.codec.formats import FORMATS
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 # Dense training, by the optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "muon": "Muon", "signsgd": "SignSGD"}
@@ -25,8 +28,8 @@ class Named:
     name: str
     label: str
     options: tuple[str, ...]
-    planned: Method
-    measured: Method
+    planned: PlannedRun
+    measured: PlannedRun
     at_once: tuple[str, ...] = ()
     settles: int = 0
     period: int = 1
@@ -35,8 +38,8 @@ class Named:
 @dataclass(frozen=True)
 class Family:
     """Methods of one kind. keys: of its section, in the order in which names have their values; all but the first may
-    be left out. at_once: values of others. period: the key that says it. measured: fields of the cost model's method
-    that are others then. Else as `Named`.
+    be left out. at_once: values of others. period: the key that says it. measured: options that
+    the cost model takes as others then. Else as `Named`.
     """
 
     label: str
@@ -95,7 +98,8 @@ def _dense(name: str) -> Named | None:
     if name not in OPTIMIZERS:
         return None
     options = ("--sync.method=dense", f"--optimizer.name={OPTIMIZERS[name]}")
-    return Named(name, OPTIMIZERS[name], options, Method(name), Method(name))
+    planned = PlannedRun(DenseOptions(), OPTIMIZERS[name])
+    return Named(name, OPTIMIZERS[name], options, planned, planned)
 
 
 def _scape(name: str) -> Named | None:
@@ -108,7 +112,7 @@ def _scape(name: str) -> Named | None:
     # The wire always, as recipes set another.
     options = ["--sync.method=scape", "--optimizer.name=AdamS"]
     options += [f"--sync.scape.density={density}", f"--sync.scape.wire={wire}"]
-    planned = Method("scape", float(density), wire)
+    planned = PlannedRun(ScapeOptions(density=float(density), wire=wire))  # type: ignore[arg-type]
     return Named(
         name,
         f"SCAPE {density} {code}".strip(),
@@ -120,8 +124,6 @@ def _scape(name: str) -> Named | None:
 
 
 def _of_family(name: str) -> Named | None:
-    from torchtitan_scape.sync.registry import METHODS  # with torch, which not every script needs
-
     kind, *texts = name.split("-")
     family = FAMILIES.get(kind)
     if family is None or not 1 <= len(texts) <= len(family.keys):
@@ -132,14 +134,14 @@ def _of_family(name: str) -> Named | None:
         section = METHODS[kind].options(**{key: _value(text, types[key]) for key, text in given.items()})
     except ValueError:
         return None
-    planned = section.planned(family.optimizer)
+    planned = PlannedRun(section, family.optimizer)
     options = [f"--sync.method={kind}", f"--optimizer.name={family.optimizer}"]
     return Named(
         name,
         " ".join([family.label, *texts]),
         (*options, *(f"--sync.{kind}.{key}={text}" for key, text in given.items())),
         planned,
-        replace(planned, **family.measured),
+        replace(planned, options=replace(section, **family.measured)),
         tuple(f"--sync.{kind}.{text}" for text in family.at_once),
         family.settles,
         getattr(section, family.period) if family.period else 1,

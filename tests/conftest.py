@@ -4,6 +4,7 @@ The suite runs on the CPU with gloo, on machines with GPUs too: they are hidden 
 SCAPE_GPU_TESTS asks for tests/gpu, which needs no package besides pytest, numpy, torch and triton.
 """
 
+import importlib
 import os
 
 if not os.environ.get("SCAPE_GPU_TESTS"):
@@ -32,10 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
-    from torchtitan_scape import device
-
     torch.set_num_threads(1)
-    device.prepare()
+    importlib.import_module("torchtitan_scape.titan")  # selects the device before a test imports TorchTitan
 
 
 @pytest.fixture(scope="session")

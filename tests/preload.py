@@ -1,4 +1,4 @@
-"""What tests/server.py imports and reads once, for all that it forks: the trainer, a parsed recipe, the corpus."""
+"""Imports and files that tests/server.py loads once for all its forks: trainer, a parsed recipe, the corpus."""
 
 import functools
 import gc
@@ -7,11 +7,9 @@ import importlib
 import torch
 from tyro import _docstrings
 
-from torchtitan_scape import device
-
 torch.set_num_threads(1)
-device.prepare()
 for _name in (
+    "torchtitan_scape.titan",  # selects the device before a test imports TorchTitan
     "tests.test_training",
     "torchtitan_scape.runtime.launch",
     "torchtitan_scape.train",
@@ -22,10 +20,10 @@ for _name in (
 from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data import standard_library  # noqa: E402
 
-# The parser reads the sources of all sections, and forgets what it found: most of what it takes.
+# Most of the parser's time goes into the docstrings of the config sections, which it reads from the sources each time.
 _docstrings.get_field_docstring = functools.cache(_docstrings.get_field_docstring)
 parse(["--job.config_file=train_configs/embedded.toml"])
 standard_library.load_train()
 standard_library.load_validation()
 gc.collect()
-gc.freeze()  # a child's collection would write to, and so copy, every page
+gc.freeze()  # otherwise a garbage collection in a fork would write to every page of memory, and so copy it

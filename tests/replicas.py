@@ -1,4 +1,4 @@
-"""N replicas in one process: the product's own endpoints, with chunks so small that little models have several."""
+"""N replicas in one process, with the product's in-process collectives. Chunks are small: tiny models have several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ ThreadCollectives = InProcessCollectives
 
 
 def run_replicas(replicas: int, work: Callable[[InProcessCollectives], Any]) -> list[Any]:
-    """Runs `work(collectives)` as every replica and returns the results; raises the first error.
+    """Run `work(collectives)` once for each replica and return the results in replica order.
 
-    Each has parameters of its own, which it writes.
+    Each replica has its own parameters and updates them. The error of the first replica that raises is raised.
     """
     simulated = SimulatedReplicas(replicas) if replicas > 1 else None
     if simulated is None:
@@ -19,5 +19,5 @@ def run_replicas(replicas: int, work: Callable[[InProcessCollectives], Any]) -> 
 
         return [work(ProcessGroupCollectives(None))]  # type: ignore[arg-type]
     for endpoint in simulated.endpoints:
-        endpoint.writes, endpoint.chunk_entries, endpoint.least_columns = True, 64, 7
+        endpoint.is_writer, endpoint.chunk_entries, endpoint.min_columns = True, 64, 7
     return simulated.run(lambda replica: work(simulated.endpoints[replica]))

@@ -1,11 +1,12 @@
-"""A process that has imported the trainer and forks: ranks of the pools, and commands that tests start.
+"""Fork server: one process imports the trainer, and its forks run the ranks of pools and the commands of tests.
 
-A new interpreter takes 5 s of CPU to import what a fork has at once. A request is `python -m module arguments` with
-environment, folder and open files; the answer is the exit code. The server ends with pytest, however that ends; what
-it has forked ends with it, and with the connection that asked for it.
+A new interpreter needs 5 s of CPU for imports that a fork inherits. A request contains the module, its arguments, the
+environment, the working directory and open files, as for `python -m module arguments`. The server returns the process
+id, and at the end the exit code. It is killed when pytest ends, for whatever reason. A fork is killed when the server
+ends, or when the client closes the connection.
 
-As a script it is a Python for other scripts (`python()`): it has modules of this repository run by the server, and
-hands everything else to the interpreter.
+Run as a script, this file replaces the Python interpreter for scripts and launchers (see `python`): the server runs
+the modules of this repository, and the interpreter runs everything else.
 """
 
 import array
@@ -32,13 +33,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-ADDRESS = "SCAPE_TEST_SERVER"  # environment variable: where the server listens
-OURS = ("torchtitan_scape.", "topology.", "scripts.", "tests.")
+ADDRESS = "SCAPE_TEST_SERVER"  # environment variable with the path of the server's socket
+FORKED = ("torchtitan_scape.", "topology.", "scripts.", "tests.")
 _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """`python -m module arguments` in a fork of the server."""
+    """`python -m module arguments` in a fork of the server.
+
+    Args:
+        module: name of the module, which runs as `__main__`.
+        arguments: its command line.
+        environment: all environment variables of the process; those of this process by default.
+        folder: working directory; the root of the repository by default.
+        files: file descriptors of this process. The new process has them as 0, 1, 2 and so on, and no others.
+        at: path of the server's socket; `address()` by default.
+    """
 
     def __init__(
         self,
@@ -49,23 +59,27 @@ class Process:
         files: Sequence[int] = (0, 1, 2),
         at: str | None = None,
     ) -> None:
-        """environment: all of it. folder: the repository unless given. files: are 0, 1, 2, 3 ... there."""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect(at or address())
-        whole = dict(os.environ) if environment is None else environment
-        request = json.dumps([module, list(arguments), whole, str(folder or ROOT)]).encode()
+        variables = dict(os.environ) if environment is None else environment
+        request = json.dumps([module, list(arguments), variables, str(folder or ROOT)]).encode()
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
         self._connection.sendmsg([len(request).to_bytes(4, "big")], [rights])
         self._connection.sendall(request)
         self.pid = int.from_bytes(_receive(self._connection, 4), "big")
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; a signal's number is negative. Raises TimeoutError."""
+        """Wait for the end of the process and return its exit code, or the negative number of the signal.
+
+        Raises:
+            TimeoutError: if the process still runs after `timeout` seconds.
+            EOFError: if the server has ended.
+        """
         self._connection.settimeout(timeout)
         return int.from_bytes(_receive(self._connection, 4), "big", signed=True)
 
     def kill(self) -> None:
-        """Ends it if it still runs."""
+        """Kill the process if it still runs."""
         self._connection.close()
 
 
@@ -76,7 +90,7 @@ def run(
     folder: Path | None = None,
     timeout: float = 120,
 ) -> "subprocess.CompletedProcess[str]":
-    """As `subprocess.run([python, "-m", module, *arguments])` with its output as text."""
+    """Run `python -m module arguments` in a fork and return its exit code and output, as `subprocess.run` does."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
         files = [file.fileno() for file in (nothing, out, err)]
         process = Process(module, arguments, environment, folder, files)
@@ -91,7 +105,7 @@ def run(
 
 @functools.cache
 def address() -> str:
-    """Where the server listens. The first call starts it; processes that are started after that share it."""
+    """Return the path of the server's socket. The first call starts the server, which child processes then share."""
     if ADDRESS in os.environ:
         return os.environ[ADDRESS]
     folder = tempfile.mkdtemp()
@@ -107,7 +121,7 @@ def address() -> str:
     )
     listener.close()
 
-    # Stands for a Python where a script or a launcher starts modules of this repository.
+    # The interpreter for scripts and launchers: see `python`.
     python = Path(folder, "python")
     python.write_text(f'#!/bin/sh\n{ADDRESS}={folder}/server exec {sys.executable} -IS {__file__} "$@"\n')
     python.chmod(0o755)
@@ -123,11 +137,11 @@ def address() -> str:
 
 
 def python() -> str:
-    """A Python whose modules of this repository are forks: for scripts and launchers that start them."""
+    """Return the path of a program that scripts and launchers can use as Python, with this file as its script."""
     return str(Path(address()).with_name("python"))
 
 
-# ------------------------------------------------------------------------------------------------ the other side
+# ---------------------------------------------------------------------------------------- the server's side
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:
@@ -148,9 +162,10 @@ def _serve(listener: socket.socket) -> NoReturn:
     _die_with_parent()
     importlib.import_module("tests.preload")
     threads = [Path("/proc/self/task", task, "comm").read_text() for task in os.listdir("/proc/self/task")]
-    others = [name for name in threads[1:] if not name.startswith("jemalloc")]  # Arrow's, which outlives a fork
-    assert not others, f"threads that every fork would lose: {others}"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
+    # A fork has only the thread that forked. Arrow's allocator starts its thread again after a fork.
+    others = [name for name in threads[1:] if not name.startswith("jemalloc")]
+    assert not others, f"the imports of the test server started threads, which its forks would not have: {others}"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C, and then ends the server
     selector = selectors.DefaultSelector()
 
     def begin() -> None:
@@ -168,7 +183,7 @@ def _serve(listener: socket.socket) -> NoReturn:
             connection.sendall(pid.to_bytes(4, "big"))
 
         def end() -> None:
-            """It has ended, or nobody wants it any more: a client says nothing after its request."""
+            """Called when the process has ended, or the client has closed its connection: it sends one request."""
             selector.unregister(child)
             selector.unregister(connection)
             signal.pidfd_send_signal(child, signal.SIGKILL)
@@ -183,16 +198,16 @@ def _serve(listener: socket.socket) -> NoReturn:
 
     selector.register(listener, selectors.EVENT_READ, begin)
     while True:
-        selector.select()[0][0].data()  # one at a time: it may take away what else has come
+        selector.select()[0][0].data()  # only the first event: the call may unregister the files of the others
 
 
 def _become(request: list[Any], files: list[int]) -> NoReturn:
-    """This fork is the command that was asked for."""
+    """Run the requested command in this fork, and exit with its exit code."""
     code = 1
     try:
         _die_with_parent()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # First above all numbers that they shall have.
+        # Duplicate to numbers above all final ones first, so that no file overwrites another.
         high = [fcntl.fcntl(file, fcntl.F_DUPFD, 64) for file in files]
         for number, file in enumerate(high):
             os.dup2(file, number)
@@ -225,12 +240,12 @@ def main(arguments: list[str]) -> NoReturn:
         finally:
             traceback.print_exc()
             os._exit(1)
-    if arguments[0] == "-m" and arguments[1].startswith(OURS):
+    if arguments[0] == "-m" and arguments[1].startswith(FORKED):
         process = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ[ADDRESS])
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         for number in numbers:
             signal.signal(number, lambda number, _: os.kill(process.pid, number))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher blocks them until its ranks listen
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher starts its ranks with these blocked
         code = process.wait()
         os._exit(code if code >= 0 else 128 - code)
     os.execv(sys.executable, [sys.executable, *arguments])

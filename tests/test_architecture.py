@@ -2,10 +2,14 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from torchtitan_scape.methods.registry import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("torchtitan_scape", "kernels", "topology", "scripts")
@@ -16,13 +20,15 @@ ARROWS = {
     "torchtitan_scape": ("torchtitan_scape", "kernels", "topology"),
     "scripts": PRODUCT,
 }
-LONGEST = 450
-METHODS = (
-    *("scape", "topk", "tagc", "demo", "powersgd", "quantized", "radius"),
-    *("diloco", "streaming_diloco", "sparta", "sparseloco"),
+# Folders of torchtitan_scape and the other packages, lowest first. A folder imports only folders to its left.
+ORDER = (
+    *(("kernels", "topology"), ("core",), ("titan",), ("optimizers",), ("methods",), ("sharding",), ("replica",)),
+    *(("config",), ("checkpoint",), ("planner",), ("data",), ("models",), ("huggingface",), ("observe",), ("report",)),
+    *(("runtime",), ("evaluation",), ("trainer",), ("train", "evaluate", "export"), ("scripts",)),
 )
-# Scripts name what they compare.
-MAY_NAME_METHODS = ("scripts.", *(f"torchtitan_scape.sync.{name}" for name in (*METHODS, "registry")))
+LONGEST = 450
+# Files outside methods/ that quote a method's name: the default of `[sync] method`, and TAGC on the shard axis.
+QUOTE_METHODS = {"torchtitan_scape.config.job_config", "torchtitan_scape.sharding.options"}
 
 
 def module_of(path: Path) -> str:
@@ -103,6 +109,12 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def folder(module: str) -> str | None:
+    """The package, or the folder or module of torchtitan_scape; None for torchtitan_scape itself, which imports all."""
+    package, *names = module.split(".")
+    return package if package != "torchtitan_scape" else names[0] if names else None
+
+
 def lines(pattern: str, files: dict[str, Path]) -> Iterator[str]:
     for module, path in sorted(files.items()):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -120,10 +132,10 @@ def test_arrows_point_one_way() -> None:
     assert not wrong
 
 
-def test_kernels_topology_and_sync_do_not_know_torchtitan() -> None:
+def test_kernels_topology_core_and_methods_do_not_import_torchtitan() -> None:
     wrong = []
     for module, path in FILES.items():
-        if module.startswith(("kernels", "topology", "torchtitan_scape.sync")):
+        if module.startswith(("kernels", "topology", "torchtitan_scape.core", "torchtitan_scape.methods")):
             imports = imports_of(path)
             known = [name for name in imports.all if f"{name}.".startswith("torchtitan.")]
             wrong += [f"{module} -> {name}" for name in known]
@@ -133,18 +145,6 @@ def test_kernels_topology_and_sync_do_not_know_torchtitan() -> None:
 def test_no_module_needs_another_that_needs_it() -> None:
     assert circle(graph(lambda imports: imports.at_once)) == []
     assert circle(graph(lambda imports: imports.at_once | imports.in_functions)) == []
-
-
-def test_rooms_need_each_other_one_way() -> None:
-    """The packages and the folders of torchtitan_scape, as docs/architecture.md has them."""
-
-    def room(module: str) -> str:
-        return ".".join(module.split(".")[: 2 if module.startswith("torchtitan_scape") else 1])
-
-    edges: dict[str, set[str]] = {}
-    for module, others in graph(lambda imports: imports.at_once | imports.in_functions).items():
-        edges.setdefault(room(module), set()).update({room(other) for other in others} - {room(module)})
-    assert circle(edges) == []
 
 
 def test_no_circle_is_hidden_in_types() -> None:
@@ -161,7 +161,94 @@ def test_scripts_are_started_as_modules() -> None:
     assert list(lines(r"\bsys\.path\b", scripts)) == []
 
 
-def test_methods_are_named_in_their_files_and_the_registry_alone() -> None:
-    names = "|".join(METHODS)
+def test_folders_import_only_folders_before_them() -> None:
+    rank = {name: i for i, names in enumerate(ORDER) for name in names}
+    upward: dict[tuple[str, str], list[str]] = {}
+    for module, others in graph(lambda imports: imports.all).items():
+        for other in others:
+            one, two = folder(module), folder(other)
+            if one is not None and two is not None and one != two and rank[two] >= rank[one]:
+                upward.setdefault((one, two), []).append(f"{module} -> {other}")
+    assert upward == {}
+
+
+def test_methods_sharding_and_optimizers_do_not_import_the_planner() -> None:
+    wrong = []
+    for module, others in graph(lambda imports: imports.all).items():
+        if folder(module) in ("methods", "sharding", "optimizers"):
+            wrong += [f"{module} -> {other}" for other in others if folder(other) == "planner"]
+    assert wrong == []
+
+
+def test_only_policy_and_data_quote_the_name_of_a_method() -> None:
+    """`dense` is an English word with other meanings, and therefore allowed."""
+    names = METHODS.keys() - {"dense"}
+    quoting = set()
+    for module, path in FILES.items():
+        if not module.startswith(("scripts", "torchtitan_scape.methods")):
+            constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            quoting |= {module} if constants & names else set()
+    assert quoting == QUOTE_METHODS
+
+
+def test_methods_are_compared_by_name_only_in_their_files() -> None:
+    names = "|".join(METHODS.keys() - {"dense"})
     compared = rf"""[!=]=\s*["']({names})["']|["']({names})["']\s*[!=]=|case .*["']({names})["']"""
-    assert [line for line in lines(compared, FILES) if not line.startswith(MAY_NAME_METHODS)] == []
+    # Scripts name what they compare.
+    assert [
+        line for line in lines(compared, FILES) if not line.startswith(("scripts.", "torchtitan_scape.methods."))
+    ] == []
+
+
+def test_titan_is_the_only_folder_that_imports_torchtitan() -> None:
+    files = {name: path for name, path in FILES.items() if name.startswith("torchtitan_scape")}
+    outside = {name: path for name, path in files.items() if not name.startswith("torchtitan_scape.titan")}
+    assert list(lines(r"^\s*(from|import) torchtitan([. ]|$)", outside)) == []
+    assert list(lines(r"unittest\.mock|noqa: E402", files)) == []
+
+
+def test_optimizers_methods_and_sharding_do_not_need_torchtitan() -> None:
+    folders = ("core", "optimizers", "methods", "sharding", "replica")
+    edges = graph(lambda imports: imports.all)
+    wrong = [
+        f"{module} -> {other}"
+        for module, others in edges.items()
+        for other in others
+        if module.startswith(tuple(f"torchtitan_scape.{folder}" for folder in folders))
+        and other.startswith("torchtitan_scape.titan")
+    ]
+    assert wrong == []
+
+
+def test_the_optimizer_does_not_import_torchtitan() -> None:
+    code = "import torchtitan_scape as t, sys; t.Scape; assert 'torchtitan' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def definitions() -> Iterator[tuple[str, ast.AST]]:
+    """All nodes of the product's syntax trees, scripts excluded, with their modules."""
+    for module, path in FILES.items():
+        if not module.startswith("scripts"):
+            yield from ((module, node) for node in ast.walk(ast.parse(path.read_text())))
+
+
+def test_class_names_are_unique() -> None:
+    found: dict[str, set[str]] = {}
+    for module, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, set()).add(f"{module}:{node.lineno}")
+    assert {name: sorted(places) for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_identifiers_are_standard_terms() -> None:
+    """These names of the first versions have standard replacements, such as `RankGroup`, `peers` and `owner_error`."""
+    replaced = {"told", "lies", "owed", "apart", "carried", "twins", "unite", "carries", "settle"}
+    replaced |= {"Lane", "Ring", "Circle"}
+    fields = ("id", "attr", "arg", "name", "asname", "rest")  # names, attributes, arguments, definitions and patterns
+    wrong = [
+        f"{module}:{getattr(node, 'lineno', 0)}: {name}"
+        for module, node in definitions()
+        for name in (getattr(node, field, None) for field in fields)
+        if isinstance(name, str) and name in replaced
+    ]
+    assert wrong == []

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from kernels.common import offload
 from kernels.dense.reference import finite
 from topology.in_process import SimulatedReplicas
-from torchtitan_scape.sync.guard import FiniteGuard
+from torchtitan_scape.replica.guard import FiniteGuard
 
 
 def test_simulated_replicas_have_the_stream_of_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_the_verdict_is_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> Non
             guard.check([torch.full((4,), value)])
         assert asked == [torch.device("cpu")]  # it is not waited for in its own step
         assert guard.last_applied() == verdict and asked[1:] == ["waits"]
-        assert guard.settle() == verdict and guard.last_applied() == verdict
+        assert guard.finish_previous_step() == verdict and guard.last_applied() == verdict
 
 
 def test_memory_is_locked_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,9 @@ def train(
 
     nan_at: the step at which the last rank's gradient has a NaN, or the first such step, if it is `for_good`.
     """
-    from torchtitan_scape.sync.shards import local
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
     steps: list[tuple[int, float, float]] = []
@@ -168,7 +169,7 @@ def train(
         "losses": [loss for _, loss, _ in steps],
         "norms": [norm for *_, norm in steps],
         "parameters": parameters.clone(),
-        "skipped": trainer.optimizers.guard.skipped,
+        "skipped": trainer.replica_optimizer.guard.skipped,
     }
 
 
@@ -389,15 +390,15 @@ def test_wrong_data_is_refused_on_every_rank(pool2: Pool, tmp_path: Path) -> Non
 
 def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
     """As `train`, and how many chunks every backward pass has started."""
-    from torchtitan_scape.sync.overlap import Overlap
+    from torchtitan_scape.methods.overlap import BackwardOverlap
 
-    rest, begun = Overlap.rest, list[int]()
+    rest, begun = BackwardOverlap.start_remaining, list[int]()
 
-    def counted(overlap: Overlap) -> list[torch.Tensor]:
+    def counted(overlap: BackwardOverlap) -> list[torch.Tensor]:
         begun.append(len(overlap._arriving))
         return rest(overlap)
 
-    with patch.object(Overlap, "rest", counted):
+    with patch.object(BackwardOverlap, "start_remaining", counted):
         return {**train(folder, arguments, nan_at=3), "begun": begun}
 
 

@@ -10,9 +10,9 @@ from kernels.scape.reference import mask_indices
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
-from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.scape.weights import ScaledTensor, hold_in_bfloat16
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.methods.scape.options import ScapeOptions
 
 SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
 
@@ -68,8 +68,8 @@ def train(
 
 def positions(optimizer: Scape, tensor: int) -> Tensor:
     """Where the mask in use is set in a sparsified tensor; as many as the layout says."""
-    layout, in_use = optimizer.passes.layout, optimizer.masks.in_use
-    bits, nnz = layout.bits(in_use, tensor), layout.nnz(tensor, in_use.density, optimizer.passes.selection)
+    layout, in_use = optimizer.method.passes.layout, optimizer.method.masks.in_use
+    bits, nnz = layout.bits(in_use, tensor), layout.nnz(tensor, in_use.density, optimizer.method.passes.selection)
     assert bits is not None
     indices = mask_indices(bits, layout.sizes[tensor], nnz)
     assert indices.numel() == nnz
@@ -92,11 +92,13 @@ def literal(
     return history
 
 
-def copied(state: dict[str, Any]) -> dict[str, Any]:
+def copied(state: Any) -> Any:
     """A state dict whose tensors are copies."""
-    return {
-        k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
-    }
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [copied(value) for value in state]
+    return state.clone() if isinstance(state, Tensor) else state
 
 
 def resume(collectives: ThreadCollectives, at: int, **options: Any) -> tuple[Scape, Scape]:

@@ -1,7 +1,7 @@
-"""Pretraining with sparse exchange between data-parallel replicas.
+"""Pretraining with sparse and compressed communication between data-parallel replicas.
 
-`Scape` and `AdamS` are ordinary optimizers; importing them does not import TorchTitan. They are imported when they are
-first asked for, so that the planner runs where torch is not installed.
+`replicate` wraps the optimizer of any training loop; `Scape` is the same for the SCAPE method in one constructor. The
+public names are imported on first use, without TorchTitan, so that the planner runs where torch is not installed.
 """
 
 import sys
@@ -11,25 +11,75 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_scape.optimizer.adams import AdamS
-    from torchtitan_scape.sync.guard import NonFiniteGradientError
-    from torchtitan_scape.sync.scape.optimizer import Scape
-    from torchtitan_scape.sync.scape.options import ScapeOptions
+    from torchtitan_scape.methods.demo.options import DemoOptions
+    from torchtitan_scape.methods.dense.options import DenseOptions
+    from torchtitan_scape.methods.diloco.options import DilocoOptions
+    from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+    from torchtitan_scape.methods.quantized.options import QuantizedOptions
+    from torchtitan_scape.methods.radius.options import RadiusOptions
+    from torchtitan_scape.methods.scape.options import ScapeOptions
+    from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+    from torchtitan_scape.methods.sparta.options import SpartaOptions
+    from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
+    from torchtitan_scape.methods.tagc.options import TagcOptions
+    from torchtitan_scape.methods.topk.options import TopkOptions
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.muon import Muon
+    from torchtitan_scape.optimizers.signsgd import SignSGD
+    from torchtitan_scape.replica.guard import NonFiniteGradientError
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+    from torchtitan_scape.replica.replicate import replicate
+    from torchtitan_scape.replica.scape import Scape
 
-__all__ = ["AdamS", "NonFiniteGradientError", "Scape", "ScapeOptions"]
+__all__ = [
+    "AdamS",
+    "DemoOptions",
+    "DenseOptions",
+    "DilocoOptions",
+    "Muon",
+    "NonFiniteGradientError",
+    "PowersgdOptions",
+    "QuantizedOptions",
+    "RadiusOptions",
+    "ReplicaOptimizer",
+    "Scape",
+    "ScapeOptions",
+    "SignSGD",
+    "SparselocoOptions",
+    "SpartaOptions",
+    "StreamingDilocoOptions",
+    "TagcOptions",
+    "TopkOptions",
+    "replicate",
+]
 
-_PLACES = {
-    "AdamS": "optimizer.adams",
-    "NonFiniteGradientError": "sync.guard",
-    "Scape": "sync.scape.optimizer",
-    "ScapeOptions": "sync.scape.options",
+_MODULES = {
+    "AdamS": "optimizers.adams",
+    "DemoOptions": "methods.demo.options",
+    "DenseOptions": "methods.dense.options",
+    "DilocoOptions": "methods.diloco.options",
+    "Muon": "optimizers.muon",
+    "NonFiniteGradientError": "replica.guard",
+    "PowersgdOptions": "methods.powersgd.options",
+    "QuantizedOptions": "methods.quantized.options",
+    "RadiusOptions": "methods.radius.options",
+    "ReplicaOptimizer": "replica.optimizer",
+    "Scape": "replica.scape",
+    "ScapeOptions": "methods.scape.options",
+    "SignSGD": "optimizers.signsgd",
+    "SparselocoOptions": "methods.sparseloco.options",
+    "SpartaOptions": "methods.sparta.options",
+    "StreamingDilocoOptions": "methods.streaming_diloco.options",
+    "TagcOptions": "methods.tagc.options",
+    "TopkOptions": "methods.topk.options",
+    "replicate": "replica.replicate",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def _check_own_packages() -> None:

@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.command import one_line, parser_of
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.huggingface.loading import DifferentError
 
 _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
@@ -91,11 +91,11 @@ def run(options: argparse.Namespace) -> None:
         "task_hashes": scores.hashes,
         "shown": list(dict.fromkeys(part for name in names for part in _shown(name, results, manager))),
     }
-    told = table(document)
-    print(told)
+    text = table(document)
+    print(text)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
-    write_whole(folder / f"{name}.md", told)
+    write_whole(folder / f"{name}.md", text)
     print(f"{folder / name}.json and .md")
 
 

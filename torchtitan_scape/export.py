@@ -20,36 +20,32 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from torchtitan_scape import device
-
-device.prepare()  # before the first import of torchtitan
-
-from torchtitan_scape.checkpoint.storage import CheckedWriter  # noqa: E402
-from torchtitan_scape.checkpoint.whole import (  # noqa: E402
-    Saved,
+from torchtitan_scape.checkpoint import best
+from torchtitan_scape.checkpoint.storage import CheckedWriter
+from torchtitan_scape.checkpoint.whole import (
+    CheckpointInfo,
     check_shapes,
     finished_steps,
     one_process,
     open_checkpoint,
     read_model,
 )
-from torchtitan_scape.command import one_line, parser_of  # noqa: E402
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.config.parsing import resolve  # noqa: E402
-from torchtitan_scape.huggingface.card import card  # noqa: E402
-from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, filled  # noqa: E402
-from torchtitan_scape.huggingface.families import FAMILIES, check_same  # noqa: E402
-from torchtitan_scape.huggingface.folder import (  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.parsing import resolve
+from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.huggingface.card import card
+from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, filled
+from torchtitan_scape.huggingface.families import FAMILIES, check_same
+from torchtitan_scape.huggingface.folder import (
     CONFIG,
     read_folder,
     whole_or_not,
     write_json,
     write_weights,
 )
-from torchtitan_scape.huggingface.loading import DifferentError  # noqa: E402
-from torchtitan_scape.huggingface.tokenizer import tokenizer_of  # noqa: E402
-from torchtitan_scape.report import best  # noqa: E402
-from torchtitan_scape.specs import whole_model  # noqa: E402
+from torchtitan_scape.huggingface.loading import DifferentError
+from torchtitan_scape.huggingface.tokenizer import tokenizer_of
+from torchtitan_scape.trainer.specs import whole_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -158,7 +154,7 @@ def _trained(values: dict[str, Tensor], config: JobConfig) -> dict[str, Tensor]:
     return values | {name: values[name][: config.training.seq_len]} if name in values else values
 
 
-def _check_record(saved: Saved, config: JobConfig) -> None:
+def _check_record(saved: CheckpointInfo, config: JobConfig) -> None:
     here = {"model": f"{config.model.name} {config.model.flavor}", "border": config.data.border}
     for key, value in here.items():
         there = (saved.record or {}).get(key, value)

@@ -30,17 +30,17 @@ def finite_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """bad[tensor] = 1 where one of its gradients is NaN or Inf; int32, zeros before."""
+    """Set bad[tensor] = 1, int32, if its gradient has NaN or Inf. `bad` is initially zero."""
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
-    gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, EASY) + first + local, mask=inside, other=0.0)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first + local, mask=inside, other=0.0)
     exponent = gradient.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    # Every program that stores here stores the same.
-    worst = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
-    tl.store(bad + tensor, 1, mask=worst == 0x7F800000)
+    # Several programs may store to one element; all of them store 1.
+    largest = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
+    tl.store(bad + tensor, 1, mask=largest == 0x7F800000)
 
 
 @triton.jit
@@ -53,18 +53,18 @@ def adams_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EASY: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
 ):
-    """Dense AdamS: reads gradient, moment and parameter, writes moment and parameter (20 bytes per FP32 parameter)."""
+    """Update parameters and moments with dense AdamS; 20 bytes of memory traffic per FP32 parameter."""
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, EASY)
-    gradients = pointer(table, tensor, GRADIENT, GRADIENT_DTYPE, EASY) + first
-    parameters = pointer(table, tensor, PARAMETER, DTYPE, EASY) + first
-    states = pointer(table, tensor, STATE, tl.float32, EASY) + first
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    gradients = pointer(table, tensor, GRADIENT, GRADIENT_DTYPE, ALIGNED_TILE) + first
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
+    states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(states + local, mask=inside, other=0.0)
     parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)

@@ -111,7 +111,8 @@ def writers(trainer: Any, repeats: int) -> dict[str, float]:
 
 def rank(wanted: Cell) -> None:
     """Measures all methods in this group of processes; rank 0 writes the cells."""
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     cells: dict[str, Cell] = {}
     for name in wanted["methods"]:

@@ -33,10 +33,10 @@ from kernels.dense.triton_passes import Finite, TritonAdams
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.ownership import Ownership
 from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import Plan, Step
+from kernels.scape.step import PassInputs, PayloadPlan
 from kernels.scape.triton_passes import TritonPasses
 from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import Owner, Replicated
+from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
 from kernels.tagc.sketch import Sketch
 
@@ -91,7 +91,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         clip=True,
         writes=True,
         scaled=True,
-        carries=False,
+        keeps_wire_error=False,
     )
     others: list[dict[str, Any]] = [
         dict(density=0.01, in_use=0.01),  # offsets on the wire
@@ -100,7 +100,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(in_use=0.5),  # warm-up
         dict(dtype=torch.bfloat16),
         dict(dtype=torch.float16),
-        dict(carries=True),  # a BF16 wire
+        dict(keeps_wire_error=True),  # a BF16 wire
         dict(clip=False),
         dict(scaled=False),
         dict(writes=False),
@@ -110,7 +110,7 @@ def _steps(quick: bool) -> Iterator[Any]:
         dict(block=32768),
         dict(block=32768, density=0.01, in_use=0.01),
     ]
-    few: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(carries=True)]
+    few: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(keeps_wire_error=True)]
     for options in [{}, *(few if quick else others)]:
         yield lambda o=options: _scape_step(**{**defaults, **o})
     forms: list[dict[str, Any]] = [
@@ -145,18 +145,18 @@ def _scape_step(
     clip: bool,
     writes: bool,
     scaled: bool,
-    carries: bool,
+    keeps_wire_error: bool,
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
     staleness = _STALENESS if scaled else None
-    plan = Plan("block", density, 0, carries=carries)
-    passes = triton_passes(Replicated(layout, whole, writes=writes), plan, cpu, staleness=staleness)
+    plan = PayloadPlan("block", density, 0, keeps_wire_error=keeps_wire_error)
+    passes = triton_passes(ReplicatedUpdate(layout, whole, writes=writes), plan, cpu, staleness=staleness)
     masks = _run(passes, sizes + whole, dtype, in_use, density, clip)
     if not passes.compact and not masks[0].dense:
         chunk = torch.zeros(64)
         passes.pieces().fill(chunk, 0)
-        passes.pieces().land(chunk, 0)
+        passes.pieces().store(chunk, 0)
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits)
@@ -169,7 +169,7 @@ def _run(
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in sizes] for _ in range(2))
     masks = [Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
     rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(sizes), torch.ones((), dtype=torch.float64)
-    step = Step(parameters, gradients, rates, *masks, density, torch.tensor(True), steps, torch.ones(()), clip)
+    step = PassInputs(parameters, gradients, rates, *masks, density, torch.tensor(True), steps, torch.ones(()), clip)
     passes.bind(step)
     pack_all(passes)
     squares_all(passes)
@@ -190,8 +190,8 @@ def _sharded_step(
     """The sharded form's kernels; the others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
-    owner = Owner(ownership, 0, cpu, rounds_values=rounds_values or scaled, scaled=scaled)
-    passes = triton_passes(owner, Plan("block", density, 0), cpu, staleness=staleness)
+    owner = ShardedUpdate(ownership, 0, cpu, rounds_values=rounds_values or scaled, scaled=scaled)
+    passes = triton_passes(owner, PayloadPlan("block", density, 0), cpu, staleness=staleness)
     _run(passes, passes.sizes, dtype, in_use or density, density)
 
 
@@ -208,9 +208,9 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
     messages = code.encode(x, torch.empty_like(x))
     if name in STOCHASTIC:
         code.encode(x, key=1 << 62)
-        code.turn(x)
+        code.hadamard_(x)
     code.decode(messages, x)
-    code.add_up(messages, x[0])
+    code.decode_and_sum(messages, x[0])
 
 
 def _tagc_step() -> None:

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from scripts.common import RESULTS, guarded, markdown, write
-from torchtitan_scape import train
-from torchtitan_scape.report.text import size_text
-from torchtitan_scape.sync import consistency
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core import consistency
+from torchtitan_scape.core.text import size_text
+from torchtitan_scape.titan.trainer import init_logger
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 OUTPUT = RESULTS / "consistency"
 WARM_UP, STEPS = 5, 25
@@ -36,7 +38,7 @@ def timed(work: Any) -> float:
     return time.perf_counter() - begin
 
 
-class CostTrainer(train.ScapeTrainer):
+class CostTrainer(ScapeTrainer):
     """The trainer, which after each step checks as often as it is asked to, apart from the step."""
 
     def __init__(self, job_config: Any) -> None:
@@ -45,16 +47,16 @@ class CostTrainer(train.ScapeTrainer):
         self.seconds: dict[str, list[float]] = {"step": [], "check": [], "read": []}
 
     def train_step(self, data_iterator: Any) -> None:
-        step = timed(lambda: train.ScapeTrainer.train_step(self, data_iterator))
+        step = timed(lambda: ScapeTrainer.train_step(self, data_iterator))
         if self.step <= WARM_UP:
             return
         dist.barrier()
         self.seconds["step"].append(step)
-        self.seconds["check"].append(timed(lambda: self.optimizers.check_consistency(self.step)))
+        self.seconds["check"].append(timed(lambda: self.replica_optimizer.check_consistency(self.step)))
         self.seconds["read"].append(timed(self.read))
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for one in self.optimizers.shared() for _, tensor in one.parts]
+        return [tensor for one in self.optimizers.replicated_tensors() for _, tensor in one.parts]
 
     def read(self) -> None:
         words = [t.detach().reshape(-1).view(torch.uint8) for t in self.tensors()]
@@ -64,9 +66,9 @@ class CostTrainer(train.ScapeTrainer):
 
 
 def main() -> None:
-    config = train.parse([*sys.argv[1:], f"--training.steps={WARM_UP + STEPS}", "--validation.no-enable"])
+    config = parse([*sys.argv[1:], f"--training.steps={WARM_UP + STEPS}", "--validation.no-enable"])
     config.metrics.log_freq = WARM_UP + STEPS
-    train.init_logger()
+    init_logger()
     trainer = CostTrainer(config)
     with patch("time.sleep"):
         trainer.train()

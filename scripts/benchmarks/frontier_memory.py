@@ -81,7 +81,8 @@ FORMS = {
 def measure(model: Model, form: Form) -> dict[str, Any]:
     """Bytes by kind of what the trainer has built, as this process is one of the model's ranks."""
     os.environ |= {"NGPU": str(model.ranks), "LOCAL_RANK": "0"}
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     config = parse(
         [
@@ -101,20 +102,21 @@ def held(trainer: Any) -> dict[str, float]:
     """Of gradients without levels their shapes are taken, FP32: FSDP2 makes them in a backward pass."""
     import torch
 
+    from torchtitan_scape.core.parameters import local, stored
     from torchtitan_scape.sharding.base import flat_groups
-    from torchtitan_scape.sync.shards import local, stored
 
-    optimizers, model = trainer.optimizers, trainer.model_parts[0]
+    optimizers, model = trainer.replica_optimizer, trainer.model_parts[0]
     weights = [stored(p) for p in model.parameters()]
     kinds: dict[str, float] = {"parameters": nbytes(weights)}
-    levels, optimizer = optimizers.levels, optimizers.optimizers[0]
+    levels, optimizer = optimizers.levels, optimizers.inner
     if levels is not None:
         kinds["gradients"] = nbytes([group.reduce.buffer for group in levels.groups])
         kinds["masters"] = nbytes([master.values for master in levels.masters])
     else:
         kinds["gradients"] = 4.0 * sum(weight.numel() for weight in weights)
-    if hasattr(optimizer, "passes"):  # SCAPE makes its state at once; masks and payload besides
-        kinds["state"] = nbytes([optimizer.passes.storage.flat["state"]])
+    method: Any = optimizers.methods[0]
+    if method.holds_optimizer_state:  # SCAPE creates its state at once; masks and payload besides
+        kinds["state"] = nbytes([method.passes.storage.flat["state"]])
     else:
         with local(weights[0]).fake_mode, torch.no_grad():  # type: ignore[attr-defined]
             for group in optimizer.param_groups:
@@ -134,7 +136,7 @@ def kept_after_a_gather(flat: Any) -> list[Any]:
     import torch
 
     from torchtitan_scape.sharding.base import entries
-    from torchtitan_scape.sharding.messages import RowMessages
+    from torchtitan_scape.sharding.messages import RowCodec
 
     group = flat.modules[0]._get_fsdp_state()._fsdp_param_group
     gather, ranks = group._all_gather_comm, group._all_gather_process_group
@@ -142,7 +144,7 @@ def kept_after_a_gather(flat: Any) -> list[Any]:
         return []
     row, place = entries(flat.gathered), ranks.rank()
     output = torch.empty(ranks.size() * row, dtype=torch.bfloat16)
-    with patch.object(RowMessages, "encode", lambda *_: None):
+    with patch.object(RowCodec, "encode", lambda *_: None):
         gather(output_tensor=output, input_tensor=output[place * row :][:row], group=ranks)
     return [gather._kept.get()]
 

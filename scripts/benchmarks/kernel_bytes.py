@@ -9,13 +9,11 @@ import argparse
 from pathlib import Path
 
 from scripts.common import RESULTS
-from torchtitan_scape.planner.payload import entries_of
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.scape.options import ScapeOptions
 
 MODELS = {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}
-METHODS = tuple(Method("scape", d, wire) for d, wire in ((0.1, "float32"), (0.05, "int4"), (0.01, "float32")))
+METHODS = (ScapeOptions(density=0.1), ScapeOptions(density=0.05, wire="int4"), ScapeOptions(density=0.01))
 REPLICAS = 8
 PASSES = ("finite", "pack", "squares", "update", "coding")
 
@@ -30,9 +28,9 @@ def table() -> str:
         "| --- " * (len(PASSES) + 5) + "|",
     ]
     for name, workload in MODELS.items():
-        shapes = get_workload(workload).shapes()
+        model = get_workload(workload).local(1)
         for method in METHODS:
-            least, n = kernel_bytes(method, shapes, REPLICAS), entries_of(shapes)
+            least, n = method.cost().pass_bytes(model, REPLICAS), model.entries
             shown = [least.get(one, 0.0) for one in PASSES]
             shown += [sum(least.get(one, 0.0) for one in ("pack", "update", "coding")), sum(least.values())]
             cells = [name, f"{n:,}", f"{method.density:g}, {method.wire}", *(f"{f / n:.2f}" for f in shown)]

@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.memory_table [--smoke]
 
-Predicted: `planner.volumes.memory_bytes`, as the trainer's report at the start. Measured: the bytes of all tensors
+Predicted: `PlannedRun.total_memory`, as the trainer's report at the start. Measured: the bytes of all tensors
 that exist once the optimizer is built (dense AdamW's moments: once it has taken a step), in a process group that
 pretends to have 64 replicas, on a CPU, where zeros take no memory before they are written. No gradients, no
 activations.
@@ -20,50 +20,54 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.common import RESULTS, markdown, parser, write
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.planner.payload import mask_bytes, payload_bytes
-from torchtitan_scape.planner.volumes import Method, host_bytes, host_link_bytes, memory_bytes
-from torchtitan_scape.planner.workloads import Shape, Workload, get_workload
-from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.workloads import Shape, Workload, get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes
+from torchtitan_scape.planner.run import PlannedRun
 
 REPLICAS, DENSITY = 64, 0.01
 NOT_HERE = ("gradients", "working copy", "activations")
 
 
-def scape(**options: Any) -> Method:
-    return Method("scape", DENSITY, **options)
+def scape(**options: Any) -> PlannedRun:
+    return PlannedRun(ScapeOptions(density=DENSITY, **options))
 
 
-NARROW: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights": "bfloat16"}
+NARROW: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16"}
 FORMS = {
-    "dense AdamW": Method("adamw"),
-    "dense AdamS": Method("adams"),
+    "dense AdamW": PlannedRun(DenseOptions(), "AdamW"),
+    "dense AdamS": PlannedRun(DenseOptions(), "AdamS"),
     "SCAPE replicated": scape(),
-    "SCAPE replicated, offload state": scape(offload=("state",)),
-    "SCAPE replicated, BF16 weights, offload master": scape(weights="bfloat16", offload=("master",)),
-    "SCAPE replicated, BF16 weights, offload state, master": scape(weights="bfloat16", offload=("state", "master")),
+    "SCAPE replicated, offload state": scape(offload=["state"]),
+    "SCAPE replicated, BF16 weights, offload master": scape(weights_dtype="bfloat16", offload=["master"]),
+    "SCAPE replicated, BF16 weights, offload state, master": scape(
+        weights_dtype="bfloat16", offload=["state", "master"]
+    ),
     "SCAPE sharded": scape(update="sharded"),
-    "SCAPE sharded, offload state": scape(update="sharded", offload=("state",)),
+    "SCAPE sharded, offload state": scape(update="sharded", offload=["state"]),
     "SCAPE sharded, BF16 values": scape(update="sharded", values="bfloat16"),
     "SCAPE sharded, master at its owner alone": scape(**NARROW),
-    "SCAPE sharded, master at its owner alone, offload master": scape(**NARROW, offload=("master",)),
-    "SCAPE sharded, master at its owner alone, offload state": scape(**NARROW, offload=("state",)),
-    "SCAPE sharded, master at its owner alone, offload state, master": scape(**NARROW, offload=("state", "master")),
+    "SCAPE sharded, master at its owner alone, offload master": scape(**NARROW, offload=["master"]),
+    "SCAPE sharded, master at its owner alone, offload state": scape(**NARROW, offload=["state"]),
+    "SCAPE sharded, master at its owner alone, offload state, master": scape(**NARROW, offload=["state", "master"]),
 }
 
 
-def predicted(method: Method, workload: Workload) -> tuple[float, float]:
+def predicted(method: PlannedRun, workload: Workload) -> tuple[float, float]:
     """Bytes on the device and on the host."""
-    kinds = memory_bytes(method, workload, 1, REPLICAS, 1)
-    host = host_bytes(method, workload.shapes(), REPLICAS)
+    kinds = method.total_memory(workload, 1, REPLICAS, 1)
+    host = method.host_memory(workload.local(1), REPLICAS)
     return sum(v for k, v in kinds.items() if k not in NOT_HERE), sum(host.values())
 
 
-def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
+def measured(method: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     """Bytes on the device and on the host."""
     before = storages()
     model = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-    if method.kind == "adamw":
+    options = method.options
+    if method.is_dense and method.optimizer == "AdamW":
         extra = 0
         for p in model:  # one at a time: it has no state before a step
             p.grad = torch.zeros_like(p)
@@ -73,21 +77,14 @@ def measured(method: Method, shapes: tuple[Shape, ...]) -> tuple[float, float]:
             p.grad = None
             del optimizer
         return total(storages(), before) + extra, 0.0
-    if method.kind == "adams":
+    if not isinstance(options, ScapeOptions):
         kept: Any = AdamS(model.named_parameters(), lr=1e-3)
         return total(storages(), before), 0.0
-    if method.bf16_weights:
-        hold_in_bfloat16(model, scaled=method.sharded)
+    if options.weights_dtype == "bfloat16":
+        hold_in_bfloat16(model, scaled=options.update == "sharded")
     with patch("kernels.common.storage.check_host_memory"):  # of what is only reserved
-        options = ScapeOptions(
-            density=method.density,
-            update="sharded" if method.sharded else "replicated",
-            values=method.values,  # type: ignore[arg-type]
-            weights_dtype=method.weights,  # type: ignore[arg-type]
-            offload=list(method.offload),
-        )
         kept = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
-    host = sum(window.host.nbytes for window in kept.passes.storage.windows.values())
+    host = sum(window.host.nbytes for window in kept.method.passes.storage.windows.values())
     return total(storages(), before) - host, float(host)
 
 
@@ -112,7 +109,7 @@ def table(workload: Workload) -> str:
     plain = found["dense AdamS"][0]
     for name, method in FORMS.items():
         (device, host), (here, there) = predicted(method, workload), found[name]
-        moved = sum(host_link_bytes(method, shapes, REPLICAS))
+        moved = sum(method.host_link_traffic(workload.local(1), REPLICAS))
         row = {"": name, "device, GB: predicted": f"{device / 1e9:.3f}", "measured": f"{here / 1e9:.3f}"}
         row["over dense AdamS, measured"] = f"{(here - plain) / 1e9:+.3f}"
         on_host = [f"{nbytes / 1e9:.3f}" if there else "" for nbytes in (host, there, moved)]
@@ -121,7 +118,7 @@ def table(workload: Workload) -> str:
     n = workload.parameters
     payload = payload_bytes(shapes, DENSITY)
     over, allowed = found["SCAPE replicated"][0] - plain, n / 4 + 2 * payload
-    rates = memory_bytes(FORMS["SCAPE replicated"], workload, 1, REPLICAS, 1)["rates of visits"]
+    rates = FORMS["SCAPE replicated"].total_memory(workload, 1, REPLICAS, 1)["rates of visits"]
     own = mask_bytes(shapes, DENSITY, REPLICAS)
     return f"""{markdown(rows)}
 

@@ -28,9 +28,10 @@ import torch.distributed as dist
 from scripts.common import EMBEDDED, RESULTS, command_of, guarded, markdown, ms, names, parser, read, torchrun, write
 from scripts.common import versions as versions_of
 from scripts.methods import parse
-from torchtitan_scape import train
-from torchtitan_scape.sync.radius import RadiusOptions
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.config import parsing
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.methods.radius.options import RadiusOptions
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 METHODS = [
     *("adamw", "adams", "radius-0.4", "radius-0.1", "quantized-int8", "quantized-int4", "quantized-e2m1"),
@@ -41,7 +42,7 @@ WARM_UP, REAL, LEAST = 3, 6, 24  # steps; LEAST of those that are measured
 Cell = dict[str, Any]
 
 
-class OverheadTrainer(train.ScapeTrainer):
+class OverheadTrainer(ScapeTrainer):
     """The trainer; `seconds` are the CPU's of every step without forward and backward, `compute` of these.
 
     real: steps that have a forward and a backward pass.
@@ -92,7 +93,7 @@ def rank(wanted: Cell) -> None:
         named, (measured, period) = parse(name), rounds(name)
         before = max(WARM_UP, named.settles)
         steps = -(-LEAST // measured) * measured
-        config = train.parse(
+        config = parsing.parse(
             [
                 f"--job.config_file={EMBEDDED}",
                 f"--job.dump_folder={wanted['folder']}/{name}",

@@ -22,9 +22,10 @@ from unittest.mock import patch
 import torch
 
 from scripts.common import ALONE, EMBEDDED, RESULTS, command_of, guarded, markdown, ms, parser, versions, write
-from torchtitan_scape import train
 from torchtitan_scape.config.job_config import Observe
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.observe import figures
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 STEPS, WINDOW, HISTOGRAMS = 26, (6, 10), (19, 22)
 RUN = 100_000  # steps of the papers' runs
@@ -52,7 +53,7 @@ def measure(folder: str, rest: list[str]) -> dict[str, Any]:
         *("--validation.no-enable", "--sample.characters=0", "--metrics.log_freq=1000"),
         *("--observe.enable", f"--observe.windows=[{list(WINDOW)}]", "--observe.histograms", *map(str, HISTOGRAMS)),
     ]
-    trainer = train.ScapeTrainer(train.parse([*options, *rest]))
+    trainer = ScapeTrainer(parse([*options, *rest]))
     observation = trainer.observation
     assert observation is not None
     looks: dict[int, float] = defaultdict(float)

@@ -27,15 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, RESULTS, command_of, guarded, parser
-from torchtitan_scape import device
-
-device.prepare()  # before the first import of torchtitan
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
-from torchtitan_scape.data.manifest import Manifest  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, Source, Work  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare
+from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.manifest import Manifest
+from torchtitan_scape.data.prepare_parts import Encoder, PrepareWork, TextSource
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 DATASET = "standard_library"
 SEQUENCES = (256, 2048, 4096)
@@ -91,7 +88,7 @@ def _encoding(folder: Path) -> dict[str, float]:
     return {"bare_tokenizer": bare, "prepare_worker": worker, "worker_of_bare": worker / bare}
 
 
-def _worker(folder: Path, plan: Manifest, part: Any, source: Source, encoder: Encoder) -> float:
+def _worker(folder: Path, plan: Manifest, part: Any, source: TextSource, encoder: Encoder) -> float:
     """Tokens of text (without borders) per CPU second of the work on a part."""
     unfinished = folder / "unfinished"
     unfinished.mkdir(parents=True)
@@ -101,7 +98,7 @@ def _worker(folder: Path, plan: Manifest, part: Any, source: Source, encoder: En
         done[:] = [a + b for a, b in zip(done, more, strict=True)]
 
     begin = time.process_time()
-    Work(folder, unfinished, plan, [part], [source], encoder)(0, count)
+    PrepareWork(folder, unfinished, plan, [part], [source], encoder)(0, count)
     seconds = time.process_time() - begin
     borders = len(encoder._before) + len(encoder._after)
     return (done[1] - borders * done[0]) / seconds
@@ -127,7 +124,8 @@ def wait(work: Path) -> dict[str, Any]:
     }
     code = (
         "import json, sys\n"
-        "from torchtitan_scape.train import ScapeTrainer, parse\n"
+        "from torchtitan_scape.config.parsing import parse\n"
+        "from torchtitan_scape.trainer.trainer import ScapeTrainer\n"
         "trainer = ScapeTrainer(parse(sys.argv[1:]))\n"
         "class Kept(list):\n"
         "    def clear(self): pass\n"

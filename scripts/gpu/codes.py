@@ -31,7 +31,7 @@ def measure(name: str, entries: int, clock: Clock, bandwidth: float) -> dict[str
     works: dict[str, tuple[float, Callable[[], object]]] = {
         "encode": (8 + coded, lambda: code.encode(x, error)),
         "decode": (4 + coded, lambda: code.decode(message, x)),
-        f"add up {REPLICAS}": (4 + REPLICAS * coded, lambda: code.add_up(messages, total)),
+        f"add up {REPLICAS}": (4 + REPLICAS * coded, lambda: code.decode_and_sum(messages, total)),
     }
     return {
         name: of(clock(work).figures(), least * entries, entries, bandwidth) for name, (least, work) in works.items()

@@ -22,9 +22,7 @@ from scripts.common import guarded, parser, write
 from scripts.gpu.passes import RATES, SMOKE, draw, free, parameters_of, scape
 from scripts.gpu.timing import Clock, device_for
 from torchtitan_scape import AdamS, Scape, ScapeOptions
-from torchtitan_scape.planner.scape_volumes import scape_memory
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import WORKLOADS, Shape
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
 
 STEPS, BUSY_MS = 3, 60.0  # the device is kept busy for longer than the host takes for a step
 DENSITY, WIRE = 0.05, "int4"
@@ -77,7 +75,7 @@ def memory(shapes: Sequence[Shape], densities: Iterable[float], clock: Clock) ->
     planner says of a single replica's masks and payload buffers."""
     rows, dense = [], _peak(shapes, clock, lambda named: AdamS(named, **RATES))
     for density in densities:
-        kinds = scape_memory(Method("scape", density), shapes, 1)
+        kinds = ScapeOptions(density=density).cost().device_memory(LocalModel.of_shapes(shapes), 1)
         planned = sum(kinds[kind] for kind in ("masks", "payload", "rates of visits"))
         for warmup in (0, 4):
             options = ScapeOptions(density=density, density_warmup_steps=warmup)

@@ -22,19 +22,17 @@ from torch import Tensor
 
 from kernels.scape import triton_passes as tiles
 from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import Step
+from kernels.scape.step import PassInputs
 from scripts.common import guarded, parser, write
 from scripts.gpu.plain import plain_step
 from scripts.gpu.timing import Clock, copy_bandwidth, device_for, free_running, of
 from topology.codecs import Codec
+from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
-from topology.lanes import Handle
 from torchtitan_scape import AdamS, Scape, ScapeOptions
-from torchtitan_scape.planner.payload import payload_bytes, payload_entries
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import WORKLOADS, Shape
-from torchtitan_scape.sync.shards import flat_gradient
+from torchtitan_scape.core.parameters import flat_gradient
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
+from torchtitan_scape.methods.scape.payload import payload_bytes, payload_entries
 
 REPLICAS = 8
 SETTINGS = ((0.1, "float32"), (0.05, "int4"), (0.01, "float32"))
@@ -46,20 +44,19 @@ ADAMW, ADAMS = 28.0, 20.0  # bytes a parameter of their steps: FP32 parameter an
 class FirstOfMany(DryRunCollectives):
     """The first of `REPLICAS` replicas, whose exchange takes the device's time and no network's."""
 
-    def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    def _all_reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        """As `topology.stages.reduce_coded` in one ring, in which all send what this one does; without a code the mean
-        of equal payloads is the payload."""
+        """Return what `topology.stages.all_reduce_encoded` gives on one level if all ranks send the same payload."""
         if codec is None:
             tensor.mul_(1.0)
             return Handle()
-        assert error is not None and carried is None
+        assert error is not None and carried_error is None
         rows = tensor.view(self.replicas, -1)
         error.zero_()
         arrived = codec.encode(rows, error.view(self.replicas, -1))
         part = torch.empty_like(rows[0])
-        codec.add_up(arrived, part)
+        codec.decode_and_sum(arrived, part)
         part.div_(divisor)
         rounding = torch.empty_like(part)
         message = codec.encode(part.view(1, -1), rounding.view(1, -1))
@@ -100,21 +97,21 @@ class Passes:
     """The passes of an optimizer's next step, one by one; each can be taken any number of times."""
 
     def __init__(self, optimizer: Scape) -> None:
-        optimizer.settle()
-        self.optimizer, self.passes = optimizer, optimizer.passes
-        self.gradients = [flat_gradient(shard) for shard in optimizer.ordered]
+        optimizer.finish_previous_step()
+        self.optimizer, self.passes = optimizer, optimizer.method.passes
+        self.gradients = [flat_gradient(shard) for shard in optimizer.method.ordered]
         applied = optimizer.guard.check(self.gradients)
-        self.step: Step = optimizer._begin(self.gradients, applied)
+        self.step: PassInputs = optimizer._begin(self.gradients, applied)
         self.passes.bind(self.step)
         own = pack_all(self.passes)
         assert own is not None
         self.received = own.repeat(REPLICAS)
         self.spare = self.step.in_use.bits.clone(), self.step.previous.bits.clone()
 
-    def times(self, clock: Clock, method: Method, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
+    def times(self, clock: Clock, method: ScapeOptions, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
         """Figures by pass. carry and exchange: what a code adds to a step, the first as part of packing. select: what
         packing takes longer with it. entering, part of update: counts what enters each row and column of a mask."""
-        p, least, found = self.passes, kernel_bytes(method, shapes, REPLICAS), {}
+        p, least, found = self.passes, method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS), {}
         entries = sum(map(_size, shapes))
         masks = 2.0 * p.layout.mask_bytes()
 
@@ -142,7 +139,7 @@ class Passes:
 
     def _exchange(self) -> None:
         for part in self.passes.parts:
-            self.optimizer.exchange.start(part).wait()
+            self.optimizer.method.payload_exchange.start(part).wait()
 
 
 def _size(shape: Shape) -> int:
@@ -151,16 +148,17 @@ def _size(shape: Shape) -> int:
 
 def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, bandwidth: float) -> dict[str, Any]:
     """The passes, the whole step and the plain one, of one setting."""
-    method, entries = Method("scape", density, wire), sum(map(_size, shapes))
+    method = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+    entries = sum(map(_size, shapes))
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, density, wire)
-    least = kernel_bytes(method, shapes, REPLICAS)
+    least = method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS)
     found: dict[str, Any] = {
         "density": density,
         "wire": wire,
         "entries": entries,
         "payload_bytes": payload_bytes(tuple(shapes), density, wire),
-        "parts": len(optimizer.passes.parts),
+        "parts": len(optimizer.method.passes.parts),
         "step": of(clock(optimizer.step).figures(), sum(least.values()), entries, bandwidth),
     }
     found["step"]["free_running_ms"] = free_running(clock, optimizer.step, clock.repeats)

@@ -8,22 +8,22 @@ from torch import Tensor
 from kernels.scape.blocks import entries_per_block
 from kernels.scape.reference import unpack_bits
 from torchtitan_scape import Scape
-from torchtitan_scape.sync.shards import flat_gradient, stored
+from torchtitan_scape.core.parameters import flat_gradient, stored
 
 
 def plain_step(optimizer: Scape) -> Callable[[], None]:
     """A step on an optimizer's parameters, gradients and masks, in plain PyTorch: bool masks, boolean indexing,
     torch.topk, tensor by tensor."""
-    passes, layout = optimizer.passes, optimizer.passes.layout
-    parameters = [stored(shard.parameter).detach().view(-1) for shard in optimizer.ordered]
-    gradients = [flat_gradient(shard) for shard in optimizer.ordered]
+    passes, layout = optimizer.method.passes, optimizer.method.passes.layout
+    parameters = [stored(shard.parameter).detach().view(-1) for shard in optimizer.method.ordered]
+    gradients = [flat_gradient(shard) for shard in optimizer.method.ordered]
     states = [torch.zeros_like(p) for p in parameters]
     masks: list[list[Tensor]] = []
-    for mask in (optimizer.masks.in_use, optimizer.masks.previous):
+    for mask in (optimizer.method.masks.in_use, optimizer.method.masks.previous):
         packed = [layout.bits(mask, i) for i in range(passes.sparsified)]
         bits = [unpack_bits(b, len(p)) for b, p in zip(packed, parameters, strict=False) if b is not None]
         masks.append(bits + [torch.ones_like(p, dtype=torch.bool) for p in parameters[len(bits) :]])
-    r, k = optimizer._rates(optimizer.ordered[0]), entries_per_block(passes.density, layout.block_size)
+    r, k = optimizer.method._rates(optimizer.method.ordered[0]), entries_per_block(passes.density, layout.block_size)
     size = layout.block_size
 
     def step() -> None:

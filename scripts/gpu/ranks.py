@@ -25,11 +25,19 @@ import torch.distributed as dist
 from kernels import block_code
 from scripts.common import ROOT, RunError, guarded, parser, read, write
 from scripts.gpu.machine import patience
-from topology.groups import ReplicaGroups, Ring, build_groups
+from topology.groups import ReplicaGroups, build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
-from topology.stages import gather_, reduce_, reduce_coded, scatter_, scatter_coded, unite_
+from topology.rank_group import RankGroup
+from topology.stages import (
+    all_gather_,
+    all_reduce_,
+    all_reduce_encoded,
+    all_reduce_or_,
+    reduce_scatter_,
+    reduce_scatter_encoded,
+)
 from torchtitan_scape import Scape, ScapeOptions
 
 RANKS = 4
@@ -99,7 +107,7 @@ def train(groups: ReplicaGroups, device: torch.device, options: dict[str, Any]) 
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator, device=device)
         optimizer.step()
-    optimizer.settle()
+    optimizer.finish_previous_step()
     return optimizer, [p.detach() for p in parameters]
 
 
@@ -119,11 +127,11 @@ def rank_main(args: argparse.Namespace) -> None:
             begin = time.monotonic()
             optimizer, parameters = train(own_groups, device, options)
             finite = all(bool(p.isfinite().all()) for p in parameters)
-            own = [digest(parameters), digest([optimizer.masks.in_use.bits]), finite]
+            own = [digest(parameters), digest([optimizer.method.masks.in_use.bits]), finite]
             every: list[Any] = [None] * RANKS
             dist.all_gather_object(every, own)
             row = {"layout": layout_name, "case": name, "equal": all(one == every[0] for one in every) and finite}
-            levels = sorted({level for _, level, _ in optimizer.collectives.traffic.sent})
+            levels = sorted({level for _, level, _ in optimizer.collectives.ledger.sent})
             found["cases"].append(row | {"levels": levels, "seconds": round(time.monotonic() - begin, 2)})
             if dist.get_rank() == 0:
                 write(args.result, found)
@@ -140,8 +148,8 @@ def lanes_main(args: argparse.Namespace) -> None:
         "nccl" if on_gpu else "gloo", timeout=timedelta(seconds=patience(args.smoke) * LANES_SECONDS)
     )
     group = dist.new_group([0])
-    rings = (Ring("node", 1, 0), Ring("network", 1, 0))
-    endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, rings=rings, lanes=((group, group), (group, group))))
+    levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
+    endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
     code = block_code("triton" if on_gpu else "torch", "int4")
     found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": 1, "stages": {}}
     x = torch.randn(1 << 20, device=device)
@@ -151,12 +159,17 @@ def lanes_main(args: argparse.Namespace) -> None:
     code.decode(code.encode(coded.view(1, -1)), twice.view(1, -1))
     bits = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device=device)
     for name, exchange, given, expected in (
-        ("reduce", lambda t, groups: reduce_(t, groups, 1.0), x, x),
-        ("reduce_coded", lambda t, groups: reduce_coded(t, groups, 1.0, code, torch.empty_like(t)), x, twice),
-        ("scatter", lambda t, groups: scatter_(t, groups, 1.0), x, x),
-        ("scatter_coded", lambda t, groups: scatter_coded(t, groups, 1.0, code, torch.empty_like(t)), x, coded),
-        ("gather", lambda t, groups: gather_(t, t.clone(), groups), x, x),
-        ("unite", unite_, bits, bits),
+        ("reduce", lambda t, groups: all_reduce_(t, groups, 1.0), x, x),
+        ("reduce_coded", lambda t, groups: all_reduce_encoded(t, groups, 1.0, code, torch.empty_like(t)), x, twice),
+        ("scatter", lambda t, groups: reduce_scatter_(t, groups, 1.0), x, x),
+        (
+            "scatter_coded",
+            lambda t, groups: reduce_scatter_encoded(t, groups, 1.0, code, torch.empty_like(t)),
+            x,
+            coded,
+        ),
+        ("gather", lambda t, groups: all_gather_(t, t.clone(), groups), x, x),
+        ("unite", all_reduce_or_, bits, bits),
     ):
         # Twice, one in each lane, before either is waited for.
         tensors = [given.clone() for _ in range(2)]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, ROOT, RunError, guarded, parser, read, write
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.core.workloads import get_workload
 
 LOGGED = re.compile(
     r"\bstep: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+).*?memory: +(?P<gib>[\d.]+)GiB.*?tps: (?P<tps>[\d,]+)"

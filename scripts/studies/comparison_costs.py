@@ -1,6 +1,6 @@
 """What a compared method sends, and how long its run would take on real machines: by the planner, for any method.
 
-A method's options say what the planner knows of it (`MethodOptions.planned`), so that nothing here is of one method.
+A method's options have its cost (`MethodOptions.cost`), so that nothing here is of one method.
 """
 
 import dataclasses
@@ -12,11 +12,12 @@ from scripts.studies.quality_costs import STUDY
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.budget import share
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import VOLUMES, Method
-from torchtitan_scape.planner.workloads import get_workload
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, predict
 
 WORKLOAD, MODEL = "llama_1_8b", "Llama-1.8B"
 SEQUENCES, MICRO_BATCH = 16, 4  # of a rank, a step and at a time
@@ -45,24 +46,24 @@ def describe() -> str:
     )
 
 
-def planned(options: dict[str, Any]) -> Method:
+def planned(options: dict[str, Any]) -> PlannedRun:
     """What the planner knows of a stored cell's method; with overlap where it can be, which changes no loss."""
     kind = options["sync.method"]
     section = METHODS[kind].options
     names = as_stored({f"sync.{kind}.{f.name}": f.name for f in dataclasses.fields(section)})
     given = {field: options[name] for name, field in names.items() if name in options}
-    method = section(**given).planned(options["optimizer.name"])
-    return dataclasses.replace(method, overlap=VOLUMES[method.kind].overlaps)
+    method = section(**given)
+    return PlannedRun(method, options["optimizer.name"], overlap=method.cost().supports_overlap)
 
 
 def shares(cell: dict[str, Any]) -> tuple[float, float]:
     """Bytes a step over those of dense FP32: planned, without the start, and counted in the mean over the whole run."""
     counted = cell["bytes_per_step"] / cell["dense_bytes_per_step"]
-    return share(planned(cell["options"]), STUDY.shapes(), cell["replicas"]), counted
+    return share_of_dense(planned(cell["options"]).options, STUDY.local(1), cell["replicas"]), counted
 
 
 @functools.cache
-def step_seconds(machine: str, method: Method, replicas: int) -> float:
+def step_seconds(machine: str, method: PlannedRun, replicas: int) -> float:
     """Of one of MACHINES with so many replicas, in the mean over the method's period."""
     name, shard, bandwidth = MACHINES[machine]
     preset, ranks = get_machine(name), replicas * shard
@@ -83,7 +84,7 @@ def run_seconds(cell: dict[str, Any], machine: str) -> float:
     dense steps as send it.
     """
     method, replicas = planned(cell["options"]), cell["replicas"]
-    dense = step_seconds(machine, Method(cell["options"]["optimizer.name"].lower()), replicas)
+    dense = step_seconds(machine, PlannedRun(DenseOptions(), cell["options"]["optimizer.name"]), replicas)
     step, (steady, whole) = step_seconds(machine, method, replicas), shares(cell)
     at_start = min(1.0, max(0.0, whole - steady) / (1.0 - steady)) if steady < 1.0 else 0.0
     return cell["steps"] * (step + at_start * (dense - step))

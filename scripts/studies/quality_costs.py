@@ -4,6 +4,7 @@ A step of a model of 0.2 M parameters is latency alone and tells nothing. So the
 model predicts for a real workload with the run's method and the density of that very step, warm-up included.
 """
 
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -15,18 +16,19 @@ from scripts.studies.quality_cells import as_stored
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.budget import share
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import VOLUMES, Method
-from torchtitan_scape.planner.workloads import Workload, get_workload
+from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, predict
 
 WORKLOAD = "llama_1_8b"
 RANKS = 64
 MICRO_BATCH = 4
 # Preset -> (title, shard degree).
 MACHINES = {"vista": ("Vista", 1), "frontier": ("Frontier", 8), "ethernet-10g": ("10 Gb/s cluster", 1)}
-# Options of a method's section, each with the field of `Method` that has its value.
-FIELDS = {"density": "density", "wire": "wire", "block_size": "block", "rank": "rank"}
+# Options of a method's section that decide its cost, besides its main options.
+FIELDS = ("density", "wire", "block_size", "rank")
 # The model of train_configs/study.toml.
 STUDY = Workload("study", layers=2, width=80, heads=2, kv_heads=2, ffn=224, vocab=260, sequence=128, batch=32)
 TITLE = f"loss of the small recipe, step time of Llama-1.8B on {RANKS} ranks"
@@ -48,7 +50,7 @@ def describe() -> str:
 
 
 @functools.cache
-def step_seconds(machine: str, method: Method) -> float:
+def step_seconds(machine: str, method: PlannedRun) -> float:
     preset, shard = get_machine(machine), MACHINES[machine][1]
     layout = plan_layout(
         RANKS, ranks_per_node=min(preset.ranks_per_node, RANKS), machine=preset, replicate=-1, shard=shard
@@ -58,27 +60,28 @@ def step_seconds(machine: str, method: Method) -> float:
     return predict(method, workload, layout, links, batch=workload.batch, micro_batch=MICRO_BATCH).step
 
 
-def method_of(options: dict[str, Any], step: int) -> Method | None:
+def method_of(options: dict[str, Any], step: int) -> PlannedRun | None:
     """The method of a run at a step; None where it has no closed form. Densities of the warm-up have three digits.
 
     options: of a stored cell. A payload that is coded at the target density goes in INT8 while the mask is denser, and
     in FP32 in the first step (`Wire` of sync/scape/exchange.py).
     """
-    kind, optimizer = options["sync.method"], options.get("optimizer.name", "AdamS").lower()
-    if kind == "dense":
-        return Method(optimizer)
-    if kind not in VOLUMES:
+    kind, optimizer = options["sync.method"], options.get("optimizer.name", "AdamS")
+    if kind not in METHODS:
         return None
-    named = FIELDS | VOLUMES[kind].recipe
-    fields = as_stored({f"sync.{kind}.{key}": field for key, field in named.items()})
-    given = {field: options[name] for name, field in fields.items() if name in options} | {"optimizer": optimizer}
+    section = METHODS[kind].options
+    keys = {field.name for field in dataclasses.fields(section)} & {*FIELDS, *section.main_options}
+    fields = as_stored({f"sync.{kind}.{key}": key for key in keys})
+    given = {field: options[name] for name, field in fields.items() if name in options}
     if "density" in given:
         warmup = int(options.get(f"sync.{kind}.density_warmup_steps", 0))
         density = density_at(step, given["density"], warmup) if step > 1 else 1.0
         if density > given["density"]:
             coded = density < 1.0 and given.get("wire") in FORMATS
-            given |= {"density": float(f"{density:.3g}"), "wire": "int8" if coded else "float32"}
-    return Method(kind, **given)
+            given["density"] = float(f"{density:.3g}")
+            if "wire" in keys:
+                given["wire"] = "int8" if coded else "float32"
+    return PlannedRun(section(**given), optimizer)
 
 
 def elapsed(options: dict[str, Any], machine: str, steps: int) -> list[float]:
@@ -113,5 +116,5 @@ def counted_shares(cell: dict[str, Any]) -> tuple[float, float]:
 
 
 @functools.cache
-def _share(method: Method, replicas: int) -> float:
-    return share(method, STUDY.shapes(), replicas)
+def _share(method: PlannedRun, replicas: int) -> float:
+    return share_of_dense(method.options, STUDY.local(1), replicas)

@@ -47,11 +47,12 @@ def cell_of(args: argparse.Namespace, method: str) -> Cell:
 
 def train(args: argparse.Namespace) -> int:
     """Trains one method in this process and stores what the probe saw."""
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     cell = cell_of(args, args.methods)
     trainer = ScapeTrainer(parse([*arguments(Grid(args.grid), cell), f"--job.dump_folder={args.work / cell.name}"]))
-    probe = Probe(trainer.optimizers, cell.of.steps)
+    probe = Probe(trainer.replica_optimizer, cell.of.steps)
     trainer.train()
     short = json.loads(json.dumps(probe.figures()), parse_float=lambda text: float(f"{float(text):.4g}"))
     content = {"validation_loss": trainer.validator.last_loss, "versions": versions(), "figures": short}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.scape import reference
 from kernels.scape.blocks import entries_per_block
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.core.parameters import local
 
 SETTLED = 0.2  # the share of the steps that figures leave out
 WINDOWS = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # steps over which displacements are taken
@@ -68,7 +68,7 @@ class View:
     """What the probe sees of SCAPE, all that it knows of the inside: masks, replicas' states, averaged payloads.
 
     Args:
-        replicas: an optimizer each; sizes: of the sparsified tensors, their first ones.
+        replicas: the method of each; sizes: of the sparsified tensors, their first ones.
     """
 
     def __init__(self, replicas: Sequence[Any], sizes: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class View:
 
     def _listen(self, part: Any) -> Tensor:
         if self.listening and self.sparse:
-            average, places = self.passes.payload, self.passes.lies.positions
+            average, places = self.passes.payload, self.passes.payload_layout.positions
             for i in range(part.first, min(part.end, len(self.sizes))):
                 self.payload[i] = average[places[i] : places[i] + self.passes.counts[i]].clone()
         return self._squares(part)
@@ -130,11 +130,8 @@ class Probe:
     """Follows a run on its sparsified tensors, by hooks before and after the optimizer's step."""
 
     def __init__(self, optimizers: Any, steps: int) -> None:
-        # Late: TorchTitan is imported after the device has been decided.
-        from torchtitan_scape.optimizer.own_step import OwnStepOptimizers
-
-        optimizer = optimizers.optimizers[0]
-        replicas = optimizers.each if isinstance(optimizers, OwnStepOptimizers) else []
+        optimizer = optimizers.inner
+        replicas = [method for method in optimizers.methods if method.holds_optimizer_state]
         self.group, self.settled, self.every = optimizer.param_groups[0], round(SETTLED * steps), max(1, steps // 100)
         self.tensors = [local(p).detach().view(-1) for p in self.group["params"] if p.ndim >= 2]
         sizes = [tensor.numel() for tensor in self.tensors]

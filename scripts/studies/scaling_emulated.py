@@ -10,10 +10,11 @@ from scripts.emulated_cluster import Cluster
 from scripts.methods import OPTIMIZERS
 from scripts.studies.scaling_sweep import NEVER, PEERS_NOTE, Cell, Plan, Sweep, from_raw, recipe_value
 from topology.links import Links
-from torchtitan_scape.planner.cost import last_backward, predict_step
-from torchtitan_scape.planner.gradient_volumes import powersgd_rank
-from torchtitan_scape.planner.payload import payload_bytes
-from torchtitan_scape.planner.volumes import messages
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.powersgd.options import largest_rank
+from torchtitan_scape.methods.scape.payload import payload_bytes
+from torchtitan_scape.planner.step import last_backward, predict_step
 
 RANK = ["-m", "scripts.studies.scaling_rank"]
 
@@ -155,15 +156,16 @@ class Emulated:
         """The model's tensors."""
         path = self.folder / f"shapes-{recipe.stem}.json"
         if not path.exists():
-            from torchtitan_scape import train  # decides on the device, before TorchTitan is imported
+            from torchtitan_scape.config.parsing import parse
+            from torchtitan_scape.trainer.layout import parameter_shapes
 
-            write(path, train.parameter_shapes(train.parse([f"--job.config_file={recipe}", *self.args.rest])))
+            write(path, parameter_shapes(parse([f"--job.config_file={recipe}", *self.args.rest])))
         return [tuple(shape) for shape in read(path)]
 
     def rank_of(self, cell: Cell) -> int:
         """PowerSGD's: as given, or that with no more bytes than SCAPE at 0.01 all-reduces."""
         shapes = self.shapes(cell.recipe)
-        return cell.plan.rank or powersgd_rank(shapes, payload_bytes(shapes, 0.01))
+        return cell.plan.rank or largest_rank(shapes, payload_bytes(shapes, 0.01))
 
     def calibrate_rate(self, dense: Plan) -> None:
         """Sets the rate so that the dense step takes `slowdown` times what it takes, exchange aside, without limits."""
@@ -199,13 +201,13 @@ class Emulated:
         silent, shapes = self.passes(cell.recipe, cell.size)[plan.name], self.shapes(cell.recipe)
         passes, optimizer = silent["by_phase"], silent["phases"]["optimizer"]
         tiers = [("node", per_node), ("network", cell.size // per_node)]
-        exposed = [message for message in messages(plan.measured, shapes, cell.size) if not message.hidden]
-        payload = sum(int(message.nbytes) for message in exposed)
+        model, levels = LocalModel.of_shapes(shapes), [LevelSize(*tier) for tier in tiers if tier[1] > 1]
+        payload = sum(call.input_bytes for call in plan.measured.collective_calls(model, levels) if not call.hidden)
         found = predict_step(
             plan.measured,
-            [tier for tier in tiers if tier[1] > 1],
+            levels,
             self.links(cell.size),
-            shapes,
+            model,
             compute_seconds=measured["phases"]["compute"] if self.real else self.compute(cell.size),
             pack_seconds=passes.get("pack", 0.0),
             rest_seconds=optimizer - passes.get("pack", 0.0),

@@ -16,7 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from torchtitan_scape.sync.base import Message, Method, Step
+from topology.calls import CollectiveCall
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import StepInfo
 
 Parallelize = Callable[..., nn.Module]
 
@@ -37,7 +39,7 @@ class Ddp:
         self.name, self.rank = name, rank
 
     def install(self, trainer: Any) -> None:
-        group = trainer.optimizers.collectives.groups.replicate
+        group = trainer.replica_optimizer.collectives.groups.replicate
         buckets = {}
         if self.name == "ddp-powersgd":
             # One bucket: the hook chains all-reduces in callbacks, which gloo runs in another order on every rank when
@@ -90,9 +92,9 @@ class Hsdp:
     def install(self, trainer: Any) -> None:
         if trainer.layout.tensor > 1:
             raise ValueError("HSDP is compared without tensor parallelism; set its degree to 1")
-        for shard in trainer.optimizers._shards:
+        for shard in trainer.replica_optimizer._shards:
             shard.counted = True  # its mesh has the replicas, too, which hold copies
-        self._timer = trainer.optimizers.timer
+        self._timer = trainer.replica_optimizer.timer
         self._in_steps = trainer.gradient_accumulation_steps == 1 and trainer.device.type == "cpu"
         _replace_method(trainer, lambda scale: 1.0)
 
@@ -146,22 +148,22 @@ class _Wrapped(torch.nn.parallel.DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Exchanged(Method):
+class _Exchanged(GradientMethod):
     """Gradients have been exchanged when they come here; factor: makes them what the trainer's loss wants, sums."""
 
     factor: float
 
-    def synchronize(self, gradients: list[Tensor], step: Step) -> list[Tensor]:
+    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
         if self.factor != 1.0:
             torch._foreach_mul_(gradients, self.factor)
         return gradients
 
-    def messages(self) -> list[Message]:
+    def collective_calls(self) -> list[CollectiveCall]:
         return []
 
 
 def _replace_method(trainer: Any, factor: Callable[[float], float]) -> None:
-    dense = trainer.optimizers.methods[0]
-    method = _Exchanged(dense.setting, dense.options)
-    method.factor = factor(dense.setting.scale)
-    trainer.optimizers.methods = [method]
+    dense = trainer.replica_optimizer.methods[0]
+    method = _Exchanged(dense.context, dense.options)
+    method.factor = factor(dense.context.gradient_scale)
+    trainer.replica_optimizer.methods = [method]

@@ -6,8 +6,8 @@ from scripts.studies.scaling_sweep import Cell, Sweep
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.workloads import WORKLOADS, get_workload
+from torchtitan_scape.core.workloads import WORKLOADS, get_workload
+from torchtitan_scape.planner.step import Assumptions, predict
 
 
 def run(sweep: Sweep) -> int:

@@ -35,16 +35,19 @@ from torch import Tensor
 
 from scripts.common import write
 from scripts.studies.scaling_peers import PEERS, unwrapped
-from topology.circles import Circle
+from topology import shard_collectives
+from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
-from topology.groups import Ring
-from topology.lanes import Handle
 from topology.primitives import all_gather_into
+from topology.rank_group import RankGroup
 from torchtitan_scape import train
-from torchtitan_scape.report.metrics import LEVELS
-from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, DenseGather, DenseReduce
-from torchtitan_scape.sync.shards import local
-from torchtitan_scape.sync.timing import PhaseTimer
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
+from torchtitan_scape.trainer.layout import layout_of
+from torchtitan_scape.trainer.metrics import LEVELS
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 PASSES = ("check", "pack", "clip", "update")
 SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's collectives
@@ -52,14 +55,14 @@ SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's 
 ALONE = 3  # passes that tell a peer's compute from its exchange
 
 
-class ScalingTrainer(train.ScapeTrainer):
+class ScalingTrainer(ScapeTrainer):
     """The trainer; it times every step by phase, and can wait instead of computing."""
 
     def __init__(self, job_config: Any) -> None:
         self.wanted: dict[str, Any] = json.loads(os.environ["SCALING"])
         self.peer = PEERS[self.wanted["peer"]](self.wanted.get("rank", 0)) if self.wanted.get("peer") else None
         parallelize = self.peer.parallelize if self.peer else unwrapped if self.wanted.get("plain") else None
-        with patch("torchtitan_scape.specs.parallelize", parallelize) if parallelize else nullcontext():
+        with patch("torchtitan_scape.trainer.specs.parallelize", parallelize) if parallelize else nullcontext():
             super().__init__(job_config)
         if self.peer:
             self.peer.install(self)
@@ -73,13 +76,13 @@ class ScalingTrainer(train.ScapeTrainer):
         self._sent_before: dict[str, float] = {}
 
     def train(self) -> None:
-        with shard_axis_timed(self.optimizers.timer) if self.layout.shard > 1 else nullcontext():
+        with shard_axis_timed(self.replica_optimizer.timer) if self.layout.shard > 1 else nullcontext():
             super().train()
 
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
         self._passes += 1
         if self.wanted.get("again"):
-            self.optimizers.sharding.version.changed()
+            self.replica_optimizer.sharding.version.changed()
         if self.peer is not None:
             if self.steps_taken == self.wanted["warm_up"] - 1 and not self._alone:
                 self._alone = [self._pass_alone(**kwargs) for _ in range(ALONE)]
@@ -93,7 +96,7 @@ class ScalingTrainer(train.ScapeTrainer):
                 self._kept = [(p, local(p.grad).clone()) for p in parameters if p.grad is not None]
                 self._shapes = [p.grad for p, _ in self._kept]
             return self._loss
-        with self.optimizers.timer.phase("forward_backward"):
+        with self.replica_optimizer.timer.phase("forward_backward"):
             end = time.perf_counter() + seconds
             for (parameter, values), gradient in zip(self._kept, self._shapes, strict=True):
                 local(gradient).copy_(values)  # the step before used their storage up
@@ -119,8 +122,8 @@ class ScalingTrainer(train.ScapeTrainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self.steps_taken == self.wanted["warm_up"]:
-            self._sent_before = self.optimizers.collectives.traffic.sent_by_level()
-            self.optimizers.timer.take()  # what is left at the end is of the measured steps
+            self._sent_before = self.replica_optimizer.collectives.ledger.sent_by_level()
+            self.replica_optimizer.timer.take()  # what is left at the end is of the measured steps
         if torch.cuda.is_available():
             # By events: to wait for the device would end the overlap with the masks' exchange.
             self._events.append(torch.cuda.Event(enable_timing=True))
@@ -129,14 +132,14 @@ class ScalingTrainer(train.ScapeTrainer):
             return
         begin = time.perf_counter()
         super().train_step(data_iterator)
-        self._steps.append({"step": time.perf_counter() - begin, **self.optimizers.timer.take()})
+        self._steps.append({"step": time.perf_counter() - begin, **self.replica_optimizer.timer.take()})
 
     def _middle(self, values: Sequence[float]) -> float:
         """The median; where what a step does repeats after several, the mean."""
         return (statistics.fmean if self.wanted.get("period", 1) > 1 else statistics.median)(values)
 
     def summarise(self) -> None:
-        taken = self.optimizers.timer.take()  # the summary takes what is left
+        taken = self.replica_optimizer.timer.take()  # the summary takes what is left
         super().summarise()
         warm_up = self.wanted["warm_up"]
         if torch.cuda.is_available():
@@ -149,7 +152,7 @@ class ScalingTrainer(train.ScapeTrainer):
             names = {name for step in self._steps[warm_up:] for name in step} - {"step"}
             phases = {n: self._middle([s.get(n, 0.0) for s in self._steps[warm_up:]]) for n in names}
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
-        sent = self.optimizers.collectives.traffic.sent_by_level()
+        sent = self.replica_optimizer.collectives.ledger.sent_by_level()
         count = self.steps_taken - warm_up
         grown = {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS}
         own = {
@@ -205,17 +208,17 @@ def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
     """
 
     def by_kind(send: Callable[..., None]) -> Callable[..., None]:
-        def call(circle: Circle, own: Tensor, output: Tensor, ledger: Any, kind: str) -> None:
+        def call(output: Tensor, input: Tensor, group: RankGroup, ledger: Any, kind: str) -> None:
             with timer.phase(SHARD[kind]):
-                send(circle, own, output, ledger, kind)
+                send(output, input, group, ledger, kind)
 
         return call
 
     with (
-        patch.object(Circle, "gather", by_kind(Circle.gather)),
-        patch.object(Circle, "exchange", by_kind(Circle.exchange)),
-        patch.object(DenseGather, "__call__", timer.timed(SHARD[WEIGHTS], DenseGather.__call__)),
-        patch.object(DenseReduce, "__call__", timer.timed(SHARD[GRADIENTS], DenseReduce.__call__)),
+        patch.object(shard_collectives, "all_gather", by_kind(shard_collectives.all_gather)),
+        patch.object(shard_collectives, "all_to_all", by_kind(shard_collectives.all_to_all)),
+        patch.object(CountedAllGather, "__call__", timer.timed(SHARD[WEIGHTS], CountedAllGather.__call__)),
+        patch.object(CountedReduceScatter, "__call__", timer.timed(SHARD[GRADIENTS], CountedReduceScatter.__call__)),
     ):
         yield
 
@@ -231,11 +234,11 @@ class _Silent(DryRunCollectives):
         if replicas != dist.get_world_size():
             raise ValueError(f"{replicas} replicas on {dist.get_world_size()} ranks; the sweep takes no shards here")
         self.replica = dist.get_rank()
-        self.rings = (Ring("network", replicas, self.replica),)
+        self.levels = (RankGroup("network", replicas, self.replica),)
 
-    def _gather(self, output: Tensor, own: Tensor) -> Handle:
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         # The masks are real: others would not have as many entries as the layout says.
-        return Handle(all_gather_into(output, own, async_op=True).wait)
+        return Handle(all_gather_into(output, input, async_op=True).wait)
 
 
 def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
@@ -243,9 +246,9 @@ def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
     found = {}
     for name, one in wanted["calibrate"].items():
         os.environ["SCALING"] = json.dumps({**wanted, **one})
-        config = train.parse([*arguments, *one["options"]])
-        replicas = train.layout_of(config).replicate
-        with patch("torchtitan_scape.optimizer.build.collectives_of", lambda _, n=replicas: _Silent(n)):
+        config = parse([*arguments, *one["options"]])
+        replicas = layout_of(config).replicate
+        with patch("torchtitan_scape.trainer.optimizers.collectives_of", lambda _, n=replicas: _Silent(n)):
             trainer = ScalingTrainer(config)
         trainer.train()
         trainer.close()

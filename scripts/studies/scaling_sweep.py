@@ -14,15 +14,18 @@ from scripts import methods
 from scripts.common import OUTPUTS, RunError, command_of, read, write
 from scripts.studies.scaling_report import write_report
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+from torchtitan_scape.planner.bf16 import Bf16Options
+from torchtitan_scape.planner.run import PlannedRun
 
 NEVER = 1_000_000  # steps between two logs or validations
 # By name: what they are called, and as what the cost model knows them.
 PEERS = {
-    "ddp": ("DDP, FP32 gradients", "adams"),
-    "ddp-bf16": ("DDP, BF16 gradients", "bf16"),
-    "hsdp": ("TorchTitan's HSDP", "adams"),
-    "hsdp-waits": ("TorchTitan's HSDP, gloo waiting", "adams"),
+    "ddp": ("DDP, FP32 gradients", DenseOptions()),
+    "ddp-bf16": ("DDP, BF16 gradients", Bf16Options()),
+    "hsdp": ("TorchTitan's HSDP", DenseOptions()),
+    "hsdp-waits": ("TorchTitan's HSDP, gloo waiting", DenseOptions()),
 }
 PEERS_NOTE = (
     "DDP and HSDP exchange while the backward pass runs: as exposed communication counts by how much their forward and "
@@ -43,8 +46,8 @@ class Plan:
     name: str
     label: str
     options: tuple[str, ...]
-    planned: Method | None
-    measured: Method | None = None
+    planned: PlannedRun | None
+    measured: PlannedRun | None = None
     peer: str = ""
     rank: int = 0
     settles: int = 0
@@ -56,12 +59,12 @@ class Plan:
         """Raises ValueError with what is known."""
         options = ("--sync.method=dense", "--optimizer.name=AdamS")
         if name in PEERS:
-            label, kind = PEERS[name]
-            return cls(name, label, options, Method(kind, overlap=name != "hsdp-waits"), peer=name)
+            label, section = PEERS[name]
+            return cls(name, label, options, PlannedRun(section, overlap=name != "hsdp-waits"), peer=name)
         if match := re.fullmatch(r"ddp-powersgd(?:-([1-9]\d*))?", name):
             rank = int(match[1] or 0)
             label = f"DDP, PowerSGD rank {rank}" if rank else "DDP, PowerSGD of equal bytes"
-            planned = Method("powersgd", rank=rank) if rank else None
+            planned = PlannedRun(PowersgdOptions(rank=rank)) if rank else None
             return cls(name, label, options, planned, peer="ddp-powersgd", rank=rank)
         try:
             found = methods.parse(name)

@@ -55,18 +55,19 @@ def rank(form: str, output: str, options: list[str]) -> None:
     """One rank of one run; rank 0 writes what came out."""
     import torch.distributed as dist
 
-    from kernels.scape.updaters import Owner
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
-    def decay_in_place(owner: Owner, step: Any) -> None:
+    def decay_in_place(owner: ShardedUpdate, step: Any) -> None:
         owner.scales = owner.scales[:0]  # then `write` decays what BF16 holds, and rounds it
 
-    patches = [patch.object(Owner, "begin_update", decay_in_place)] if form == IN_PLACE else []
+    patches = [patch.object(ShardedUpdate, "begin_update", decay_in_place)] if form == IN_PLACE else []
     for one in patches:
         one.start()
     trainer = ScapeTrainer(parse([*options, f"--job.dump_folder={output}"]))
     trainer.train()
-    scape = trainer.optimizers.optimizers[0]
+    scape = trainer.replica_optimizer.methods[0]
     figures: dict[str, Any] = {"validation_loss": trainer.validator.last_loss} | distance(scape)
     if dist.get_rank() == 0:
         (Path(output) / "figures.json").write_text(json.dumps(figures))
@@ -82,8 +83,8 @@ def distance(scape: Any) -> dict[str, float]:
     """
     import torch
 
-    from torchtitan_scape.sync.scape.state import StateByParameter
-    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.methods.scape.state import StateByParameter
 
     masters, state = scape.passes.kept("master"), StateByParameter(scape)
     if not masters:

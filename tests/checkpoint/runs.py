@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from tests.logs import logged
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, RECIPE
 
@@ -33,13 +34,12 @@ WHERE = LAYOUTS | MORE
 def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     """Trains until `steps`. What `look` sees in the trainer, after loading where there is a checkpoint, and at the end;
     the last loss, and what the log says of the checkpoint."""
-    from torchtitan.tools.logging import logger
-
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *SAVING, *arguments]))
     trainer.should_continue_training = lambda: trainer.step < steps  # type: ignore[method-assign]
-    load, lines = trainer.checkpointer.load, list[str]()
+    load = trainer.checkpointer.load
     found: dict[str, Any] = {}
 
     def load_and_look(step: int = -1) -> bool:
@@ -49,11 +49,11 @@ def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dic
 
     with (
         patch.object(trainer.checkpointer, "load", load_and_look),
-        patch.object(logger, "info", lambda text, *more: lines.append(str(text))),
+        logged() as lines,
         patch("time.sleep"),
     ):
         trainer.train()
-    trainer.optimizers.settle()
+    trainer.replica_optimizer.finish_previous_step()
     found["loss"], found["after"] = trainer.metrics_processor.last_loss, look(trainer)
     found["told"] = [line for line in lines if line.startswith("Resumed from")]
     trainer.close()

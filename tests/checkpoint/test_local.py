@@ -28,20 +28,19 @@ KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "res
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
     """By kind and parameter, whole: the mean over replicas of what each has, FP64."""
-    from torchtitan_scape.optimizer.local import LocalOptimizers
-    from torchtitan_scape.sync.shards import local
+    from torchtitan_scape.core.parameters import local
 
-    optimizers = trainer.optimizers
+    optimizers = trainer.replica_optimizer
     found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-    each = optimizers.each if isinstance(optimizers, LocalOptimizers) else [None]
+    each = optimizers.weights or [None]
     for number, shard in enumerate(optimizers.shards()):
         rows: dict[str, list[Tensor]] = {}
         for i, one in enumerate(each):
             own = shard if one is None else one.shards[number]
-            optimizer = optimizers.optimizers[0] if one is None else one.optimizer
+            optimizer = optimizers.inner if one is None else one.optimizer
             mine = {"parameters": local(own.parameter.detach())}
             mine |= {k: local(v) for k, v in optimizer.state[own.parameter].items() if k in KINDS}
-            for state in optimizers.methods[i].states() if hasattr(optimizers, "methods") else ():
+            for state in optimizers.methods[i].states():
                 if shard.name in state.tensors:
                     mine[state.kind] = state.tensors[shard.name]
             for kind, values in mine.items():
@@ -51,7 +50,7 @@ def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
             optimizers.collectives.sum_over_replicas(mean)
             mean = mean / optimizers.collectives.replicas
             found[kind][shard.name] = whole(mean, shard.parameter)
-    steps = enumerate(one["step"].clone() for one in optimizers.optimizers[0].state.values() if "step" in one)
+    steps = enumerate(one["step"].clone() for one in optimizers.inner.state.values() if "step" in one)
     return {kind: values for kind, values in (found | {"step": dict(steps)}).items() if values}
 
 
@@ -147,7 +146,8 @@ def test_means_are_enough_to_go_on(residual: str, signs: list[str], pool2: Pool,
 def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
     """The validation loss of a run at its end, and of a run that starts from its model alone; whether that is where
     all its replicas start."""
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     common = [*RECIPE, *SAVING, *arguments, "--validation.enable", "--training.steps=6"]
     trainer = ScapeTrainer(parse([*common, f"--job.dump_folder={folder}"]))

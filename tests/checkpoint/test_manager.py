@@ -5,11 +5,11 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.logs import logged
 from tests.pool import Pool, attempts
 from tests.test_training import EMBEDDED, METHODS, RECIPE, train
 
@@ -26,19 +26,14 @@ SAVING = [
 
 def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -> dict[str, Any]:
     """Trains until `steps`; the log's warnings and "Resumed" lines."""
-    from torchtitan.tools.logging import logger
-
-    told: list[str] = []
-
-    def keep(text: Any, *more: Any) -> None:
-        told.append(str(text))
-
-    with patch.object(logger, "warning", keep), patch.object(logger, "info", keep):
+    with logged() as messages:
         result = train(folder, [*SAVING, *arguments], stop_after=steps, nan_at=nan_at, for_good=True)
     kept = [
-        line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes", "alone"))
+        line
+        for line in messages
+        if any(word in line for word in ("damaged", "Resumed", "not written", "takes", "alone"))
     ]
-    return result | {"told": kept}
+    return result | {"messages": kept}
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +79,8 @@ def test_the_last_whole_checkpoint_is_used(
     shutil.rmtree(folder / "checkpoint" / "step-8")
     harm(folder / "checkpoint" / "step-6")
     results = pool2(saved, str(folder), 8)
-    told = "\n".join(results[0]["told"])
-    assert "step-6" in told and word in told and "step-4 in" in told
+    text = "\n".join(results[0]["messages"])
+    assert "step-6" in text and word in text and "step-4 in" in text
     assert torch.equal(results[0]["parameters"], run[1]["parameters"])
 
 
@@ -147,11 +142,12 @@ def test_keeping_the_latest_never_deletes_the_only_good_one(
 def test_a_seed_checkpoint_is_where_another_run_begins(pool2: Pool, tmp_path: Path) -> None:
     pool2(seed, str(tmp_path))
     results = pool2(saved, str(tmp_path), 2)
-    assert any("Loading the model alone" in line and "step-0" in line for line in results[0]["told"])
+    assert any("Loading the model alone" in line and "step-0" in line for line in results[0]["messages"])
 
 
 def seed(folder: str) -> None:
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(
         parse([*RECIPE, *SAVING, f"--job.dump_folder={folder}", "--checkpoint.last_save_model_only"])
@@ -190,7 +186,7 @@ def test_a_full_disk_fails_the_save_and_spares_the_others(mode: str, pool2: Pool
             assert not good and "ValueError" in last and "No space left on device" in last and "step-2" in last
         assert {path.name for path in (disk / "checkpoint").iterdir()} == {"step-2"}
         results = pool2(saved, str(disk), 3, *EMBEDDED, f"--checkpoint.async_mode={mode}")
-        assert any("Resumed from" in line and "step-2" in line for line in results[0]["told"])
+        assert any("Resumed from" in line and "step-2" in line for line in results[0]["messages"])
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -209,8 +205,8 @@ def test_asynchronous_saves_hold_the_step_they_were_made_at(method: str, pool2: 
 
 def test_the_log_says_what_a_checkpoint_takes(pool2: Pool, tmp_path: Path) -> None:
     result = pool2(saved, str(tmp_path), 2, *EMBEDDED)[0]
-    (line,) = {line for line in result["told"] if "checkpoint takes" in line}
+    (line,) = {line for line in result["messages"] if "checkpoint takes" in line}
     step = tmp_path / "checkpoint" / "step-2"
     size = sum(file.stat().st_size for file in step.iterdir())
-    told = float(line.split("takes ")[1].split(" MB")[0])
-    assert told * 1e6 == pytest.approx(size, rel=0.03)
+    megabytes = float(line.split("takes ")[1].split(" MB")[0])
+    assert megabytes * 1e6 == pytest.approx(size, rel=0.03)

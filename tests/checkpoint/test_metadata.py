@@ -22,8 +22,8 @@ def test_options_by_their_earlier_names_are_no_difference() -> None:
     assert not same and different == {"wire": "'float32' -> 'bfloat16'"}
 
 
-@pytest.mark.parametrize(("wire", "as_it_lies"), [("float32", True), ("int4", False), (None, True)])
-def test_another_density_moves_what_a_code_has_lost(wire: str | None, as_it_lies: bool) -> None:
+@pytest.mark.parametrize(("wire", "same_layout"), [("float32", True), ("int4", False), (None, True)])
+def test_another_density_moves_what_a_code_has_lost(wire: str | None, same_layout: bool) -> None:
     """A method without a wire keeps nothing of the kind."""
     known = {} if wire is None else {"wire": wire}
-    assert compare({"density": 0.02, **known}, {"density": 0.01, **known})[0] == as_it_lies
+    assert compare({"density": 0.02, **known}, {"density": 0.01, **known})[0] == same_layout

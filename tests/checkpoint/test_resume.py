@@ -19,23 +19,24 @@ from tests.test_training import LAYOUTS, METHODS, train
 def pending(trainer: Any) -> dict[str, torch.Tensor]:
     """b1 * first moment + mean of residuals, FP64, of whole parameters: from the buffers, as the steps use them."""
     from kernels.scape import reference
-    from kernels.scape.updaters import Owner
-    from torchtitan_scape.sync.shards import local
+    from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.core.parameters import local
 
-    optimizers = trainer.optimizers
+    optimizers = trainer.replica_optimizer
     found = {}
     every = optimizers.collectives.replicas
-    for shard in optimizers.shards() if hasattr(optimizers, "methods") else ():
-        moment = local(optimizers.optimizers[0].state[shard.parameter].get("exp_avg", torch.zeros(shard.size)))
+    holds_state = optimizers.methods[0].holds_optimizer_state
+    for shard in () if holds_state else optimizers.shards():
+        moment = local(optimizers.inner.state[shard.parameter].get("exp_avg", torch.zeros(shard.size)))
         left = torch.zeros(shard.size, dtype=torch.float64)
         for state in (state for method in optimizers.methods for state in method.states()):
-            if state.carries == "gradient" and shard.name in state.tensors:
+            if state.on_migration == "gradient" and shard.name in state.tensors:
                 left += state.tensors[shard.name].double().view(-1)
         if optimizers.collectives.groups.replicate is not None:
             dist.all_reduce(left, group=optimizers.collectives.groups.replicate)
         # A gradient enters the moment times 1 - b1.
         found[shard.name] = 0.9 * moment.double().view(-1) + 0.1 * left / every
-    for scape in getattr(optimizers, "each", ()):
+    for scape in optimizers.methods if holds_state else ():
         passes, masks = scape.passes, scape.masks
         layout = passes.updater.tensors
         for i, shard in enumerate(scape.ordered):
@@ -44,7 +45,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             if bits is not None:
                 held = reference.unpack_bits(bits, shard.size)
             total = torch.zeros(shard.size, dtype=torch.float64)
-            if isinstance(passes.updater, Owner):
+            if isinstance(passes.updater, ShardedUpdate):
                 for number, (parameter, piece) in enumerate(scape.pieces):
                     if parameter != i:
                         continue
@@ -73,8 +74,8 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
 def look(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
-    parameters = {shard.name: shard.parameter.detach() for shard in trainer.optimizers.shards()}
-    masks = getattr(trainer.optimizers.optimizers[0], "masks", None)
+    parameters = {shard.name: shard.parameter.detach() for shard in trainer.replica_optimizer.shards()}
+    masks = getattr(trainer.replica_optimizer.methods[0], "masks", None)
     return {
         "pending": pending(trainer),
         "weights": {k: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for k, p in parameters.items()},

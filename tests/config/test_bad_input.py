@@ -9,9 +9,10 @@ import pytest
 
 from tests import server
 from torchtitan_scape.config.checks import check_config, remarks
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.optimizer.registry import check_layout
-from torchtitan_scape.train import layout_of, parse
+from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.trainer.layout import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "--job.config_file=train_configs/embedded.toml"
@@ -84,7 +85,7 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         (
             4,
             ["--optimizer.name=Muon", "--sync.method=dense", "--parallelism.tensor_parallel_degree=2"],
-            r"'Muon' with parallelism.tensor_parallel_degree = 2: .* whole or cut by rows; use .*_shard_degree.* or"
+            r"'Muon' with parallelism.tensor_parallel_degree = 2: .* whole or sharded by rows; use .*_shard_degree.* or"
             r" \[optimizer\] name = 'AdamW'",
         ),
         (
@@ -215,7 +216,7 @@ def test_a_run_shorter_than_a_round_is_told(method: str, interval: str, steps: i
     arguments = [RECIPE, f"--sync.method={method}", f"--sync.{method}.{interval}=30", "--optimizer.name=AdamW"]
     assert not remarks(parse([*arguments, f"--training.steps={steps}"]))
     arguments += [f"--training.steps={steps - 1}"]
-    (told,) = remarks(parse(arguments))
-    assert f"steps = {steps - 1} with [sync] method = '{method}'" in told and "flush_at_end" in told
+    (message,) = remarks(parse(arguments))
+    assert f"steps = {steps - 1} with [sync] method = '{method}'" in message and "flush_at_end" in message
     assert not remarks(parse([*arguments, "--sync.flush_at_end"]))
     assert not remarks(parse([RECIPE, "--training.steps=1"]))

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.train import layout_of, parse
+from torchtitan_scape.trainer.layout import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those that one rank can begin with.

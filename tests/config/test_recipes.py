@@ -14,7 +14,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table, parse, resolve
 from torchtitan_scape.config.recipes import COMMAND_LINE, EARLIER, Recipe, flatten, load
 from torchtitan_scape.config.resolved import Resolved, values_of
-from torchtitan_scape.train import layout_of
+from torchtitan_scape.trainer.layout import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "train_configs"

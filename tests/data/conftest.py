@@ -1,18 +1,13 @@
-"""What tests of data share."""
+"""Fixtures shared by the data tests."""
 
 from typing import Any
 
+import datasets.config
 import pytest
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-import datasets.config  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +17,7 @@ def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Bytes as tokens, unless a file has another."""
+    """The byte tokenizer, unless a test file overrides it."""
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     return build_tokenizer(config)

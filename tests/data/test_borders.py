@@ -1,4 +1,4 @@
-"""What is written between documents, for tokenizers that name their borders in different ways."""
+"""Tokens between documents, for tokenizers that define BOS and EOS in different ways."""
 
 import json
 from pathlib import Path
@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from torchtitan_scape.config.job_config import Data, JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.borders import END_OF_TEXT, Bordered, border_ids  # noqa: E402
-from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+from torchtitan_scape.config.job_config import Data, JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.borders import BoundaryTokenizer, border_ids
+from torchtitan_scape.data.loader import TextDataset
+from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
 
 
 def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:
-    """A tokenizer of bytes in a folder, as TorchTitan loads it."""
+    """Return a byte tokenizer stored in a folder, as TorchTitan loads it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,30 +32,30 @@ def made(folder: Path, special: list[str], template: str = "", **config: Any) ->
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     job = JobConfig()
     job.model.hf_assets_path = str(folder)
-    return ours.build_tokenizer(job)
+    return build_tokenizer(job)
 
 
 @pytest.mark.parametrize("named", [{"bos_token": END_OF_TEXT, "eos_token": {"content": END_OF_TEXT}}, {}])
-def test_one_token_for_both_is_written_once(named: dict[str, Any], tmp_path: Path) -> None:
-    """GPT-2's: TorchTitan's class found a BOS and no EOS. The published folder names neither."""
+def test_a_shared_bos_and_eos_token_is_written_once(named: dict[str, Any], tmp_path: Path) -> None:
+    """GPT-2: TorchTitan's class found a BOS and no EOS. The published folder defines neither."""
     tokenizer = made(tmp_path, [END_OF_TEXT], **named)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
     for border in ("bos_eos", "eos"):
         assert border_ids(tokenizer, border) == ([], [0])
-        ids = Bordered(tokenizer, border).encode("ab")
+        ids = BoundaryTokenizer(tokenizer, border).encode("ab")
         assert ids[-1] == 0 and ids.count(0) == 1 and tokenizer.decode(ids) == "ab"
 
 
 @pytest.mark.parametrize("template", ["", "<s> $A", "<s> $A </s>"])
-def test_the_setting_decides_and_no_template(template: str, tmp_path: Path) -> None:
+def test_the_option_overrides_the_template(template: str, tmp_path: Path) -> None:
     tokenizer = made(tmp_path, ["<s>", "</s>"], template, bos_token="<s>", eos_token="</s>")
     text = tokenizer.tokenizer.encode("ab", add_special_tokens=False).ids
-    assert Bordered(tokenizer, "bos_eos").encode("ab") == [0, *text, 1]
-    assert Bordered(tokenizer, "eos").encode("ab") == [*text, 1]
+    assert BoundaryTokenizer(tokenizer, "bos_eos").encode("ab") == [0, *text, 1]
+    assert BoundaryTokenizer(tokenizer, "eos").encode("ab") == [*text, 1]
 
 
-def test_documents_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
-    """Whatever tokenizer.json asks for: the longest of a batch would be how long its documents are."""
+def test_documents_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
+    """The settings of tokenizer.json are ignored; padding would make documents as long as the longest of a batch."""
     made(tmp_path, ["</s>"], eos_token="</s>")
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(4)
@@ -66,23 +63,23 @@ def test_documents_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     job = JobConfig()
     job.model.hf_assets_path = str(tmp_path)
-    encode = ours.build_tokenizer(job).tokenizer.encode_batch_fast  # type: ignore[attr-defined]
+    encode = build_tokenizer(job).tokenizer.encode_batch_fast  # type: ignore[attr-defined]
     assert [len(found.ids) for found in encode(["ab", "abcdef"], add_special_tokens=False)] == [2, 6]
 
 
-def test_a_tokenizer_without_an_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_without_eos_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = made(tmp_path, ["<s>"], bos_token="<s>")
     assert border_ids(tokenizer, "bos_eos") == ([0], []) and border_ids(tokenizer, "eos") == ([], [])
-    assert "names no EOS" in caplog.text
+    assert "defines no EOS" in caplog.text
 
 
-def test_the_loader_writes_the_border_that_the_recipe_names(tmp_path: Path) -> None:
+def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n{"text": "ef"}\n')
     config = JobConfig(data=Data(border="eos"))
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(tmp_path / "a.jsonl")
     config.training.seq_len, config.training.local_batch_size = 4, 1
-    tokenizer = ours.build_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     (inputs, labels) = next(iter(ours.build_dataloader(1, 0, tokenizer, config)))
     got = [*inputs["input"][0].tolist(), labels[0, -1].item()]
     bos, eos = tokenizer.bos_id, tokenizer.eos_id

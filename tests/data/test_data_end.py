@@ -1,4 +1,4 @@
-"""Data that end, or are nothing, on one rank end the run on all ranks at the same step."""
+"""A rank whose data end, or contain no text, ends the run on all ranks at the same step."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.sync.test_simulated import ALONE, simulate
+from tests.replica.test_simulated import ALONE, simulate
 from tests.test_training import LAYOUTS, METHODS, train
 
 
 def short_of(folder: Path, texts: list[str]) -> list[str]:
-    """Training data; the first half is rank 0's."""
+    """Write training data, the first half for rank 0; return the arguments."""
     folder.mkdir(exist_ok=True)
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -23,8 +23,8 @@ LONG, SHORT = "spam and eggs " * 30, "spam and eggs " * 15
 
 
 @pytest.mark.parametrize("layout", ["1x2", "2x1"])
-def test_one_ranks_end_is_the_end_of_all(layout: str, pool2: Pool, tmp_path: Path) -> None:
-    """Also in the middle of the micro-batches of a step; the last state is saved and can be resumed from."""
+def test_the_end_of_one_rank_ends_all(layout: str, pool2: Pool, tmp_path: Path) -> None:
+    """Also between the micro-batches of a step; the last state is saved and can be resumed."""
     arguments = [
         *METHODS["scape"],
         *LAYOUTS[layout],
@@ -46,14 +46,14 @@ def test_one_ranks_end_is_the_end_of_all(layout: str, pool2: Pool, tmp_path: Pat
     assert summary["tokens"] == steps * 8 * 64
     assert (summary["residual_norm"] == 0.0) == bool(flush)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [f"step-{steps}"]
-    # One rank's data are still at their end, and nothing is left to do.
+    # One rank is still at the end of its data, so nothing is left to do.
     assert pool2(train, str(tmp_path), arguments)[0]["losses"] == []
     # Without an end the next epoch follows.
     more = [*arguments, "--data.epochs=0", f"--training.steps={steps + 2}"]
     assert len(pool2(train, str(tmp_path), more)[1]["losses"]) == 2
 
 
-def test_simulated_replicas_end_as_real_ones(pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
+def test_simulated_replicas_end_as_real_ranks(pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
     arguments = [
         *METHODS["adams"],
         *short_of(tmp_path / "data", [LONG] * 2 + [LONG, SHORT]),
@@ -67,7 +67,7 @@ def test_simulated_replicas_end_as_real_ones(pool1: Pool, pool2: Pool, tmp_path:
     assert torch.isfinite(torch.tensor(one["losses"])).all()
 
 
-def test_a_rank_without_a_token_ends_all(pool2: Pool, tmp_path: Path) -> None:
+def test_a_rank_without_a_token_ends_the_run(pool2: Pool, tmp_path: Path) -> None:
     data = short_of(tmp_path / "data", [LONG] * 4 + [""] * 4)
     validation = ["--validation.dataset=text_files", f"--validation.dataset_path={tmp_path}/data/a.jsonl"]
     for more, message in (

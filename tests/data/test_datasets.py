@@ -1,4 +1,4 @@
-"""Data sets, tokenizer and validator as TorchTitan builds them."""
+"""Datasets, tokenizer and validator as TorchTitan builds them."""
 
 import gzip
 import json
@@ -14,16 +14,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from torchtitan_scape import device
-from torchtitan_scape.data import EMBEDDED_TOKENIZER
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import validation_batches, validator  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import EMBEDDED_TOKENIZER, validation_batches
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.titan.data import HuggingFaceTextDataset
+from torchtitan_scape.titan.tokenizer import build_tokenizer
+from torchtitan_scape.trainer import validator
 
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
@@ -31,7 +27,7 @@ ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return ours.build_tokenizer(_config())
+    return build_tokenizer(_config())
 
 
 def _config(dataset: str = "standard_library", path: Path | None = None) -> JobConfig:
@@ -88,11 +84,11 @@ def test_tokenizer_folder_is_checked(tmp_path: Path) -> None:
     config = _config()
     config.model.hf_assets_path = str(tmp_path / "none")
     with pytest.raises(ValueError, match=r"none' is not a folder; expected .*tokenizer\.json"):
-        ours.build_tokenizer(config)
+        build_tokenizer(config)
     config.model.hf_assets_path = str(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"has no tokenizer; expected tokenizer\.json"):
-        ours.build_tokenizer(config)
+        build_tokenizer(config)
 
 
 # Local text
@@ -124,15 +120,15 @@ def test_a_txt_file_is_one_document(tmp_path: Path) -> None:
     assert data[0]["text"] == TEXTS[0] + "\n\nSecond paragraph.\n"
 
 
-def test_files_without_rows_are_passed_over(tmp_path: Path) -> None:
+def test_files_without_rows_are_skipped(tmp_path: Path) -> None:
     """The datasets library fails on a parquet file of zero rows."""
     _parquet(tmp_path / "a.parquet", keep=0)
     _parquet(tmp_path / "b.parquet")
     assert ours.load_text_files(tmp_path)["text"][:] == TEXTS
 
 
-def test_empty_documents_are_passed_over_and_counted(tmp_path: Path, tokenizer: Any) -> None:
-    """They would be BOS and EOS alone."""
+def test_empty_documents_are_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    """They would consist of BOS and EOS only."""
     rows = [{"text": text} for text in (None, "", *TEXTS * 3)]
     loader = ours.build_dataloader(1, 0, tokenizer, _config("text_files", _parquet(tmp_path / "a.parquet", rows)))
     inputs, _ = next(iter(loader))
@@ -152,7 +148,7 @@ def test_a_local_copy_of_a_hub_set_is_split_by_name(tmp_path: Path, layout: str)
 
 def _unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = _jsonl(tmp_path / "a.jsonl")
-    real = os.access  # the superuser may read everything: pretend
+    real = os.access  # Simulated, because the superuser may read everything.
     monkeypatch.setattr(os, "access", lambda p, mode: Path(p) != path and real(p, mode))
     return path
 
@@ -251,8 +247,8 @@ def test_an_unknown_name_lists_the_known(tokenizer: Any) -> None:
         ours.build_dataloader(1, 0, tokenizer, _config("pile"))
 
 
-def test_fewer_documents_than_ranks_stops_every_rank(tmp_path: Path, tokenizer: Any) -> None:
-    """One rank that stops alone leaves the others waiting for it."""
+def test_fewer_documents_than_ranks_stop_every_rank(tmp_path: Path, tokenizer: Any) -> None:
+    """If a single rank stopped, the others would wait for it."""
     path = _jsonl(tmp_path / "a.jsonl")
     for rank in range(7):
         with pytest.raises(ValueError, match="6 documents for 7 data-parallel ranks"):
@@ -275,7 +271,7 @@ def test_ranks_read_different_text(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("n_read", [5, 400])
-def test_a_resumed_loader_goes_on_with_the_same_batches(n_read: int, tokenizer: Any) -> None:
+def test_a_resumed_loader_continues_with_the_same_batches(n_read: int, tokenizer: Any) -> None:
     def loader() -> Any:
         return ours.build_dataloader(4, 1, tokenizer, _config())
 
@@ -302,20 +298,20 @@ def test_fixed_batches_are_the_same_twice() -> None:
         seen = []
         for inputs, labels in batches:
             seen.append((inputs["input"].item(), labels.item()))
-            inputs["input"].zero_()  # what a consumer does to its batch does not reach the next pass
+            inputs["input"].zero_()  # Changes to a batch must not affect the next pass.
             inputs["input"] = torch.tensor([-1])
             labels.zero_()
         assert seen == [(0, 1), (1, 2), (2, 3)]
-    assert next(source)[1].item() == 4  # no more was read than is kept
+    assert next(source)[1].item() == 4  # Only the stored batches were read.
 
 
-def test_fixed_batches_want_enough_data() -> None:
-    with pytest.raises(ValueError, match="3 batches wanted, but the data set gives 0"):
+def test_fixed_batches_need_enough_data() -> None:
+    with pytest.raises(ValueError, match="3 batches requested, but the dataset has 0"):
         validation_batches.FixedBatches([], 3)
 
 
 class _Metrics:
-    """The part of TorchTitan's MetricsProcessor that validation touches."""
+    """The attributes of TorchTitan's MetricsProcessor that validation uses."""
 
     def __init__(self) -> None:
         self.ntokens_since_last_log = 1000
@@ -363,7 +359,7 @@ def _validator(tokenizer: Any, config: JobConfig | None = None, **kwargs: Any) -
     return validator.build_validator(**arguments | kwargs)
 
 
-def test_two_validations_see_the_same_text(tokenizer: Any) -> None:
+def test_two_validations_read_the_same_text(tokenizer: Any) -> None:
     metrics, model = _Metrics(), _Slow()
     model.get_attention_masks = lambda input_batch: None  # type: ignore[method-assign]  # TypeError, as TorchTitan's
     validator = _validator(tokenizer, metrics_processor=metrics)
@@ -384,8 +380,8 @@ def test_two_validations_see_the_same_text(tokenizer: Any) -> None:
     assert not torch.equal(model.seen[0], model.seen[1])
 
 
-def test_validation_leaves_the_training_throughput_alone(tokenizer: Any) -> None:
-    """TorchTitan's validator counts its tokens as training tokens and forgets those before it."""
+def test_validation_does_not_change_the_training_throughput(tokenizer: Any) -> None:
+    """TorchTitan's validator counts its tokens as training tokens and discards the count before it."""
     metrics, model = _Metrics(), _Slow()
     model.get_attention_masks = lambda input_batch: None  # type: ignore[method-assign]
     validator = _validator(tokenizer, metrics_processor=metrics)

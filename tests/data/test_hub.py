@@ -1,21 +1,16 @@
-"""Data sets of the hub, where there is none: one line with the command that fetches them."""
+"""Datasets of the hub without network: a one-line error with the download command."""
 
 import time
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 import pytest
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub import constants
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-import datasets.config  # noqa: E402
-from datasets.exceptions import DatasetNotFoundError  # noqa: E402
-from huggingface_hub import constants  # noqa: E402
-
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import hub  # noqa: E402
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data import hub
 
 WEB = (
     "hf download Skylion007/openwebtext --repo-type dataset --revision refs/convert/parquet --local-dir "
@@ -56,7 +51,7 @@ def test_a_hub_set_is_streamed(monkeypatch: pytest.MonkeyPatch, reachable: None)
         (KeyError(), "KeyError"),
     ],
 )
-def test_what_the_library_raises_becomes_one_line(
+def test_library_errors_become_one_line(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, reachable: None
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -71,8 +66,8 @@ def test_what_the_library_raises_becomes_one_line(
     assert ("hf auth login && hf download" in text) == ("gated" in said)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The library itself would try for minutes. Nothing is written."""
+def test_an_unreachable_hub_is_contacted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The library itself would retry for minutes. Nothing is written."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     begin = time.monotonic()
@@ -85,4 +80,4 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 def test_a_repository_that_is_a_script_is_refused_by_the_library_itself(tmp_path: Path, reachable: None) -> None:
     (tmp_path / f"{tmp_path.name}.py").write_text("")
     with pytest.raises(ValueError, match="its main branch is a loading script, which the datasets library no longer"):
-        hub.HubSet("some", str(tmp_path)).stream("train")
+        hub.HubDataset("some", str(tmp_path)).stream("train")

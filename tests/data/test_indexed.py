@@ -1,4 +1,4 @@
-"""Pairs of Megatron's format, against bytes written down here by the format's description alone."""
+"""Pairs in Megatron's format, compared with bytes written here from the description of the format alone."""
 
 import struct
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_scape.data.indexed import Pair, PairWriter, Shard, damage, dtype_for
+from torchtitan_scape.data.indexed import IndexedShard, Pair, PairWriter, damage, dtype_for
 
 DOCUMENTS = [[3, 1, 4, 1], [5], [9, 2, 65_535]]
 
 
 def literal(prefix: Path, documents: list[list[int]] = DOCUMENTS, code: int = 8) -> Path:
-    """A pair as Megatron-LM's own library writes it: int32 where the type's code is 4, uint16 where it is 8."""
+    """Write a pair as Megatron-LM's library does: int32 for dtype code 4, uint16 for code 8."""
     size, letter = {4: (4, "i"), 8: (2, "H")}[code]
     ids = [token for document in documents for token in document]
     prefix.with_name(prefix.name + ".bin").write_bytes(struct.pack(f"<{len(ids)}{letter}", *ids))
@@ -29,7 +29,7 @@ def literal(prefix: Path, documents: list[list[int]] = DOCUMENTS, code: int = 8)
     return prefix
 
 
-def written(folder: Path, documents: list[list[int]] = DOCUMENTS, entries: int = 65_535) -> Shard | None:
+def written(folder: Path, documents: list[list[int]] = DOCUMENTS, entries: int = 65_535) -> IndexedShard | None:
     (folder / "parts").mkdir(parents=True)
     writer = PairWriter(folder / "parts", "ours", "train", dtype_for(entries))
     writer.add(
@@ -43,7 +43,7 @@ def written(folder: Path, documents: list[list[int]] = DOCUMENTS, entries: int =
 
 
 @pytest.mark.parametrize("code, entries", [(8, 65_535), (4, 65_536)])
-def test_a_pair_is_read_and_written_as_megatron_does(code: int, entries: int, tmp_path: Path) -> None:
+def test_a_pair_is_read_and_written_as_by_megatron(code: int, entries: int, tmp_path: Path) -> None:
     theirs = literal(tmp_path / "a.b", code=code)
     pair = Pair(theirs)
     assert pair.tokens.tolist() == [3, 1, 4, 1, 5, 9, 2, 65_535]
@@ -61,7 +61,7 @@ def test_a_pair_is_read_and_written_as_megatron_does(code: int, entries: int, tm
 
 
 def test_documents_of_several_sequences_and_modes_are_read(tmp_path: Path) -> None:
-    """Megatron cuts documents to sentences where it is asked to, and marks sequences of multimodal data."""
+    """Megatron can split documents into sentences, and marks sequences of multimodal data."""
     prefix = literal(tmp_path / "a")
     index = tmp_path / "a.idx"
     head = index.read_bytes()[:-32]
@@ -70,7 +70,7 @@ def test_documents_of_several_sequences_and_modes_are_read(tmp_path: Path) -> No
     assert pair.documents == 2 and len(pair.tokens) == 8
 
 
-def test_nothing_is_written_of_no_token(tmp_path: Path) -> None:
+def test_nothing_is_written_without_a_token(tmp_path: Path) -> None:
     assert written(tmp_path, []) is None
     assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
@@ -87,8 +87,8 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("a.bin", None, r"a\.bin: No such file"),
         ("a.idx", None, r"a\.idx: No such file"),
         ("a.idx", lambda data: data[:-8], r"a\.idx is damaged: \d+ bytes, \d+ expected for 3 sequences"),
-        ("a.idx", lambda data: b"", "is no index of Megatron's format"),
-        ("a.idx", lambda data: b"X" + data[1:], "is no index of Megatron's format"),
+        ("a.idx", lambda data: b"", "is not an index of Megatron's format"),
+        ("a.idx", lambda data: b"X" + data[1:], "is not an index of Megatron's format"),
         ("a.idx", lambda data: data[:9] + b"\2" + data[10:], "version 2"),
         ("a.idx", lambda data: data[:17] + b"\7" + data[18:], "type 7"),
         ("a.idx", lambda data: data[:34] + b"\5" + data[35:], "sequences do not follow each other"),

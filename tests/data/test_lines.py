@@ -1,4 +1,4 @@
-"""Damaged lines are left out and counted; what is damaged as a whole is refused."""
+"""Damaged lines are left out and counted; files that are damaged as a whole are refused."""
 
 import gzip
 import json
@@ -6,18 +6,13 @@ import multiprocessing
 import re
 from pathlib import Path
 
+import datasets.config
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-import datasets.config  # noqa: E402
-
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data import lines  # noqa: E402
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data import lines
 
 GOOD = [json.dumps({"text": f"document {i} é", "meta": i}, ensure_ascii=False).encode() for i in range(30)]
 BAD = {
@@ -42,7 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
     monkeypatch.setattr(lines.logger, "warning", messages.append)
     return messages
@@ -54,44 +49,47 @@ def write(path: Path, content: list[bytes]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("place", [0, 7])
+@pytest.mark.parametrize("location", [0, 7])
 @pytest.mark.parametrize("bad, reason", BAD.values(), ids=BAD.keys())
-def test_a_bad_line_is_left_out_and_named(bad: bytes, reason: str, place: int, tmp_path: Path, said: list[str]) -> None:
-    path = write(tmp_path / ("a.jsonl.gz" if place else "a.jsonl"), [*GOOD[:place], bad, b"", *GOOD[place:]])
+def test_a_bad_line_is_left_out_and_named(
+    bad: bytes, reason: str, location: int, tmp_path: Path, messages: list[str]
+) -> None:
+    path = write(tmp_path / ("a.jsonl.gz" if location else "a.jsonl"), [*GOOD[:location], bad, b"", *GOOD[location:]])
     data = ours.load_text_files(path)
     texts = [text for text in data["text"] if text]
     assert texts == [json.loads(line)["text"] for line in GOOD]
-    assert f"{path}: 1 unusable of 31 documents are left out; the first: {path}:{place + 1} " in said[-1]
-    assert re.search(reason, said[-1])
+    assert f"{path}: 1 unusable of 31 documents are left out; the first: {path}:{location + 1} " in messages[-1]
+    assert re.search(reason, messages[-1])
 
 
-def test_counts_go_over_all_files_and_survive_in_the_cache(tmp_path: Path, said: list[str]) -> None:
+def test_counts_go_over_all_files_and_survive_in_the_cache(tmp_path: Path, messages: list[str]) -> None:
     write(tmp_path / "a.jsonl", GOOD)
     write(tmp_path / "b.jsonl", [*GOOD, b'{"text": ""}', b"plain text", b'{"text": 3}', *GOOD])
     for _ in range(2):
         assert len(ours.load_text_files(tmp_path)) == 90
         assert (
-            f"2 unusable and 1 empty of 93 documents are left out; the first: {tmp_path}/b.jsonl:31 has an" in said[-1]
+            f"2 unusable and 1 empty of 93 documents are left out; the first: {tmp_path}/b.jsonl:31 has an"
+            in messages[-1]
         )
-    assert sum("read line by line" in message for message in said) == 1
+    assert sum("read line by line" in message for message in messages) == 1
     write(tmp_path / "b.jsonl", GOOD)  # other content under the same name
     assert len(ours.load_text_files(tmp_path)) == 60
 
 
-def test_good_files_are_not_copied(tmp_path: Path, said: list[str], cache: Path) -> None:
+def test_good_files_are_not_copied(tmp_path: Path, messages: list[str], cache: Path) -> None:
     assert len(ours.load_text_files(write(tmp_path / "a.jsonl", GOOD))) == 30
-    assert not said and not list(cache.rglob("text.arrow"))
+    assert not messages and not list(cache.rglob("text.arrow"))
 
 
 @pytest.mark.parametrize("bad, kept", [(3, True), (4, False)])
-def test_more_than_a_tenth_is_another_format(bad: int, kept: bool, tmp_path: Path, cache: Path) -> None:
+def test_more_than_a_tenth_of_bad_lines_is_refused(bad: int, kept: bool, tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*GOOD[: 30 - bad], *[b"plain text"] * bad])
     if kept:
         assert len(ours.load_text_files(path)) == 27
     else:
         with pytest.raises(ValueError, match=r"a.jsonl' cannot be read as json: 4 of 30 .* the first: .*a.jsonl:27 no"):
             ours.load_text_files(path)
-        assert not list(cache.rglob("report.json"))  # it may be mended
+        assert not list(cache.rglob("report.json"))  # The files may be repaired.
 
 
 def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
@@ -105,11 +103,11 @@ def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
         ours.load_text_files(tmp_path)
 
 
-def test_rows_of_parquet_without_text(tmp_path: Path, said: list[str]) -> None:
+def test_rows_of_parquet_without_text(tmp_path: Path, messages: list[str]) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [None, "", *["document"] * 18]}), path)
     assert len(ours.load_text_files(path)) == 20
-    assert "1 unusable and 1 empty of 20 documents are left out" in said[-1]
+    assert "1 unusable and 1 empty of 20 documents are left out" in messages[-1]
     broken = pyarrow.array([b"\xff\xfe"] * 3).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), path)
     with pytest.raises(ValueError, match="cannot be read as parquet"):

@@ -1,4 +1,4 @@
-"""Folders of several files: formats, columns, and what arrow files are."""
+"""Folders of several files: formats, columns, and kinds of arrow files."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-
-from torchtitan_scape.data.local import load_text_files  # noqa: E402
+from torchtitan_scape.data.local import load_text_files
 
 TEXTS = ["one", "two", "three"]
 
@@ -36,7 +31,7 @@ def test_arrow_files_of_both_forms_are_read(name: str, tmp_path: Path) -> None:
     assert load_text_files(tmp_path)["text"][:] == TEXTS
 
 
-def test_what_the_library_saved_is_read(tmp_path: Path) -> None:
+def test_files_saved_by_the_library_are_read(tmp_path: Path) -> None:
     Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
     assert load_text_files(tmp_path)["text"][:] == TEXTS
 
@@ -69,10 +64,10 @@ def test_damaged_and_mixed_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_data_is_refused_by_its_name(tmp_path: Path) -> None:
-    """As the hub names what it made of the beginning of a large data set."""
+    """The hub uses this name for a conversion of the beginning of a large dataset."""
     part = tmp_path / "plain_text" / "partial-train"
     part.mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), part / "0000.parquet")
-    with pytest.raises(ValueError, match=r"has plain_text/partial-train/0000\.parquet, by which the hub says"):
+    with pytest.raises(ValueError, match=r"has plain_text/partial-train/0000\.parquet, the hub's mark"):
         load_text_files(tmp_path, split="train")
     assert load_text_files(tmp_path)["text"][:] == TEXTS

@@ -5,17 +5,12 @@ import time
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from datasets import Dataset  # noqa: E402
-
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.loader import TextDataset  # noqa: E402
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.loader import TextDataset
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:
@@ -31,10 +26,10 @@ def tokens(items: Any) -> list[list[int]]:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5), seq_len=st.integers(1, 9), stop=st.integers(0, 30))
-def test_sequences_are_cut_from_all_documents_in_a_row(
+def test_sequences_are_taken_from_the_concatenated_documents(
     lengths: list[int], seq_len: int, stop: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that stopped after any of them goes on with the next one, in the last document, too."""
+    """A run that stopped after any sequence continues with the next one, in the last document too."""
     texts = [chr(ord("a") + i) * n for i, n in enumerate(lengths)]
     row = [i for text in texts for i in tokenizer.encode(text, add_bos=True, add_eos=True)]
     expected = [row[i : i + seq_len + 1] for i in range(0, len(row) - seq_len, seq_len + 1)]
@@ -48,8 +43,8 @@ def test_sequences_are_cut_from_all_documents_in_a_row(
     assert tokens(items) == expected[len(found) :]
 
 
-def test_a_long_document_takes_time_by_its_length(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of what is left for every sequence took 60 times as long."""
+def test_time_is_linear_in_the_length_of_a_document(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying the rest of the document per sequence took 60 times as long."""
     document = dataset(["x" * 300_000], tokenizer, 16, monkeypatch)
     monkeypatch.setattr(document._tokenizer, "encode", lambda *_, **__: list(range(300_000)))
     begin = time.process_time()

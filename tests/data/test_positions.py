@@ -1,4 +1,4 @@
-"""Where readers are: the same batches after a resume, and every document once after another number of readers."""
+"""Positions of readers: the same batches after resuming, and every document once with another number of readers."""
 
 import itertools
 import json
@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, load_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from datasets import Dataset, load_dataset  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import datasets as ours  # noqa: E402
-from torchtitan_scape.data.documents import Documents, _cut, documents  # noqa: E402
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset  # noqa: E402
-from torchtitan_scape.data.simulated import SimulatedDataLoader  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.documents import Documents, _split_ranges, documents
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset
+from torchtitan_scape.data.simulated import SimulatedDataLoader
 
 N = 40
 
@@ -37,7 +32,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["stored", "streamed"])
 def kind(request: pytest.FixtureRequest, texts: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which kind of data `text_files` is."""
+    """Kind of data of `text_files`."""
     if request.param == "streamed":
         files = sorted(str(file) for file in texts.glob("*.jsonl"))
         config = ours.DATASETS["text_files"]
@@ -66,15 +61,17 @@ def take(batches: Any, n: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("workers, then, world", [(0, 0, 2), (0, 0, 3), (1, 1, 3), (0, 1, 2), (1, 0, 2)])
-def test_the_same_batches_follow(workers: int, then: int, world: int, kind: str, texts: Path, tokenizer: Any) -> None:
-    """Three readers of a stream of eight files share them document by document. In the second epoch, too."""
+def test_a_resumed_reader_yields_the_same_batches(
+    workers: int, then: int, world: int, kind: str, texts: Path, tokenizer: Any
+) -> None:
+    """Three readers share a stream of eight files document by document, in the second epoch too."""
     for n_read in (7, 60) if (workers, then, kind) == (0, 0, "streamed") else (60,):
         first = loader(texts, tokenizer, 1, world, workers)
         batches = iter(first)
         take(batches, n_read)
         state = json.loads(json.dumps(first.state_dict()))  # plain text and numbers
         resumed = loader(texts, tokenizer, 1, world, then)
-        resumed.state_dict()  # as a checkpoint's reader asks before it loads
+        resumed.state_dict()  # A checkpoint reader calls it before loading.
         resumed.load_state_dict(state)
         expected = take(batches, 30)
         assert all(torch.equal(a, b) for a, b in zip(expected, take(iter(resumed), 30), strict=True))
@@ -85,50 +82,50 @@ def reader(data: Any, rank: int, world: int) -> Documents:
     return documents("test", data, lambda sample: str(sample["text"]), rank, world)
 
 
-def read(who: Documents, n: int) -> list[tuple[int, int]]:
-    """(epoch, document) of the next n documents; begins the next epoch as TorchTitan does."""
+def read(reader_: Documents, n: int) -> list[tuple[int, int]]:
+    """Return (epoch, document) of the next n documents; starts the next epoch as TorchTitan does."""
     found: list[tuple[int, int]] = []
     while True:
-        for sample in who:
-            found.append((who.epoch, int(sample["text"].partition(">")[0].strip("<"))))
+        for sample in reader_:
+            found.append((reader_.epoch, int(sample["text"].partition(">")[0].strip("<"))))
             if len(found) == n:
                 return found
-        who.set_epoch(who.epoch + 1)
+        reader_.set_epoch(reader_.epoch + 1)
 
 
 def redealt(data: Any, old: list[Documents], world: int) -> list[Documents]:
-    states = [json.loads(json.dumps(who.state_dict())) for who in old]
+    states = [json.loads(json.dumps(reader_.state_dict())) for reader_ in old]
     new = [reader(data, rank, world) for rank in range(world)]
-    for who in new:
-        who.load_old(states)
+    for reader_ in new:
+        reader_.load_old(states)
     return new
 
 
-def rest(who: Documents, epochs: int) -> list[tuple[int, int]]:
-    """What it reads up to the end of epoch `epochs` - 1."""
+def rest(reader_: Documents, epochs: int) -> list[tuple[int, int]]:
+    """Return the documents that a reader yields up to the end of epoch `epochs` - 1."""
     found: list[tuple[int, int]] = []
-    while who.epoch < epochs:
-        found += [(who.epoch, int(sample["text"].partition(">")[0].strip("<"))) for sample in who]
-        who.set_epoch(who.epoch + 1)
+    while reader_.epoch < epochs:
+        found += [(reader_.epoch, int(sample["text"].partition(">")[0].strip("<"))) for sample in reader_]
+        reader_.set_epoch(reader_.epoch + 1)
     return found
 
 
 @pytest.mark.parametrize("worlds", [(4, 2), (2, 4), (4, 3), (1, 4), (4, 2, 3), (8, 1, 5)])
 @pytest.mark.parametrize("counts", [(3, 5, 4, 2, 5, 1, 0, 5), (0,) * 8, (21, 7, 14, 3, 12, 9, 11, 6)])
-def test_every_document_is_read_once_an_epoch_by_any_number_of_readers(
+def test_any_number_of_readers_reads_every_document_once_per_epoch(
     worlds: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
-    """Stored data, with readers in different epochs too."""
+    """Stored data, including readers in different epochs."""
     data = Dataset.from_dict({"text": [f"<{i}>" for i in range(N)]})
     readers = [reader(data, rank, worlds[0]) for rank in range(worlds[0])]
     seen: list[tuple[int, int]] = []
     for world in worlds[1:]:
-        for who, n in zip(readers, counts, strict=False):
-            seen += read(who, n) if n else []
+        for reader_, n in zip(readers, counts, strict=False):
+            seen += read(reader_, n) if n else []
         readers = redealt(data, readers, world)
     epochs = 1 + max(epoch for epoch, _ in [*seen, (0, 0)]) + 1
-    for who in readers:
-        seen += rest(who, epochs)
+    for reader_ in readers:
+        seen += rest(reader_, epochs)
     assert Counter(seen) == Counter((epoch, i) for epoch in range(epochs) for i in range(N))
 
 
@@ -136,32 +133,32 @@ def test_every_document_is_read_once_an_epoch_by_any_number_of_readers(
 @pytest.mark.parametrize(
     "worlds, counts, repeated",
     [
-        ((4, 2), (3, 7, 4, 8), 0),  # files of their own, before and after
+        ((4, 2), (3, 7, 4, 8), 0),  # Each reader has its own files, before and after.
         ((2, 8), (6, 1), 0),
         ((4, 3), (3, 7, 4, 8), 0),
-        ((3, 2), (3, 5, 4), 3),  # one document in three each: what is beyond the slowest reader's next
+        ((3, 2), (3, 5, 4), 3),  # One document in three per reader: those beyond the slowest reader's next one.
         ((3, 4, 2), (4, 4, 4, 4), 0),
     ],
 )
-def test_a_stream_is_dealt_out_by_its_rule(
+def test_a_stream_is_redistributed_by_its_rule(
     kind: str, worlds: tuple[int, ...], counts: tuple[int, ...], repeated: int, texts: Path
 ) -> None:
     data = ours.DATASETS["text_files"].loader(str(texts))
     readers = [reader(data, rank, worlds[0]) for rank in range(worlds[0])]
     seen: list[tuple[int, int]] = []
     for world in worlds[1:]:
-        for who, n in zip(readers, counts, strict=False):
-            seen += read(who, n)
+        for reader_, n in zip(readers, counts, strict=False):
+            seen += read(reader_, n)
         readers = redealt(data, readers, world)
-    for who in readers:
-        seen += rest(who, 2)
+    for reader_ in readers:
+        seen += rest(reader_, 2)
     found = Counter(seen)
     assert set(found) == {(epoch, i) for epoch in range(2) for i in range(N)}
     assert found.total() - len(found) == repeated
 
 
-def test_tokens_that_were_not_given_out_are_not_lost(texts: Path, tokenizer: Any) -> None:
-    """All tokens of an epoch, read by four ranks, then by three; sequences are cut elsewhere."""
+def test_tokens_not_yet_yielded_are_kept(texts: Path, tokenizer: Any) -> None:
+    """All tokens of an epoch, read by four ranks, then by three; sequence boundaries differ."""
 
     old = [loader(texts, tokenizer, rank, 4, epochs=1) for rank in range(4)]
     given = [token for one in old for labels in take(iter(one), 3) for token in labels.flatten().tolist()]
@@ -169,7 +166,7 @@ def test_tokens_that_were_not_given_out_are_not_lost(texts: Path, tokenizer: Any
     new = [loader(texts, tokenizer, rank, 3, epochs=1) for rank in range(3)]
     states = [one.state_dict() for one in old]
     lines = {one.load_old(states) for one in new}
-    assert lines == {"data: the checkpoint is of 4 data-parallel ranks; what was left of epoch 0 is dealt to 3"}
+    assert lines == {"data: the checkpoint has 4 data-parallel ranks; the rest of epoch 0 is divided among 3"}
     for one in new:
         n_labels += sum(labels.numel() for labels in take(iter(one), 1000))
     left = sum(len(json.loads(one.state_dict()[f"dp_rank_{i}"])["tokens"]) for i, one in enumerate(new))
@@ -191,15 +188,15 @@ def test_simulated_replicas_and_real_ranks_have_the_same_state(texts: Path, toke
     state = four.state_dict()
     assert set(state) == {"world_size", *(f"dp_rank_{i}" for i in range(4))}
     again, two = play(4), play(2)
-    assert "goes on where it was" in again.load_old([state])
+    assert "continues at its position" in again.load_old([state])
     assert all(torch.equal(a, b) for a, b in zip(take(batches, 8), take(iter(again), 8), strict=True))
-    assert "of 4 data-parallel ranks" in two.load_old([state])
+    assert "has 4 data-parallel ranks" in two.load_old([state])
     rank = loader(texts, tokenizer, 1, 2)
     rank.load_old([state])
     assert torch.equal(take(iter(rank), 1)[0], take(iter(two), 2)[1])
 
 
-def test_a_position_that_does_not_fit_is_refused(texts: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_mismatched_position_is_refused(texts: Path, tokenizer: Any, tmp_path: Path) -> None:
     state = loader(texts, tokenizer, 0, 2).state_dict()
     one = loader(texts, tokenizer, 0, 1)
     with pytest.raises(ValueError, match="positions of 2 data-parallel ranks, this run has 1"):
@@ -222,7 +219,7 @@ def test_a_position_that_does_not_fit_is_refused(texts: Path, tokenizer: Any, tm
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_share_without_a_token_is_an_error_and_no_endless_loop(workers: int, tmp_path: Path, tokenizer: Any) -> None:
+def test_a_share_without_a_token_is_an_error(workers: int, tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["spam"] * 6 + [""] * 6))
     assert take(iter(loader(path, tokenizer, 0, 2, workers)), 3)
@@ -231,7 +228,7 @@ def test_a_share_without_a_token_is_an_error_and_no_endless_loop(workers: int, t
     assert take(iter(loader(path, tokenizer, 1, 2, workers, epochs=1)), 3) == []
 
 
-def test_so_many_epochs(texts: Path, tokenizer: Any) -> None:
+def test_a_limited_number_of_epochs(texts: Path, tokenizer: Any) -> None:
     def sequences(epochs: int) -> int:
         data = TextDataset("text_files", str(texts), tokenizer, 16, 0, 1, passes=epochs)
         total, state = 0, data.state_dict()
@@ -239,7 +236,7 @@ def test_so_many_epochs(texts: Path, tokenizer: Any) -> None:
             total += 1
             if total == 151:
                 state = data.state_dict()
-        if total > 151:  # the end is the same for a resumed run
+        if total > 151:  # A resumed run ends at the same point.
             again = TextDataset("text_files", str(texts), tokenizer, 16, 0, 1, passes=epochs)
             again.load_state_dict(state)
             assert sum(1 for _ in again) == total - 151
@@ -255,15 +252,17 @@ def test_so_many_epochs(texts: Path, tokenizer: Any) -> None:
 def test_parts_of_ranges_are_equal_and_whole(lengths: list[int], world: int) -> None:
     begins = [20 * i for i in range(len(lengths))]
     ranges = [[begin, begin + n] for begin, n in zip(begins, lengths, strict=True)]
-    parts = [[i for begin, end in _cut(ranges, rank, world) for i in range(begin, end)] for rank in range(world)]
+    parts = [
+        [i for begin, end in _split_ranges(ranges, rank, world) for i in range(begin, end)] for rank in range(world)
+    ]
     assert [i for part in parts for i in part] == [i for begin, end in ranges for i in range(begin, end)]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("world", [1, 3, 7])
 def test_shares_are_those_of_the_datasets_library(world: int) -> None:
-    """So that runs read the same documents in the same order as with TorchTitan's own data set."""
+    """Runs read the same documents in the same order as with TorchTitan's own dataset."""
     data = Dataset.from_dict({"i": list(range(N))})
     for rank in range(world):
         shard = data.shard(world, rank, contiguous=True)
-        assert _cut([[0, N]], rank, world) == [[shard[0]["i"], shard[-1]["i"] + 1]]
+        assert _split_ranges([[0, N]], rank, world) == [[shard[0]["i"], shard[-1]["i"] + 1]]

@@ -1,4 +1,4 @@
-"""The command that prepares data: the same files for every number of workers and after every interruption."""
+"""The prepare command: the same files for every number of workers and after every interruption."""
 
 import errno
 import json
@@ -11,20 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset, load_dataset
 
-from torchtitan_scape import device
-
-device.prepare()  # before anything of TorchTitan is imported
-
-from datasets import Dataset, load_dataset  # noqa: E402
-from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER, prepare, prepare_parts  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader, build_tokenizer  # noqa: E402
-from torchtitan_scape.data.indexed import Pair, PairWriter  # noqa: E402
-from torchtitan_scape.data.manifest import Manifest  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER, prepare, prepare_parts
+from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.indexed import Pair, PairWriter
+from torchtitan_scape.data.manifest import Manifest
+from torchtitan_scape.titan.data import DATASETS, DatasetConfig
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 TEXTS = [f"<{i}> é" + "x" * (37 * i % 90) if i % 9 else "" for i in range(60)]
 KEPT = [text for text in TEXTS if text]
@@ -49,7 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def documents(folder: Path, split: str) -> list[str]:
-    """The texts of a split, by their tokens: bytes are 2 and more, BOS 0, EOS 1."""
+    """Return the texts of a split, decoded from its tokens: bytes are 2 and above, BOS 0, EOS 1."""
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     tokenizer, found = build_tokenizer(config), []
@@ -63,7 +58,7 @@ def documents(folder: Path, split: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one worker makes of the texts, undisturbed. Not to be written to."""
+    """The data prepared by one worker without interruption; read-only."""
     folder = tmp_path_factory.mktemp("reference")
     call(folder / "out", "--validation", "0.2", text=jsonl(folder / "text"))
     return folder
@@ -103,8 +98,10 @@ def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> Non
     assert [token for row in read for token in row] == np.concatenate(shards)[: 16 * len(read)].tolist()
 
 
-def test_workers_and_deaths_leave_no_trace(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that dies in the third part ends the command in one line; the same command finishes what is missing."""
+def test_workers_and_crashes_do_not_change_the_result(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that dies in the third task ends the command with one line; running it again completes the data."""
     text, out = reference / "text", tmp_path / "out"
     options = ("--validation", "0.2", "--workers", "3")
     finish, parent = PairWriter.finish, os.getpid()
@@ -126,15 +123,15 @@ def test_workers_and_deaths_leave_no_trace(reference: Path, tmp_path: Path, monk
     damaged, *kept = [[out / f"{shard['name']}.bin" for shard in shards] for shards in records]
     times = {path: path.stat().st_mtime_ns for paths in kept for path in paths}
     assert times
-    # What is damaged of the parts that are done is made again, what is whole is kept.
+    # Damaged files of completed tasks are prepared again, intact ones are kept.
     damaged[0].write_bytes(damaged[0].read_bytes()[:-1])
     call(out, *options, text=text)
     assert files(out) == files(reference / "out")
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-def test_a_killed_command_goes_on(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL of the command itself: its workers do not go on without it."""
+def test_a_killed_command_can_be_continued(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGKILL of the command its workers end too."""
     out = tmp_path / "out"
     options = ("--validation", "0.2", "--workers", "2")
     encode = prepare_parts.Encoder.__call__
@@ -160,12 +157,12 @@ def test_a_killed_command_goes_on(reference: Path, tmp_path: Path, monkeypatch: 
     assert files(out) == files(reference / "out")
 
 
-def test_verify_reads_everything_and_a_lost_file_is_made_again(
+def test_verify_reads_everything_and_a_lost_file_is_prepared_again(
     reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     call(out, "--validation", "0.2", "--verify", text=reference / "text")
-    assert f"{out} is whole" in capsys.readouterr().out
+    assert f"{out} is complete" in capsys.readouterr().out
     call(out, "--validation", "0.2", text=reference / "text")
     assert "is finished already" in capsys.readouterr().out
     path = out / "train-00001.bin"
@@ -179,7 +176,7 @@ def test_verify_reads_everything_and_a_lost_file_is_made_again(
     assert files(out) == files(reference / "out")
 
 
-def test_a_validation_split_of_its_own_and_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_separate_validation_split_and_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def named(loader: Any) -> DatasetConfig:
         return DatasetConfig("nowhere", loader, lambda sample: sample["text"])
 
@@ -204,7 +201,7 @@ def test_a_validation_split_of_its_own_and_a_stream(tmp_path: Path, monkeypatch:
     assert sorted(documents(tmp_path / "b", "train") + held) == sorted(KEPT) and held
 
 
-def test_the_hub_may_be_out_of_reach_when_a_command_goes_on(
+def test_a_command_can_be_continued_without_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, out = jsonl(tmp_path / "text"), tmp_path / "out"
@@ -259,13 +256,13 @@ def _broken(tmp_path: Path) -> list[str]:
         (lambda t: ["--validation", "1"], "--validation 1.0; it must be 0 or more, and less than 1"),
         (lambda t: ["--workers", "0"], "--workers 0; it must be 1 or more"),
         (lambda t: ["--border", "none"], "argument --border: invalid choice: 'none'"),
-        (_of_another_kind, "out is not empty, and holds no prepared data"),
+        (_of_another_kind, "out is not empty, and contains no prepared data"),
         (_damaged_manifest, "out/manifest.json is damaged; delete "),
         (_damaged_tokenizer, "cannot be read: key must be a string"),
-        (_begun_otherwise, "out holds data of another border: eos, not bos_eos; delete it"),
+        (_begun_otherwise, "out contains data of another border: eos, not bos_eos; delete it"),
     ],
 )
-def test_what_a_user_can_get_wrong_is_one_line(
+def test_user_errors_are_one_line(
     options: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = jsonl(tmp_path / "text")
@@ -276,7 +273,7 @@ def test_what_a_user_can_get_wrong_is_one_line(
     assert line.startswith("prepare: ") and message in line
 
 
-def test_work_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_failed_worker_reports_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     text, out = jsonl(tmp_path / "text"), tmp_path / "out"
 
     def full(*_: Any) -> None:
@@ -286,10 +283,10 @@ def test_work_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patched.setattr(PairWriter, "add", full)
         call(out, text=text, status=2)
     *_, line = capsys.readouterr().err.splitlines()  # after bars of the datasets library
-    assert line == f"prepare: {out} cannot be written: No space left on device; the same command goes on from here"
+    assert line == f"prepare: {out} cannot be written: No space left on device; run the same command again to continue"
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "_LOCK_SECONDS", 0.2)
-        with prepare._alone(out / "unfinished") as first:
+        with prepare._exclusive_lock(out / "unfinished") as first:
             call(out, text=text, status=2)
             assert f"another process is preparing data in {out}" in capsys.readouterr().err
             patched.setattr(prepare, "_LOCK_SECONDS", 60.0)
@@ -299,7 +296,7 @@ def test_work_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 first.close()
 
             patched.setattr(time, "sleep", finish)
-            with prepare._alone(out / "unfinished") as second:
+            with prepare._exclusive_lock(out / "unfinished") as second:
                 assert os.path.samestat(os.fstat(second.fileno()), (out / "unfinished" / "lock").stat())
     with monkeypatch.context() as patched:  # a file of a stream that is no JSON
         (text / "1.jsonl").write_text('{"text": "good"}\nnot good\n')

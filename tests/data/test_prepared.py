@@ -1,4 +1,4 @@
-"""Prepared data in training: the order, who reads what, and where a resumed run goes on."""
+"""Prepared data in training: order of samples, assignment to readers, and position of a resumed run."""
 
 import hashlib
 import itertools
@@ -16,26 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_indexed import literal
-from torchtitan_scape import device
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.data import prepared as prepared_data
+from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.indexed import PairWriter
+from torchtitan_scape.data.manifest import Manifest, tokenizer_facts
+from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split
+from torchtitan_scape.data.validation_batches import by_rows, validation_batches
 
-device.prepare()  # before anything of TorchTitan is imported
-
-
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data import BYTE_TOKENIZER  # noqa: E402
-from torchtitan_scape.data import prepared as prepared_data  # noqa: E402
-from torchtitan_scape.data.datasets import build_dataloader  # noqa: E402
-from torchtitan_scape.data.indexed import PairWriter  # noqa: E402
-from torchtitan_scape.data.manifest import Manifest, tokenizer_facts  # noqa: E402
-from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split  # noqa: E402
-from torchtitan_scape.data.validation_batches import by_rows, validation_batches  # noqa: E402
-
-S = 4  # of a sequence
-N = 61  # samples
+S = 4  # Sequence length.
+N = 61  # Number of samples.
 
 
 def split(tokens: int = N * S + 2) -> Split:
-    """Tokens that count up, in three shards."""
+    """Consecutive tokens in three shards."""
     ids = np.arange(tokens, dtype=np.uint16)
     return Split([("a", ids[:50]), ("b", ids[50:51]), ("c", ids[51:])], "digest", 60_000)
 
@@ -45,7 +40,7 @@ def reader(rank: int, world: int, batch: int = 2, **options: Any) -> PreparedDat
 
 
 def samples(labels: torch.Tensor) -> list[int]:
-    """Sample i has the tokens from i S on."""
+    """Return the sample numbers: sample i has the tokens from i S."""
     assert torch.equal(labels, labels[:, :1] + torch.arange(S))
     return [(first - 1) // S for first in labels[:, 0].tolist()]
 
@@ -54,7 +49,7 @@ def samples(labels: torch.Tensor) -> list[int]:
 
 
 def literal_permutation(n: int, key: tuple[int, ...]) -> list[int]:
-    """Four Feistel rounds on pairs of digits, one number after the other."""
+    """Compute four Feistel rounds on pairs of digits, one number at a time."""
     bits = 2**64
     side = next(side for side in range(1, n + 1) if side * side >= n)
     digest = hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
@@ -81,29 +76,29 @@ def literal_permutation(n: int, key: tuple[int, ...]) -> list[int]:
 
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 5))
-def test_the_order_is_a_permutation_as_written_down(n: int, seed: int, number: int) -> None:
+def test_the_order_is_the_documented_permutation(n: int, seed: int, number: int) -> None:
     found = Permutation(n, seed, number)(np.arange(n)).tolist()
     assert found == literal_permutation(n, (seed, number))
     assert sorted(found) == list(range(n))
 
 
-def test_orders_differ_by_pass_and_seed_and_leave_little_in_place() -> None:
+def test_orders_differ_by_pass_and_seed() -> None:
     n = 10_000
     orders = [Permutation(n, *key)(np.arange(n)) for key in ((0, 0), (0, 1), (1, 0))]
     for one, other in itertools.combinations([np.arange(n), *orders], 2):
         assert (one == other).sum() < 10  # one on average
     for order in orders:
-        # Neighbours are as far apart as of independent places: a third of n on average.
+        # The distance of neighbors is that of independent positions: a third of n on average.
         assert abs(np.abs(np.diff(order)).mean() / n - 1 / 3) < 0.02
     few = Permutation(n, 0, 0)(np.array([7, 9_999, 3]))
     assert few.tolist() == orders[0][[7, 9_999, 3]].tolist()
 
 
-# The deal
+# Assignment to readers
 
 
 def steps(readers: list[PreparedDataLoader], n: int) -> list[list[int]]:
-    """The samples of each of n global batches, sorted."""
+    """Return the sorted samples of each of n global batches."""
     iterators = [iter(one) for one in readers]
     found = []
     for _ in range(n):
@@ -115,25 +110,25 @@ def steps(readers: list[PreparedDataLoader], n: int) -> list[list[int]]:
     return found
 
 
-def handed_on(old: list[PreparedDataLoader], new: list[PreparedDataLoader]) -> list[PreparedDataLoader]:
+def resumed(old: list[PreparedDataLoader], new: list[PreparedDataLoader]) -> list[PreparedDataLoader]:
     states = [json.loads(json.dumps(one.state_dict())) for one in old]
     assert all(state == states[0] for state in states)
     for one in new:
         assert one.saved_state(len(old)).keys() == states[0].keys()
-        assert "samples were read" in one.load_old(states)
+        assert "continuing after" in one.load_old(states)
     return new
 
 
 def test_global_batches_are_the_same_for_every_number_of_ranks() -> None:
-    """2 -> 3 -> 2 ranks, then one that plays six replicas, other micro-batches, over more than three passes."""
+    """2 -> 3 -> 2 ranks, then one with six simulated replicas and other micro-batches, over more than three passes."""
     expected = steps([reader(0, 1, 12)], 18)
     readers = [reader(rank, 2) for rank in range(2)]
     found = steps(readers, 5)
-    readers = handed_on(readers, [reader(rank, 3) for rank in range(3)])
+    readers = resumed(readers, [reader(rank, 3) for rank in range(3)])
     found += steps(readers, 2)
-    readers = handed_on(readers, [reader(rank, 2, 1) for rank in range(2)])
+    readers = resumed(readers, [reader(rank, 2, 1) for rank in range(2)])
     found += steps(readers, 6)
-    readers = handed_on(readers, [reader(0, 1, 1, simulated=6, each=2)])
+    readers = resumed(readers, [reader(0, 1, 1, simulated=6, each=2)])
     found += steps(readers, 5)
     assert found == expected
     # Every sample once a pass.
@@ -142,7 +137,7 @@ def test_global_batches_are_the_same_for_every_number_of_ranks() -> None:
     assert max(Counter(flat).values()) <= math.ceil(18 * 12 / N)
 
 
-def test_a_rank_reads_its_rows_of_the_deal_and_simulated_replicas_read_as_ranks() -> None:
+def test_ranks_and_simulated_replicas_read_their_assigned_rows() -> None:
     places = Permutation(N, 5, 0)(np.arange(N)).tolist()
     for rank in range(3):
         batches = iter(reader(rank, 3, 2, seed=5))
@@ -158,43 +153,43 @@ def test_a_rank_reads_its_rows_of_the_deal_and_simulated_replicas_read_as_ranks(
                 assert torch.equal(next(batches)[1], next(one)[1])
 
 
-def test_batches_are_tokens_and_the_next_ones() -> None:
+def test_labels_are_the_inputs_shifted_by_one() -> None:
     inputs, labels = next(iter(reader(0, 1)))
     assert inputs["input"].shape == labels.shape == (2, S)
     assert inputs["input"].dtype == labels.dtype == torch.int64
     assert torch.equal(inputs["input"] + 1, labels)
 
 
-def test_so_many_passes_in_whole_steps() -> None:
+def test_a_limited_number_of_passes_in_complete_steps() -> None:
     readers = [reader(rank, 2, passes=2) for rank in range(2)]
     batches = [list(one) for one in readers]
     assert [len(of) for of in batches] == [10 * 3, 10 * 3]  # 122 samples are ten batches of 12
     assert readers[0].consumed == 120
-    more = handed_on(readers, [reader(0, 1, passes=2), reader(0, 1, passes=3)])
+    more = resumed(readers, [reader(0, 1, passes=2), reader(0, 1, passes=3)])
     assert list(more[0]) == [] and len(list(more[1])) == 5 * 6
 
 
-def test_a_position_in_the_middle_of_a_block_goes_on(tokenizer: Any) -> None:
+def test_resuming_from_the_middle_of_a_chunk(tokenizer: Any) -> None:
     first = reader(1, 2)
     batches = iter(first)
     for _ in range(9):
         next(batches)
-    again = handed_on([first], [reader(1, 2)])[0]
+    again = resumed([first], [reader(1, 2)])[0]
     for (_, one), (_, other) in zip(itertools.islice(batches, 50), again, strict=False):
         assert torch.equal(one, other)
     assert first.consumed == 59 // 3 * 12
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_data_and_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="have 61 samples of 4 tokens in this split, fewer than a global batch of 64"):
         PreparedDataLoader(split(), 16, S, world=2, each=2)
     state = reader(0, 1).state_dict()
-    for old, new, what in (
-        ('"digest"', '"other"', "of which data is other, here it is digest"),
-        ('"seq_len": 4', '"seq_len": 8', "of which seq_len is 8, here it is 4"),
-        ('"format": 1', '"format": 2', "of which format is 2"),
+    for old, new, message in (
+        ('"digest"', '"other"', "with data = other, but this run has digest"),
+        ('"seq_len": 4', '"seq_len": 8', "with seq_len = 8, but this run has 4"),
+        ('"format": 1', '"format": 2', "with format = 2"),
     ):
-        with pytest.raises(ValueError, match=what):
+        with pytest.raises(ValueError, match=message):
             reader(0, 1).load_state_dict({"position": state["position"].replace(old, new)})
     for text in ("", "[]", "{}", state["position"].replace('"consumed": 0', '"consumed": -1')):
         with pytest.raises(ValueError, match=r"is not readable; .*exclude_from_loading=dataloader"):
@@ -208,7 +203,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def prepared(folder: Path, tokenizer: Any, tokens: int = 200, validation: int = 38) -> Path:
-    """Two shards for training and one for validation, of bytes."""
+    """Write two shards for training and one for validation, of bytes."""
     (folder / "parts").mkdir(parents=True)
     facts = tokenizer_facts(BYTE_TOKENIZER, tokenizer)
     shards = []
@@ -232,10 +227,10 @@ def config_of(path: Path, **validation: Any) -> JobConfig:
     return config
 
 
-def test_prepared_data_are_read_and_a_run_goes_on_as_configured(tmp_path: Path, tokenizer: Any) -> None:
+def test_prepared_data_are_read_and_resumed(tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(prepared(tmp_path / "data", tokenizer))
     config.training.global_batch_size, config.debug.seed = 12, 7
-    config.training.dataloader.pin_memory = True  # where there is something to pin it for
+    config.training.dataloader.pin_memory = True  # Effective only with an accelerator.
     loader = build_dataloader(2, 1, tokenizer, config)
     assert isinstance(loader, PreparedDataLoader)
     assert (loader.samples, loader.each, loader.seed, loader.data.bytes_per_token) == (34, 2, 7, 3.0)
@@ -250,7 +245,7 @@ def test_prepared_data_are_read_and_a_run_goes_on_as_configured(tmp_path: Path, 
     assert next(iter(loader))[1].shape == (3, 8)
 
 
-def test_a_pair_of_megatrons_is_read(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_megatron_pair_is_read(tmp_path: Path, tokenizer: Any) -> None:
     documents = [[i % 250 for i in range(n)] for n in (5, 40, 3)]
     config = config_of(literal(tmp_path / "my.data", documents), dataset="standard_library_validation")
     loader = build_dataloader(1, 0, tokenizer, config)
@@ -292,10 +287,10 @@ def _tokenizer(folder: Path) -> None:
     [
         (lambda f, c: _lost(f), r"the prepared data are damaged: .*train-00001\.bin is missing"),
         (lambda f, c: _cut(f), r"damaged: .*train-00001\.idx has 5 bytes, 62 expected"),
-        (lambda f, c: _unfinished(f), r"has no manifest\.json: it holds no prepared data, or they are unfinished"),
+        (lambda f, c: _unfinished(f), r"has no manifest\.json: it contains no prepared data, or they are unfinished"),
         (lambda f, c: _no_json(f), r"manifest\.json cannot be read"),
         (lambda f, c: _without_digest(f), r"manifest\.json cannot be read \(its tokenizer lacks digest\)"),
-        (lambda f, c: _tokenizer(f), "with another tokenizer than that in .*: its entries is 300, not 258"),
+        (lambda f, c: _tokenizer(f), "with another tokenizer than the one in .*: its entries is 300, not 258"),
         (lambda f, c: setattr(c.data, "border", "eos"), "set .data. border = 'bos_eos', or .* --border eos"),
         (lambda f, c: setattr(c.training, "dataset_path", None), "training.dataset_path: dataset 'prepared' needs"),
         (
@@ -306,7 +301,7 @@ def _tokenizer(folder: Path) -> None:
         (lambda f, c: setattr(c.training, "local_batch_size", 40), "34 samples of 8 tokens .* global batch of 40"),
     ],
 )
-def test_data_that_do_not_fit_are_one_line(change: Any, message: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_mismatched_data_are_one_line(change: Any, message: str, tmp_path: Path, tokenizer: Any) -> None:
     folder = prepared(tmp_path / "data", tokenizer)
     config = config_of(folder)
     change(folder, config)
@@ -315,7 +310,7 @@ def test_data_that_do_not_fit_are_one_line(change: Any, message: str, tmp_path: 
     assert "\n" not in str(error.value)
 
 
-def test_many_shards_may_be_open_and_one_that_may_not_be_read_is_one_line(
+def test_many_shards_can_be_open_and_an_unreadable_one_is_one_line(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -343,7 +338,7 @@ def test_many_shards_may_be_open_and_one_that_may_not_be_read_is_one_line(
 def test_a_pair_has_no_splits(other: str, tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(literal(tmp_path / "pair", [[1] * 100]), enable=True)
     config.validation.dataset_path = f"{config.training.dataset_path}{other}"
-    with pytest.raises(ValueError, match=r"is a pair, which has no splits: give validation a pair of its own"):
+    with pytest.raises(ValueError, match=r"is a pair, which has no splits: use a separate pair"):
         build_dataloader(1, 0, tokenizer, config)
 
 
@@ -366,12 +361,12 @@ def test_a_whole_split_is_read_in_equal_shares(world: int, simulated: int, tmp_p
     assert rows(found[0]) == rows(found[0])
 
 
-def test_so_many_batches_or_all_of_text(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_number_of_batches_or_all_text(tmp_path: Path, tokenizer: Any) -> None:
     folder = prepared(tmp_path / "data", tokenizer)
     two = [validation_batches(config_of(folder, steps=1), 2, rank, tokenizer, 1) for rank in range(2)]
     whole = rows(validation_batches(config_of(folder), 1, 0, tokenizer, 1))
     assert [rows(one) for one in two] == [whole[:3], whole[3:6]]
-    with pytest.raises(ValueError, match=r"has 9 samples of 4 tokens, and validation\.steps = 2 wants 12"):
+    with pytest.raises(ValueError, match=r"has 9 samples of 4 tokens, and validation\.steps = 2 needs 12"):
         validation_batches(config_of(folder, steps=2), 2, 0, tokenizer, 1)
     with pytest.raises(ValueError, match="less than one sequence for each of 10 readers"):
         validation_batches(config_of(folder), 10, 0, tokenizer, 1)
@@ -388,7 +383,7 @@ def test_so_many_batches_or_all_of_text(tmp_path: Path, tokenizer: Any) -> None:
 def test_the_loss_of_a_whole_split_is_the_mean_over_its_tokens() -> None:
     batches = [torch.arange(6.0).view(3, 2), torch.tensor([[9.0, 11.0]])]
     loss = by_rows(lambda predictions, labels: predictions.sum(), [3, 1])
-    # As TorchTitan does: the mean of batches' means.
+    # TorchTitan's mean of the batches' means.
     means = [loss(batch, batch) / batch.numel() for batch in batches]
     assert float(sum(means) / 2) == pytest.approx(float(torch.cat(batches).mean()))
     plain = lambda predictions, labels: predictions  # noqa: E731

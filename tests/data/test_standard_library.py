@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_every_reading_gives_the_same_corpus(corpus: standard_library.Corpus) -> None:
-    random.seed(1)  # the shuffle has a generator of its own
+    random.seed(1)  # The shuffle has its own generator.
     assert standard_library.read_corpus.__wrapped__() == corpus
     assert standard_library.corpus_digest() == corpus.digest
     assert len(corpus.digest) == 12
@@ -51,7 +51,7 @@ def test_validation_is_a_twentieth_and_documents_are_small(corpus: standard_libr
 
 
 def test_documents_are_shuffled(corpus: standard_library.Corpus) -> None:
-    """Replicas read contiguous parts: in file order each would train on other modules."""
+    """Replicas read contiguous ranges; in file order each would train on different modules."""
     sources = standard_library.read_sources(Path(sysconfig.get_path("stdlib")))
     in_order = [piece for path in corpus.train_files for piece in standard_library.cut(sources[path])]
     assert sorted(in_order) == sorted(corpus.train)
@@ -69,7 +69,7 @@ def test_data_sets_are_in_memory(corpus: standard_library.Corpus) -> None:
 
 
 @given(st.text(alphabet=st.sampled_from("ab\n\f\r\u2028é"), max_size=60), st.integers(1, 20))
-def test_cuts_join_to_the_text(text: str, max_bytes: int) -> None:
+def test_concatenated_slices_equal_the_text(text: str, max_bytes: int) -> None:
     pieces = list(standard_library.cut(text, max_bytes))
     assert "".join(pieces) == text
     for piece in pieces:

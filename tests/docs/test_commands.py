@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
+from tests.methods import test_contract
 from tests.pool import Pool
-from tests.sync import test_contract
 from topology.links import SCHEMA, Links
 from topology.machines import get_machine
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.sync.registry import METHODS, Entry
+from torchtitan_scape.methods.registry import METHODS, MethodEntry
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]
@@ -93,7 +93,7 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 def check_run(command: Command) -> None:
     """A recipe and what overrides it: known keys, values that fit, ranks that can be laid out."""
-    from torchtitan_scape.train import layout_of
+    from torchtitan_scape.trainer.layout import layout_of
 
     recipes = command.variables.get("CONFIG_FILE", "train_configs/embedded.toml").split(",")
     given = ",".join(str(ROOT / recipe) for recipe in recipes)
@@ -162,11 +162,11 @@ def test_the_planner_answers(command: Command, tmp_path: Any, monkeypatch: pytes
     levels = Links.from_machine(get_machine("frontier")).levels
     stored = {name: {"latency": link.latency, "bandwidth": link.bandwidth} for name, link in levels.items()}
     (tmp_path / "links.json").write_text(json.dumps({"schema": SCHEMA, "memory_bandwidth": 1e12, "levels": stored}))
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as output:
         assert main(command.arguments[2:]) == 0
     # Of Frontier's links, where dense gradients hide behind the backward pass, as the page says.
     answer = "not 1.5 x" if "--shard-axis" in command.arguments else "Compress: no"
-    assert answer in told.getvalue() or "--paper" in command.arguments
+    assert answer in output.getvalue() or "--paper" in command.arguments
 
 
 def test_the_bytes_of_the_kernels_are_those_that_the_script_tells(tmp_path: Any) -> None:
@@ -247,13 +247,13 @@ def test_the_python_of_a_page_runs(page: str, pool2: Pool) -> None:
 
 
 def test_there_is_python_to_run() -> None:
-    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/recipes.md", "docs/adding_a_method.md"}
+    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/own_loop.md", "docs/adding_a_method.md"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
     """With the very lines that the page would add to the registry and to the contract."""
-    scope: dict[str, Any] = {"__name__": "page", "Entry": Entry, "Case": test_contract.Case}
+    scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
     exec(blocks("docs/adding_a_method.md", "python")[0], scope)
     registry, contract = (
         code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."

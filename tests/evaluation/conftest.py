@@ -1,4 +1,4 @@
-"""A little model of each family as a folder, tasks of a few local documents, and the harness's registry."""
+"""Exported small models of each family, tasks with a few local documents, and the harness's registry."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-# What needs TorchTitan is imported later: this file is read before the device is decided.
+# Imports of TorchTitan are local, because this file is read before the device is selected.
 FAMILIES = {
     "llama": [],
     "gpt2": ["--model.name=gpt2", "--model.flavor=tiny", "--training.seq_len=96", "--data.border=eos"],
@@ -20,7 +20,7 @@ CHOICES: list[dict[str, Any]] = [
     {"q": "Up is not", "choices": ["a side", "down"], "gold": 1},
 ]
 CLOZES = ["A dog has four legs", "It rains cats and dogs", "def f(x): return x"]
-# The first is longer than any sequence of the training.
+# The first text is longer than a training sequence.
 TEXTS = ["import os\n" * 30 + "print(os.sep)", "short", "é ü, and more of it"]
 TASKS = {
     "local_choice": (
@@ -45,11 +45,11 @@ TASKS = {
 
 @pytest.fixture(scope="session")
 def model_of() -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
-    """The model of a family with weights that were drawn, and these by name."""
+    """Factory of a family's model with random weights, and the weights by name."""
     from tests.test_training import RECIPE
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.huggingface.check import filled
-    from torchtitan_scape.specs import whole_model
+    from torchtitan_scape.trainer.specs import whole_model
 
     def model_of(family: str) -> tuple[Any, dict[str, Tensor]]:
         spec, args, model = whole_model(parse([*RECIPE, *FAMILIES[family]]))
@@ -65,7 +65,7 @@ def model_of() -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, model_of: Any) -> dict[str, Path]:
-    """A folder of each family."""
+    """An exported folder of each family."""
     import torch.distributed.checkpoint as dcp
 
     from tests.test_training import RECIPE
@@ -89,7 +89,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, model_of: Any) -> dict[st
 
 @pytest.fixture(scope="session")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `TASKS`, and one whose data nobody has."""
+    """A folder with `TASKS`, and a task whose data do not exist."""
     folder = tmp_path_factory.mktemp("tasks")
     for name, (kind, rest, rows) in TASKS.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -104,7 +104,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def registry() -> Any:
-    """All tasks of the harness, and ours."""
+    """Task manager with all tasks of the harness and of this project."""
     pytest.importorskip("lm_eval", reason="the extra eval, with the lm-evaluation-harness, is not installed")
     from lm_eval.tasks import TaskManager
 

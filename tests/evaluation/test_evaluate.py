@@ -1,4 +1,4 @@
-"""Scores of little models are what their logits say, on one process and on two; what is wrong is told in one line."""
+"""Scores of small models follow from their logits, on one process and on two; errors are one line."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def given(model: Path, tasks: str, local: Path, *more: str) -> list[str]:
 
 
 def evaluate(arguments: list[str], output: Path) -> dict[str, Any]:
-    """The document of a run."""
+    """Return the document of an evaluation."""
     assert main([*arguments, "--output", str(output)]) == 0
     (path,) = output.glob("*.json")
     assert path.with_suffix(".md").is_file()
@@ -41,7 +41,7 @@ def evaluate(arguments: list[str], output: Path) -> dict[str, Any]:
 
 
 class Ours:
-    """Log-likelihoods from the logits of our own model, a byte a token."""
+    """Log-likelihoods from the logits of this project's model, with one token per byte."""
 
     def __init__(self, model: torch.nn.Module, family: str) -> None:
         self.model, self.entries = model, 258 if family == "gpt2" else 260
@@ -54,7 +54,9 @@ class Ours:
         return ids
 
     def of(self, inputs: list[int], targets: list[int]) -> tuple[float, bool]:
-        """Of the targets, which end one token after the inputs; and whether each was the first choice."""
+        """Return the log-likelihood of the targets, which end one token after the inputs, and whether all were most
+        likely.
+        """
         with torch.no_grad():
             logits: Tensor = self.model(torch.tensor([inputs[-self.length :]]))[0, -len(targets) :, : self.entries]
         wanted = torch.tensor(targets)
@@ -66,7 +68,9 @@ class Ours:
         return self.of(whole[:-1], self.tokens(rest))
 
     def whole(self, text: str) -> float:
-        """In windows, each behind as much of the text as fits; the first behind what stood in front of texts."""
+        """Return the log-likelihood in windows, each with as much preceding text as fits; the first starts with the
+        border.
+        """
         start = [0 if self.bos else 1]
         tokens = start + self.tokens(text)
         ends = [*range(self.length, len(tokens) - 1, self.length), len(tokens) - 1]
@@ -123,16 +127,16 @@ def test_likelihoods_of_a_bf16_model_are_fp32(
     found = evaluate(given(folder, "local_cloze", local), tmp_path / "scores")
     assert found["dtype"] == "bfloat16"
     total = len(CLOZES) * math.log(found["results"]["local_cloze"]["perplexity"]["value"])
-    assert total > 4 * len(CLOZES)  # beyond 4 BF16 numbers are multiples of 1/32, and so are sums
+    assert total > 4 * len(CLOZES)  # Above 4, BF16 numbers and their sums are multiples of 1/32.
     assert abs(32 * total - round(32 * total)) > 1e-3
 
 
-def test_a_limited_group_says_so(exported: dict[str, Path], local: Path, tmp_path: Path, harness: None) -> None:
+def test_a_limited_group_is_marked(exported: dict[str, Path], local: Path, tmp_path: Path, harness: None) -> None:
     found = evaluate(given(exported["gpt2"], "local,standard_library_validation", local, "--limit=2"), tmp_path)
     assert found["shown"] == ["local_choice", "local_rolling", "standard_library_validation"]
     assert found["limit"] == 2 and set(found["documents"].values()) == {2}
-    told = (tmp_path / "local+standard_library_validation-limit2.md").read_text()
-    assert "the first 2 documents of each task alone" in told and "| local_choice | acc_norm |" in told
+    error_line = (tmp_path / "local+standard_library_validation-limit2.md").read_text()
+    assert "only the first 2 documents of each task" in error_line and "| local_choice | acc_norm |" in error_line
 
 
 def rank(arguments: list[str]) -> int:
@@ -156,8 +160,8 @@ def test_two_processes_share_the_documents(
             assert found["results"][task][metric]["value"] == pytest.approx(both["value"], rel=1e-4), (task, metric)
 
 
-def told(arguments: list[str], capsys: Any) -> str:
-    """What stands on stderr of a command that is refused: one line."""
+def error_line(arguments: list[str], capsys: Any) -> str:
+    """Return the single line on stderr of a refused command."""
     capsys.readouterr()
     assert main(arguments) == 2
     err: str = capsys.readouterr().err
@@ -165,12 +169,12 @@ def told(arguments: list[str], capsys: Any) -> str:
     return err
 
 
-def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_without_an_export_is_one_line(exported: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_text('{"model_type": "llama"}')
     for folder in ("half", "nowhere"):
-        said = told(["run", "--model", str(tmp_path / folder), "--tasks", "piqa"], capsys)
-        assert folder in said and "python -m torchtitan_scape.export" in said
+        message = error_line(["run", "--model", str(tmp_path / folder), "--tasks", "piqa"], capsys)
+        assert folder in message and "python -m torchtitan_scape.export" in message
     own = ["run", "--model", str(exported["llama"])]
     (tmp_path / "scores").mkdir()
     (tmp_path / "scores" / "piqa.json").write_text('{"model": "another"}')
@@ -183,40 +187,43 @@ def test_what_is_no_export_is_told_in_one_line(exported: dict[str, Path], tmp_pa
         (["--tasks", "piqa", "--output", str(tmp_path / "scores")], "piqa.json has the scores of another"),
     ):
         if not {"--limit", "--output"} & {*more} or importlib.util.find_spec("lm_eval"):
-            assert word in told([*own, *more], capsys)
+            assert word in error_line([*own, *more], capsys)
     assert not (exported["llama"] / "evaluation").exists()
 
 
-def test_without_the_extra_there_is_the_command(exported: dict[str, Path], capsys: Any) -> None:
+def test_without_the_extra_the_error_names_the_command(exported: dict[str, Path], capsys: Any) -> None:
     find = importlib.util.find_spec
     with patch("torchtitan_scape.evaluate.find_spec", lambda name: None if name == "lm_eval" else find(name)):
         for command in (["run", "--model", str(exported["llama"])], ["fetch"]):
-            assert "pip install -e '.[eval]'" in told([*command, "--tasks", "piqa"], capsys)
+            assert "pip install -e '.[eval]'" in error_line([*command, "--tasks", "piqa"], capsys)
 
 
-def test_unknown_tasks_and_missing_data_are_told_in_one_line(
+def test_unknown_tasks_and_missing_data_are_one_line(
     exported: dict[str, Path], local: Path, registry: Any, capsys: Any
 ) -> None:
     from torchtitan_scape.evaluation import harness
 
     small = harness.TaskManager
     with patch.object(harness, "TaskManager", lambda **given: small(**given) if len(given) > 1 else registry):
-        assert "near it are piqa" in told(given(exported["llama"], "piqqa", local), capsys)
-    said = told(given(exported["llama"], "local_choice,local", local), capsys)
-    assert "'local_choice' is in local_choice and in local; leave one out" in said
-    said = told(given(exported["llama"], "far_away", local), capsys)
-    assert "nobody/nothing has not been fetched" in said and f"fetch --tasks far_away --include-path {local}," in said
+        assert "similar names are piqa" in error_line(given(exported["llama"], "piqqa", local), capsys)
+    message = error_line(given(exported["llama"], "local_choice,local", local), capsys)
+    assert "'local_choice' is in local_choice and in local; omit one" in message
+    message = error_line(given(exported["llama"], "far_away", local), capsys)
+    assert (
+        "nobody/nothing has not been fetched" in message
+        and f"fetch --tasks far_away --include-path {local}," in message
+    )
     with patch("torchtitan_scape.data.hub.unreachable", lambda: "no network"):
-        said = told(["fetch", "--tasks", "far_away", "--include-path", str(local)], capsys)
-    assert "nobody/nothing: the hub cannot be reached (no network)" in said
+        message = error_line(["fetch", "--tasks", "far_away", "--include-path", str(local)], capsys)
+    assert "nobody/nothing: the hub cannot be reached (no network)" in message
     assert main(["fetch", "--tasks", "local", "--include-path", str(local)]) == 0
     assert "local_choice: 3 documents" in capsys.readouterr().out
-    with patch.dict(os.environ, LOCAL_RANK="1"):  # it is told once on a host
+    with patch.dict(os.environ, LOCAL_RANK="1"):  # Printed once per host.
         assert main(given(exported["llama"], "far_away", local)) == 2
     assert capsys.readouterr().err == "" and not (exported["llama"] / "evaluation").exists()
 
 
-def test_weights_that_are_missing_are_not_drawn(
+def test_missing_weights_are_refused(
     exported: dict[str, Path], local: Path, tmp_path: Path, capsys: Any, harness: None
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -226,13 +233,13 @@ def test_weights_that_are_missing_are_not_drawn(
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert "missing keys" in told(given(tmp_path, "local_cloze", local), capsys)
+    assert "missing keys" in error_line(given(tmp_path, "local_cloze", local), capsys)
     tensors["model.norm.weight"] = torch.ones(3)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert "mismatched keys" in told(given(tmp_path, "local_cloze", local), capsys)
+    assert "mismatched keys" in error_line(given(tmp_path, "local_cloze", local), capsys)
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(1000)
-    assert f"the weights in {tmp_path} cannot be read" in told(given(tmp_path, "local_cloze", local), capsys)
+    assert f"the weights in {tmp_path} cannot be read" in error_line(given(tmp_path, "local_cloze", local), capsys)
 
 
 def test_generating_more_than_a_sequence_is_refused(
@@ -241,5 +248,5 @@ def test_generating_more_than_a_sequence_is_refused(
     text = (local / "local_cloze.yaml").read_text().partition("metric_list")[0]
     text = text.replace("local_cloze\n", "long\n").replace("type: loglikelihood", "type: generate_until")
     (tmp_path / "long.yaml").write_text(f"{text}metric_list: [{{metric: exact_match}}]\n")
-    said = told(given(exported["gpt2"], "long", tmp_path), capsys)
-    assert "long generates 256 tokens; a sequence of this model has 96" in said
+    message = error_line(given(exported["gpt2"], "long", tmp_path), capsys)
+    assert "long generates 256 tokens; a sequence of this model has 96" in message

@@ -1,4 +1,4 @@
-"""docs/evaluation.md leads from nothing to a score: its first three commands, as they stand there."""
+"""The first three commands of docs/evaluation.md lead to a score."""
 
 import json
 import os
@@ -31,6 +31,6 @@ def test_three_commands_lead_to_a_score(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     scores = tmp_path / "outputs/embedded/export/evaluation/standard_library_validation.json"
     found = json.loads(scores.read_bytes())["results"]["standard_library_validation"]
-    # A byte of this text is worth 8 bits untrained; a run of 200 steps has learned its alphabet and more.
+    # An untrained model needs 8 bits per byte; 200 steps reduce this.
     assert 1.0 < found["bits_per_byte"]["value"] < 4.0
     print(done.stdout)

@@ -1,4 +1,4 @@
-"""The papers' tasks have the harness's names, and their figures stand beside what was found."""
+"""Names of the papers' tasks in the harness, and the papers' figures in the table."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ PAPERS: list[dict[str, Any]] = json.loads(Path(report.__file__).with_name("paper
 
 
 def test_the_papers_tasks_are_registered(registry: Any) -> None:
-    """With the pinned version, whose functions load with the pinned transformers; without examples in the prompt."""
+    """With the pinned version, whose functions load with the pinned transformers; without in-context examples."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     from torchtitan_scape.evaluation.harness import members, parts, sources
@@ -28,7 +28,7 @@ def test_the_papers_tasks_are_registered(registry: Any) -> None:
     for name in ("scape_paper", "radius_paper", "wikitext"):
         for part in parts(registry, name):
             assert part in index, part
-            if part.startswith("mmlu_") or index[part].yaml_path is None:  # 57 of one form; a tag
+            if part.startswith("mmlu_") or index[part].yaml_path is None:  # 57 similar tasks; a tag.
                 continue
             config = load_yaml(index[part].yaml_path)
             assert config.get("num_fewshot") in (None, 0), part
@@ -67,11 +67,15 @@ def test_the_table_has_the_papers_columns() -> None:
         **{"limit": None, "versions": {"lm_eval": "0"}, "results": results, "shown": list(results)},
         "documents": {"lambada_openai": 5153},
     }
-    told = report.table(document)
-    assert "| Radius, GPT-355M: AdamW |" in told and "SCAPE, GPT-345M: SCAPE 0.01" in told and "Llama" not in told
-    assert "| lambada_openai | acc | 50.00 | 1.00 | 5153 | - | - | - | - | 43.12 |" in told
-    assert "| lambada_openai | perplexity | 12.50 | - | 5153 | - | - | - | - | 16.00 |" in told
-    assert "| own | acc,strict | 100.00 | - | - | - | - | - | - | - |" in told
+    markdown = report.table(document)
+    assert (
+        "| Radius, GPT-355M: AdamW |" in markdown
+        and "SCAPE, GPT-345M: SCAPE 0.01" in markdown
+        and "Llama" not in markdown
+    )
+    assert "| lambada_openai | acc | 50.00 | 1.00 | 5153 | - | - | - | - | 43.12 |" in markdown
+    assert "| lambada_openai | perplexity | 12.50 | - | 5153 | - | - | - | - | 16.00 |" in markdown
+    assert "| own | acc,strict | 100.00 | - | - | - | - | - | - | - |" in markdown
     assert "SCAPE" not in report.table({**document, "shown": ["own"]})
 
 

@@ -31,7 +31,7 @@ from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 
 SMOKE, DEVICE = os.environ["SCAPE_GPU_TESTS"] == "smoke", "cuda" if torch.cuda.is_available() else "cpu"
 BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device=DEVICE, columns=(2400, 5, 1, 8), keeps=0.5)
@@ -121,7 +121,7 @@ def start(collectives: ReplicaCollectives | None = None, **options: Any) -> tupl
 
 
 def unpacked(optimizer: Scape) -> Tensor:
-    bits = optimizer.masks.in_use.bits
+    bits = optimizer.method.masks.in_use.bits
     return reference.unpack_bits(bits, 8 * bits.numel())
 
 
@@ -162,11 +162,11 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
         for step in range(STEPS):
             draw(step, collectives.replica, parameters)
             optimizer.step()
-        return [p.detach() for p in parameters], optimizer.passes.storage.flat["state"]
+        return [p.detach() for p in parameters], optimizer.method.passes.storage.flat["state"]
 
     ranks, simulated = run_replicas(2, work), SimulatedReplicas(2)
     for endpoint in simulated.endpoints:
-        endpoint.chunk_entries, endpoint.least_columns = 64, 7
+        endpoint.chunk_entries, endpoint.min_columns = 64, 7
     shared, _ = start(None, **options)
     named = [(f"p{i}", p) for i, p in enumerate(shared)]
     each = simulated.run(lambda i: make_scape(named, lr=1e-2, replicas=simulated.endpoints[i], **options))
@@ -174,13 +174,13 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
         gradients = []
         for replica in range(2):
             draw(step, replica, shared)
-            gradients.append([s.parameter.grad.clone().view(-1) for s in each[replica].ordered])
+            gradients.append([s.parameter.grad.clone().view(-1) for s in each[replica].method.ordered])
         with no_synchronisation():
             simulated.run(lambda i, own=gradients: each[i].step(gradients=own[i]))  # type: ignore[misc]
     for ours, theirs in zip(shared, ranks[0][0], strict=True):
         assert torch.equal(ours.detach(), theirs)
     for optimizer, (_, state) in zip(each, ranks, strict=True):
-        assert torch.equal(optimizer.passes.storage.flat["state"], state)
+        assert torch.equal(optimizer.method.passes.storage.flat["state"], state)
 
 
 @contextmanager
@@ -221,8 +221,8 @@ def test_offload_changes_nothing_and_does_not_wait(update: str, bf16_weights: bo
             draw(step, 0, list(model))
             with no_synchronisation() if step else nullcontext():
                 optimizer.step()
-        assert len(optimizer.passes.storage.windows) == len(offload)
-        state = optimizer.state_dict()["scape"]["tensors"]
+        assert len(optimizer.method.passes.storage.windows) == len(offload)
+        state = optimizer.state_dict()["replica"]["methods"][0]["tensors"]
         results.append([p.detach() * 1.0 for p in model] + [state[k].cpu().clone() for k in sorted(state)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

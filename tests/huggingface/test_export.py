@@ -1,4 +1,4 @@
-"""Checkpoints of little models become folders that transformers loads with the same logits, and come back exactly."""
+"""Exported checkpoints have the same logits in transformers, and importing them is exact."""
 
 import contextlib
 import io
@@ -20,11 +20,11 @@ from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data import standard_library
-from torchtitan_scape.data.datasets import build_tokenizer
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface import families, folder
 from torchtitan_scape.huggingface.check import filled
-from torchtitan_scape.specs import whole_model
+from torchtitan_scape.titan.tokenizer import build_tokenizer
+from torchtitan_scape.trainer.specs import whole_model
 
 GPT2 = ["--model.name=gpt2", "--model.flavor=tiny", "--training.seq_len=96", "--data.border=eos"]
 FULL = "--checkpoint.no-last-save-model-only"
@@ -37,7 +37,9 @@ RUNS = {
 
 
 def train(parent: str) -> None:
-    """Every run, whose last step is saved; of the first two after 20 steps, with `wq` and `wk` times 8 before."""
+    """Train all runs and save their last step; the first two take 20 steps and have `wq` and `wk` scaled by 8
+    before.
+    """
     for name, arguments in RUNS.items():
         sharp = name in ("llama", "gpt2")
         train_one(Path(parent) / name, [*arguments, f"--training.steps={20 if sharp else 4}"], sharp)
@@ -45,7 +47,7 @@ def train(parent: str) -> None:
 
 def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
     from torchtitan_scape.config.parsing import resolve
-    from torchtitan_scape.train import ScapeTrainer
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     given = [f"--job.dump_folder={run}", "--checkpoint.enable", "--validation.freq=20"]
     resolved = resolve([*RECIPE, *arguments, *given, "--checkpoint.interval=20"])
@@ -53,7 +55,7 @@ def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
     save = trainer.checkpointer.save
 
     def sharpened(step: int, last_step: bool = False) -> None:
-        """Attention of fresh weights is even: hardly anything else would show a wrong order of heads or angles."""
+        """Scale `wq` and `wk`: the attention of initial weights is uniform and hides a wrong order of heads."""
         with torch.no_grad():
             for name, parameter in trainer.model_parts[0].named_parameters():
                 if sharp and last_step and name.endswith(("wq.weight", "wk.weight")):
@@ -62,7 +64,7 @@ def train_one(run: Path, arguments: list[str], sharp: bool) -> None:
 
     with patch.object(trainer.checkpointer, "save", sharpened), patch("time.sleep"):
         trainer.train()
-    with trainer.optimizers.model_shown():
+    with trainer.replica_optimizer.shared_weights():
         shown = {name: whole(p).clone() for name, p in trainer.model_parts[0].named_parameters()}
     trainer.close()
     if dist.get_rank() == 0:
@@ -85,20 +87,20 @@ def runs(pool2: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def export(runs: Path, tmp_path: Path, capsys: Any) -> Callable[..., tuple[int, str, Path]]:
-    """(exit code, what was said, folder) of an export of a run."""
+    """Exports a run; returns (exit code, output, folder)."""
 
     def export(name: str, *more: str, checkpoint: str = "latest") -> tuple[int, str, Path]:
         output = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
         given = ["--config", str(runs / name / "resolved.toml"), "--checkpoint", checkpoint, "--output", str(output)]
         code = main([*given, *more])
-        said = capsys.readouterr()
-        return code, said.out + said.err, output
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err, output
 
     return export
 
 
-def told(arguments: list[str]) -> tuple[int, str]:
-    """Exit code, and what went to stderr."""
+def run_main(arguments: list[str]) -> tuple[int, str]:
+    """Return the exit code and the text on stderr."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
         code = main(arguments)
@@ -110,13 +112,11 @@ def tensors(found: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_transformers_has_the_same_logits_and_the_way_back_is_exact(
-    name: str, export: Any, runs: Path, tmp_path: Path
-) -> None:
+def test_logits_of_transformers_agree_and_import_is_exact(name: str, export: Any, runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with patch.object(folder, "MOST_BYTES", 1_000_000):
-        code, said, found = export(name)
-    assert code == 0 and "are ours, to" in said, said
+    with patch.object(folder, "MAX_FILE_BYTES", 1_000_000):
+        code, output, found = export(name)
+    assert code == 0 and "agree to" in output, output
     assert len(list(found.glob("model-*.safetensors"))) > 1 or name == "gpt2"
     config = json.loads((found / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "float32"
@@ -125,7 +125,7 @@ def test_transformers_has_the_same_logits_and_the_way_back_is_exact(
         assert (config["head_dim"], config["intermediate_size"], config["max_position_embeddings"]) == (32, 384, 64)
     else:
         assert (config["n_positions"], config["vocab_size"], config["tie_word_embeddings"]) == (96, 258, True)
-        assert config["bos_token_id"] == config["eos_token_id"] == 1  # what stood in front of every text
+        assert config["bos_token_id"] == config["eos_token_id"] == 1  # The token before every text.
     text = (found / "README.md").read_text()
     assert "| step | 20 |" in text and "| data | standard_library |" in text and "validation loss" in text
     assert f"| tokens | {20 * 2 * 2 * (64 if name == 'llama' else 96):,} |" in text
@@ -142,23 +142,23 @@ def test_transformers_has_the_same_logits_and_the_way_back_is_exact(
 
 
 @pytest.mark.parametrize("name", ["bf16", "diloco"])
-def test_what_was_validated_is_exported(name: str, export: Any, runs: Path) -> None:
+def test_the_validated_weights_are_exported(name: str, export: Any, runs: Path) -> None:
     shown = torch.load(runs / name / "shown.pt")
-    code, said, found = export(name, "--no-check")
-    assert code == 0 and "not compared" in said
+    code, output, found = export(name, "--no-check")
+    assert code == 0 and "not compared" in output
     ours = shown["tok_embeddings.weight"]
     assert torch.equal(tensors(found)["model.embed_tokens.weight"], ours)
-    code, said, found = export(name, "--weights=master", "--no-check")
+    code, output, found = export(name, "--weights=master", "--no-check")
     if name == "diloco":
-        assert code == 2 and "no masters" in said and not found.exists()
+        assert code == 2 and "no masters" in output and not found.exists()
     else:
-        apart = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
-        assert 0 < float(apart) < 1e-2
+        difference = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
+        assert 0 < float(difference) < 1e-2
 
 
 @pytest.mark.slow
-def test_levels_export_what_was_trained(pool4: Pool, tmp_path: Path) -> None:
-    """Their checkpoints have the masters, in slices of all ranks; with a raw update weights are the same bits."""
+def test_three_level_sharding_exports_the_masters(pool4: Pool, tmp_path: Path) -> None:
+    """Their checkpoints contain slices of the masters from all ranks; with a raw update weights have the same bits."""
     run, output = tmp_path / "levels", tmp_path / "export"
     run.mkdir()
     pool4(train_one, run, [*METHODS["adamw"], *on(2, 2, update="float32"), "--training.steps=4"], False, timeout=300)
@@ -168,7 +168,7 @@ def test_levels_export_what_was_trained(pool4: Pool, tmp_path: Path) -> None:
         torch.testing.assert_close(found[f"{theirs}.weight"], ours[f"{name}.weight"], rtol=0, atol=0)
 
 
-def test_the_check_finds_what_is_wrong(export: Any) -> None:
+def test_the_check_detects_errors(export: Any) -> None:
     pytest.importorskip("transformers")
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
@@ -183,16 +183,18 @@ def test_the_check_finds_what_is_wrong(export: Any) -> None:
         ("gpt2", another("gpt2", tie_word_embeddings=False), "lm_head"),
     ):
         with wrong:
-            code, said, found = export(name)
-        assert code == 3 and "nothing was written" in said and word in said and not found.exists()
+            code, output, found = export(name)
+        assert code == 3 and "nothing was written" in output and word in output and not found.exists()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bf16_is_as_near_as_bf16_is(name: str, export: Any, runs: Path) -> None:
-    """Theirs in BF16 is no farther from ours in BF16 than that is from ours in FP32; first choices are equal."""
+def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Path) -> None:
+    """The BF16 logits of both differ by no more than BF16 and FP32 of this project; the most likely tokens are
+    equal.
+    """
     transformers = pytest.importorskip("transformers")
-    code, said, found = export(name, "--dtype=bfloat16")
-    assert code == 0 and "are ours, to" in said  # of the rounded weights, both in FP32
+    code, output, found = export(name, "--dtype=bfloat16")
+    assert code == 0 and "agree to" in output  # The rounded weights, both in FP32.
     config = parse([f"--job.config_file={runs / name / 'resolved.toml'}"])
     spec, args, model = whole_model(config)
     path = runs / name / "checkpoint" / "step-20"
@@ -212,7 +214,7 @@ def test_bf16_is_as_near_as_bf16_is(name: str, export: Any, runs: Path) -> None:
     assert float(same) >= 0.99
 
 
-def test_wrong_input_is_told_in_one_line(export: Any, runs: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> None:
     steps = runs / "llama" / "checkpoint"
     half, other = tmp_path / "half", tmp_path / "study.toml"
     half.mkdir()
@@ -227,16 +229,16 @@ def test_wrong_input_is_told_in_one_line(export: Any, runs: Path, tmp_path: Path
         (["--config", str(other), "--checkpoint", str(steps / "step-20")], ("tok_embeddings.weight", "(4096, 128)")),
         ([*recipe, "--checkpoint", "latest", "--output", str(tmp_path / "there")], ("there exists already",)),
         (["--checkpoint", "latest"], ("--config",)),
-        (["import", *recipe, "--model", str(half)], ("no model", "config.json")),
+        (["import", *recipe, "--model", str(half)], ("not a Hugging Face model", "config.json")),
     ):
         before = sorted(tmp_path.iterdir())
-        code, said = told([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
-        assert code == 2 and said.startswith("export: ") and said.count("\n") == 1, said
-        assert all(word in said for word in words) and sorted(tmp_path.iterdir()) == before
+        code, output = run_main([*given, *([] if "--output" in given else ["--output", str(tmp_path / "new")])])
+        assert code == 2 and output.startswith("export: ") and output.count("\n") == 1, output
+        assert all(word in output for word in words) and sorted(tmp_path.iterdir()) == before
 
 
 def test_a_published_gpt2_is_imported(runs: Path, tmp_path: Path) -> None:
-    """Files of old have keys without "transformer.", and masks; their config.json lacks what came later."""
+    """Old files have keys without "transformer." and masks; their config.json lacks newer keys."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 258, "n_positions": 128, "n_ctx": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
@@ -250,7 +252,7 @@ def test_a_published_gpt2_is_imported(runs: Path, tmp_path: Path) -> None:
     (published / "config.json").write_text(json.dumps(described))
     recipe = ["--config", str(runs / "gpt2" / "resolved.toml"), "--training.seq_len=128"]
     assert main(["import", *recipe, "--model", str(published), "--output", str(back)]) == 0
-    # The check of the export compares our logits with transformers'; here what it wrote is compared with what was read.
+    # The export checks the logits against transformers; this compares the exported folder with the imported one.
     assert main([*recipe, "--checkpoint", str(back), "--output", str(again)]) == 0
     tokens = torch.randint(258, (2, 128), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -259,12 +261,12 @@ def test_a_published_gpt2_is_imported(runs: Path, tmp_path: Path) -> None:
 
 
 def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) -> None:
-    """Theta, and heads, do not show in shapes."""
+    """Theta and the number of heads do not affect shapes."""
     _, _, found = export("llama", "--no-check")
     config = json.loads((found / "config.json").read_text())
     given = ["import", "--config", str(runs / "llama" / "resolved.toml"), "--model", str(found)]
     for change, word in (({"num_attention_heads": 8}, "num_attention_heads"), ({"rope_parameters": None}, "")):
         wrong = config | change | ({"rope_theta": 5e5} if not word else {})
         (found / "config.json").write_text(json.dumps(wrong))
-        code, said = told([*given, "--output", str(tmp_path / "back")])
-        assert code == 2 and (word or "rope_theta = 500000.0") in said, said
+        code, output = run_main([*given, "--output", str(tmp_path / "back")])
+        assert code == 2 and (word or "rope_theta = 500000.0") in output, output

@@ -1,4 +1,4 @@
-"""GPT-2 from its description, on a dictionary of tensors: independent of the product's model."""
+"""GPT-2 implemented from its description on a dictionary of tensors, independent of the product's model."""
 
 import math
 
@@ -16,7 +16,9 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def logits(p: dict[str, Tensor], tokens: Tensor, layers: int, heads: int) -> Tensor:
-    """(batch, sequence) to (batch, sequence, vocabulary): pre-norm blocks, learned positions, a tied head."""
+    """Map tokens (batch, sequence) to (batch, sequence, vocabulary): pre-norm blocks, learned positions, a tied output
+    layer.
+    """
     length = tokens.shape[1]
     h = p["tok_embeddings.weight"][tokens] + p["pos_embeddings.weight"][:length]
     hidden = torch.full((length, length), -math.inf).triu(1)

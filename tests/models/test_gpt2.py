@@ -1,4 +1,4 @@
-"""GPT-2 against its description, on several ranks against one process, and what it counts."""
+"""GPT-2 against its description, several ranks against one process, and its counts of parameters and FLOPs."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,12 +17,12 @@ from torchtitan.components.loss import cross_entropy_loss
 from tests.models.literal import logits
 from tests.pool import Pool
 from tests.test_training import RECIPE
+from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
-from torchtitan_scape.planner.workloads import get_workload
 
 GPT2_RECIPE = [*RECIPE, "--model.name=gpt2", "--model.flavor=tiny"]
 OPS = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-ROWS, LENGTH = 12, 32  # of two micro-batches; 12 sequences go on 1, 2 and 3 ranks
+ROWS, LENGTH = 12, 32  # Of two micro-batches; 1, 2 and 3 ranks divide 12 sequences.
 
 
 def whole_model(rows: int = 260) -> GPT2:
@@ -38,7 +38,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: Any, reader: int = 0, readers: int = 1) -> float:
-    """Of this reader's sequences, in two micro-batches, by the number of all tokens; gradients are left."""
+    """Return the loss of this reader's sequences, in two micro-batches, over the number of all tokens; gradients are
+    kept.
+    """
     total, half = 0.0, ROWS // 2
     for begin in (0, half):
         own = slice(begin + half * reader // readers, begin + half * (reader + 1) // readers)
@@ -50,13 +52,13 @@ def loss_of(model: Any, reader: int = 0, readers: int = 1) -> float:
 
 
 def parallel(arguments: list[str], tensor: int = 1, rows: int = 260) -> tuple[float, dict[str, Tensor]]:
-    """In a rank: the loss of all sequences, and every parameter's whole gradient."""
+    """Return the loss of all sequences, and every parameter's whole gradient. Called on a rank."""
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_scape.parallelize import ReplicaParallelDims
-    from torchtitan_scape.specs import register
-    from torchtitan_scape.sync.shards import plain_name
-    from torchtitan_scape.train import parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.core.parameters import plain_name
+    from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+    from torchtitan_scape.trainer.specs import register
 
     config = parse([*GPT2_RECIPE, *arguments])
     register(config)
@@ -89,14 +91,16 @@ def assert_like_one_process(found: tuple[float, dict[str, Tensor]], rows: int = 
     expected = {name: p.grad for name, p in model.named_parameters()}
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        if name.endswith("wk.bias"):  # moves all scores of a query alike: zero but for rounding
+        if name.endswith("wk.bias"):  # It shifts all scores of a query equally: its gradient is zero up to rounding.
             assert gradients[name].norm() < 1e-6
         else:
             assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_it_is_gpt2() -> None:
-    """All parameters are drawn anew, norms and biases as well: none may be left out. Scores are not even."""
+def test_logits_follow_the_description() -> None:
+    """All parameters are random, norms and biases included, so that none can be ignored; attention scores are
+    uneven.
+    """
     model, generator = whole_model().double(), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,8 +113,8 @@ def test_it_is_gpt2() -> None:
         assert not torch.allclose(model(tokens, backwards), expected, atol=1e-2), "positions that are given are taken"
 
 
-def test_two_ranks_of_shards_and_of_heads_are_one_process(pool2: Pool) -> None:
-    """A table of 321 rows, which two ranks cut unevenly; with recomputation, and without a parallel loss."""
+def test_two_shards_and_two_heads_equal_one_process(pool2: Pool) -> None:
+    """An embedding of 321 rows, uneven on two ranks; with recomputation, and without a parallel loss."""
     no_parallel_loss = "--parallelism.disable_loss_parallel"
     cases: list[dict[str, Any]] = [
         {"arguments": []},
@@ -142,12 +146,12 @@ class Products(TorchDispatchMode):
 
 
 def recomputed(arguments: list[str], theirs: bool = False) -> int:
-    """How many of a model's products a backward pass repeats."""
+    """Return how many of a model's products a backward pass recomputes."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import apply_ac
 
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.models.gpt2_parallel import SAVED, parallelize_gpt2
-    from torchtitan_scape.train import parse
 
     config, model = parse([*GPT2_RECIPE, *arguments]), whole_model()
     if theirs:
@@ -164,13 +168,13 @@ def recomputed(arguments: list[str], theirs: bool = False) -> int:
 
 
 def test_every_second_product_is_recomputed() -> None:
-    """Of two blocks with six."""
+    """Of two blocks with six products each."""
     assert recomputed(["--activation_checkpoint.mode=none"]) == 0
     assert recomputed(["--activation_checkpoint.mode=full"]) == 12
     assert recomputed(OPS) == 6
     assert recomputed(OPS, theirs=True) == 12, "what would be without a list and a policy of our own"
     named = "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.wq"
-    # All four of attention are of its shape; of the other two every second.
+    # All four products of attention have this shape; of the other two every second one is recomputed.
     assert recomputed([*OPS, named]) == 2 * (4 + 1)
 
 
@@ -179,7 +183,7 @@ def test_every_second_product_is_recomputed() -> None:
     [("124M", 124475904, 124439808), ("345M", 354871296, 354823168), ("2.0B", None, None)],
 )
 def test_counts(flavor: str, parameters: int | None, published: int | None) -> None:
-    """Published checkpoints have 50257 rows, and ours 47 more."""
+    """Published checkpoints have 50257 rows, this project's have 47 more."""
     args = GPT2_ARGS[flavor]
     with torch.device("meta"):
         model = GPT2(args)
@@ -191,10 +195,12 @@ def test_counts(flavor: str, parameters: int | None, published: int | None) -> N
         assert total == parameters == published + 47 * args.dim
     if flavor == "345M":
         assert flops == pytest.approx(2.425e9, rel=1e-4)
-        assert get_workload("gpt_345m").flops_per_token() == flops - 6 * 24 * 1024 * 1024  # of causal attention half
+        assert (
+            get_workload("gpt_345m").flops_per_token() == flops - 6 * 24 * 1024 * 1024
+        )  # Causal attention counts half.
 
 
-def test_weights_begin_as_published() -> None:
+def test_initial_weights_are_as_published() -> None:
     model = whole_model()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

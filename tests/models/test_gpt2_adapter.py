@@ -1,4 +1,4 @@
-"""GPT-2's weights as Hugging Face has them: there and back exactly, and the same logits."""
+"""Conversion of GPT-2's weights to and from Hugging Face's format: exact, with the same logits."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ ARGS = GPT2_ARGS["tiny"]
 
 
 def uneven() -> GPT2:
-    """Weights of which none is equal to another; sharp attention, in which a wrong order of heads shows."""
+    """Return a model of distinct weights and sharp attention, in which a wrong order of heads changes the logits."""
     model, generator = whole_model(), torch.Generator().manual_seed(6)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -30,7 +30,7 @@ def uneven() -> GPT2:
     return model
 
 
-def test_there_and_back_is_exact() -> None:
+def test_round_trip_is_exact() -> None:
     ours = dict(uneven().state_dict())
     for adapter in (GPT2StateDictAdapter(ARGS, None), GPT2StateDictAdapter(ARGS, "/nowhere")):
         theirs = adapter.to_hf(ours)
@@ -40,7 +40,7 @@ def test_there_and_back_is_exact() -> None:
         assert back.keys() == ours.keys() and all(torch.equal(back[name], ours[name]) for name in ours)
 
 
-def test_rows_that_the_tokenizer_lacks_are_cut_and_come_back_as_the_mean() -> None:
+def test_rows_beyond_the_tokenizer_are_removed_and_restored_as_the_mean() -> None:
     ours, adapter = dict(uneven().state_dict()), GPT2StateDictAdapter(ARGS, BYTES)
     theirs = adapter.to_hf(ours)
     assert theirs["transformer.wte.weight"].shape == (258, 64)
@@ -57,7 +57,7 @@ def test_rows_that_the_tokenizer_lacks_are_cut_and_come_back_as_the_mean() -> No
 
 
 def test_a_vocabulary_with_gaps_loses_no_row(tmp_path: Path) -> None:
-    """As many rows as tokens would cut the last ones."""
+    """The number of tokens is less than the number of rows needed."""
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 7, "<eos>": 9}, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     ours, adapter = dict(uneven().state_dict()), GPT2StateDictAdapter(ARGS, str(tmp_path))
@@ -66,7 +66,7 @@ def test_a_vocabulary_with_gaps_loses_no_row(tmp_path: Path) -> None:
     assert adapter.entries == tokenizer_facts(tmp_path, HuggingFaceTokenizer(str(tmp_path)))["entries"]
 
 
-def test_older_keys_are_taken_and_a_head_of_its_own_is_not() -> None:
+def test_older_keys_are_accepted_and_an_untied_head_is_refused() -> None:
     ours, adapter = dict(uneven().state_dict()), GPT2StateDictAdapter(ARGS, None)
     old: dict[str, Tensor] = {name.removeprefix("transformer."): v for name, v in adapter.to_hf(ours).items()}
     old |= {"h.0.attn.bias": torch.ones(1, 1, 128, 128).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -94,11 +94,11 @@ def test_transformers_has_the_same_logits(folder: str | None) -> None:
         tokens = batch()[0].clamp(max=adapter.entries - 1)
         expected, found = theirs(tokens).logits, model(tokens)[..., : adapter.entries]
         assert float((found - expected).abs().max()) < 1e-5
-        # Back: what they would save.
+        # The way back, from the state dict of transformers.
         again = GPT2(replace(ARGS, vocab_size=adapter.entries))
         again.load_state_dict(GPT2StateDictAdapter(again.model_args, folder).from_hf(dict(theirs.state_dict())))
         assert torch.equal(again(tokens), found)
-        # A control: heads that are mixed up are seen.
+        # A control: exchanged heads change the logits.
         wq = model.layers["0"].attention.wq
         wq.weight.copy_(wq.weight.view(4, 16, 64).transpose(0, 1).reshape(64, 64))
         assert float((model(tokens)[..., : adapter.entries] - expected).abs().max()) > 1e-2

@@ -1,4 +1,4 @@
-"""GPT-2 in the trainer: equal in every layout, with the methods, resumed to the last bit, and what is foretold."""
+"""GPT-2 in the trainer: equal in every layout, with the methods, exact resuming, and the forecast."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 
 from tests.models.test_gpt2 import OPS
 from tests.pool import Pool, attempts
-from tests.sync.test_simulated import ALONE
+from tests.replica.test_simulated import ALONE
 from tests.test_training import LAYOUTS, METHODS, train
 
 GPT2_TINY = ["--model.name=gpt2", "--model.flavor=tiny"]
@@ -22,7 +22,7 @@ def run(folder: str, arguments: list[str], **more: Any) -> dict[str, Any]:
 
 
 def test_every_layout_is_the_same_run(pool1: Pool, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    """Replicas, shards, shards and heads, and one process that simulates replicas: two micro-batches each."""
+    """Replicas, shards, shards and heads, and one process with simulated replicas, with two micro-batches each."""
     steps = [*METHODS["scape-1"], *BATCH, "--training.steps=3"]
     layouts = [
         (pool2, LAYOUTS["1x2"]),
@@ -34,8 +34,8 @@ def test_every_layout_is_the_same_run(pool1: Pool, pool2: Pool, pool4: Pool, tmp
     for number, (pool, layout) in enumerate(layouts):
         folder = tmp_path / str(number)
         runs.append(pool(run, str(folder), [*steps, *layout])[0])
-        told = json.loads((folder / "summary.json").read_text())
-        sent, planned = (told[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
+        summary = json.loads((folder / "summary.json").read_text())
+        sent, planned = (summary[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
         assert sent == pytest.approx(planned, rel=0.02)
     for other in runs[1:]:
         assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
@@ -43,7 +43,7 @@ def test_every_layout_is_the_same_run(pool1: Pool, pool2: Pool, pool4: Pool, tmp
 
 
 @pytest.mark.parametrize("method, layout", [("scape", "2x2"), pytest.param("muon", "1x2", marks=pytest.mark.slow)])
-def test_resuming_is_the_run_that_never_stopped(
+def test_resuming_equals_the_uninterrupted_run(
     method: str, layout: str, pool2: Pool, pool4: Pool, tmp_path: Path
 ) -> None:
     pool = pool4 if layout == "2x2" else pool2

@@ -1,4 +1,4 @@
-"""Histograms, moments, overlap and shadow residual against plain forms of themselves."""
+"""Histograms, moments, overlap and shadow residual compared with plain implementations."""
 
 import math
 
@@ -28,14 +28,14 @@ def tensor(values: list[float]) -> Tensor:
 
 
 @given(st.lists(SINGLE, min_size=1, max_size=40))
-def test_every_entry_is_in_the_bins_that_hold_it(values: list[float]) -> None:
+def test_every_entry_is_in_its_bins(values: list[float]) -> None:
     found = distribution(tensor(values))
     width = 2.0 ** (found.exponent + 1) / LINEAR
     edges = -(2.0**found.exponent) + width * np.arange(LINEAR + 1)
     assert found.linear.tolist() == np.histogram(values, edges)[0].tolist()
     assert int(found.linear.sum()) == found.entries == len(values)
     magnitudes = np.abs([value for value in values if value])
-    exact = np.float32(2.0 ** (np.arange(found.log2.numel() + 1) / PER_OCTAVE % 1 - 1))  # in FP32, as magnitudes are
+    exact = np.float32(2.0 ** (np.arange(found.log2.numel() + 1) / PER_OCTAVE % 1 - 1))  # In FP32, like the magnitudes.
     octaves = exact.astype(np.float64) * 2.0 ** (np.arange(found.log2.numel() + 1) // PER_OCTAVE + LOWEST + 1)
     assert found.log2.tolist() == np.histogram(magnitudes, octaves)[0].tolist()
     assert found.zeros == len(values) - len(magnitudes)
@@ -46,7 +46,7 @@ def test_histograms_of_shards_and_of_other_exponents_add_up() -> None:
     small, all_of_it = distribution(values[values.abs() < 2**-12]), distribution(values)
     shift = all_of_it.exponent - small.exponent
     assert shift > 0
-    coarse = small.linear.view(-1, 2**shift).sum(1)  # its bins join to those of the larger exponent
+    coarse = small.linear.view(-1, 2**shift).sum(1)  # Its bins merge into those of the larger exponent.
     middle = slice(LINEAR // 2 - coarse.numel() // 2, LINEAR // 2 + coarse.numel() // 2)
     rest = distribution(values[values.abs() >= 2**-12])
     assert rest.exponent == all_of_it.exponent
@@ -70,7 +70,7 @@ def test_the_largest_and_their_overlap() -> None:
     a, b = tensor([3, -4, 0.5, 0, 2, 1, 0, 0, 0, 0]), tensor([0, 9, 0, 0, 8, 0.1, -7, 0, 0, 0])
     assert largest(a, 0.3).nonzero().view(-1).tolist() == [0, 1, 4]
     assert overlap(largest(a, 0.3), largest(b, 0.3)) == pytest.approx(2 / 3)
-    # Zeros are never among them, and ties go to the lower index.
+    # Zeros are excluded, and ties go to the lower index.
     assert int(largest(a, 1.0).sum()) == 5 and largest(torch.ones(10), 0.2).nonzero().view(-1).tolist() == [0, 1]
     assert math.isnan(overlap(largest(torch.zeros(10), 0.3), largest(b, 0.3)))
 
@@ -81,15 +81,15 @@ def test_the_overlap_of_independent_values_is_the_density() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=7, max_size=7), min_size=1, max_size=6))
-def test_what_goes_out_and_what_stays_is_what_came_in(steps: list[list[float]]) -> None:
+def test_sent_and_residual_add_up_to_the_input(steps: list[list[float]]) -> None:
     shadow = ShadowResidual(torch.zeros(7))
     for gradient in map(tensor, steps):
-        before = shadow.kept.clone()
+        before = shadow.residual.clone()
         shadow.add(gradient, 0.3)
-        assert torch.equal(shadow.sent + shadow.kept, before + gradient)
-        assert not bool(((shadow.sent != 0) & (shadow.kept != 0)).any()) and int((shadow.sent != 0).sum()) <= 2
+        assert torch.equal(shadow.sent + shadow.residual, before + gradient)
+        assert not bool(((shadow.sent != 0) & (shadow.residual != 0)).any()) and int((shadow.sent != 0).sum()) <= 2
         if bool((shadow.sent != 0).any()):
-            assert shadow.kept.abs().max() <= shadow.sent[shadow.sent != 0].abs().min()
+            assert shadow.residual.abs().max() <= shadow.sent[shadow.sent != 0].abs().min()
 
 
 def test_norms_are_added_in_fp64() -> None:

@@ -1,4 +1,4 @@
-"""Observed runs of little models: what is seen is what was there, and a resumed run goes on with it."""
+"""Observed runs of small models: recorded figures equal the actual ones, and a resumed run continues them."""
 
 import logging
 import math
@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torchtitan.tools.logging import logger
 
 from tests.checkpoint.runs import run
 from tests.pool import Pool
@@ -31,12 +30,12 @@ def nothing(trainer: Any) -> dict[str, Any]:
 
 def seen(folder: Path) -> dict[tuple[int, str], Row]:
     rows = read(folder / FILE)[0]
-    assert len({(row.step, row.tensor) for row in rows}) == len(rows)  # none twice
+    assert len({(row.step, row.tensor) for row in rows}) == len(rows)  # No duplicates.
     return {(row.step, row.tensor): row for row in rows}
 
 
-def test_a_resumed_run_goes_on_with_its_series(pool1: Pool, tmp_path: Path) -> None:
-    """A checkpoint after step 6, a run that ends after step 8, and one that goes on from the checkpoint."""
+def test_a_resumed_run_continues_its_series(pool1: Pool, tmp_path: Path) -> None:
+    """A checkpoint after step 6, a run that ends after step 8, and one resumed from the checkpoint."""
     arguments = [
         *SETTINGS,
         *METHODS["adamw"],
@@ -54,11 +53,11 @@ def test_a_resumed_run_goes_on_with_its_series(pool1: Pool, tmp_path: Path) -> N
     assert sorted(after) == [(step, name) for step in range(2, 11) for name in (WO, EMBEDDING)]
     for place, row in before.items():
         other = after[place]
-        # The mask of step 6 is that of the moments that were loaded.
+        # The mask of step 6 is computed from the loaded moments.
         assert (row.overlap, row.gradient) == (other.overlap, other.gradient) and 0 < row.overlap <= 1
         if place[0] <= 6:
             assert row == other and row.residual > 0
-        else:  # the shadow residual was in no checkpoint; the next window begins with one
+        else:  # Checkpoints do not contain the shadow residual; the next window starts a new one.
             assert math.isnan(other.sent) and math.isnan(other.residual)
     assert after[9, WO].residual > 0 and after[10, WO].residual > 0
     assert [(step, name) for step, name, _ in again] == [(s, n) for s in (3, 8) for n in (WO, EMBEDDING)]
@@ -74,7 +73,7 @@ def test_a_window_whose_first_step_is_skipped_has_a_shadow_residual(pool1: Pool,
 
 
 @pytest.mark.slow
-def test_what_shards_have_not_sent_is_no_residual_of_the_exchange(pool2: Pool, tmp_path: Path) -> None:
+def test_residuals_of_the_shard_axis_are_not_observed(pool2: Pool, tmp_path: Path) -> None:
     arguments = [*SETTINGS, *METHODS["adamw"], *LAYOUTS["2x1"], *TAGC, "--training.steps=3"]
     pool2(train, str(tmp_path), [*arguments, "--observe.windows=[[2,2]]", "--observe.histograms=3"])
     for row in seen(tmp_path).values():
@@ -82,7 +81,7 @@ def test_what_shards_have_not_sent_is_no_residual_of_the_exchange(pool2: Pool, t
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04, and no more", b"text"])
-def test_a_file_that_cannot_be_read_begins_anew(content: bytes, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_overwritten(content: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(content)
     record = Record(tmp_path, {})
     record.begin(3)
@@ -92,15 +91,17 @@ def test_a_file_that_cannot_be_read_begins_anew(content: bytes, tmp_path: Path) 
 
 
 def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[str, Any]]:
-    """Trains, with a NaN in the first simulated replica's gradients; first moments and residuals after every step."""
-    from torchtitan_scape.optimizer.container import SyncedOptimizers
-    from torchtitan_scape.sync.shards import local
-    from torchtitan_scape.train import ScapeTrainer
+    """Train with a NaN in the first simulated replica's gradients; return first moments and residuals after every
+    step.
+    """
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     after: dict[int, dict[str, Any]] = {}
-    step, gradients = ScapeTrainer.train_step, SyncedOptimizers._gradients
+    step, gradients = ScapeTrainer.train_step, ReplicaOptimizer._gradients
 
-    def with_nan(optimizers: SyncedOptimizers) -> list[list[Tensor]]:
+    def with_nan(optimizers: ReplicaOptimizer) -> list[list[Tensor]]:
         found = gradients(optimizers)
         if optimizers.attempted_steps + 1 == nan_at:
             found[0][0][0] = torch.nan
@@ -108,9 +109,9 @@ def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[st
 
     def step_and_look(trainer: Any, data: Any) -> None:
         step(trainer, data)
-        shards = {shard.name: shard for shard in trainer.optimizers.shards()}
-        state = trainer.optimizers.optimizers[0].state
-        methods = [method.states()[0].tensors for method in trainer.optimizers.methods]
+        shards = {shard.name: shard for shard in trainer.replica_optimizer.shards()}
+        state = trainer.replica_optimizer.inner.state
+        methods = [method.states()[0].tensors for method in trainer.replica_optimizer.methods]
         after[trainer.step] = {
             "moments": {n: local(state[s.parameter]["exp_avg"]).clone().view(-1) for n, s in shards.items()},
             "residuals": {n: [kept[n].clone().view(-1) for kept in methods] for n in methods[0]},
@@ -118,14 +119,14 @@ def watched(folder: str, arguments: list[str], nan_at: int) -> dict[int, dict[st
 
     with (
         patch.object(ScapeTrainer, "train_step", step_and_look),
-        patch.object(SyncedOptimizers, "_gradients", with_nan),
+        patch.object(ReplicaOptimizer, "_gradients", with_nan),
     ):
         train(folder, arguments)
     return after
 
 
-def test_what_is_seen_is_what_was_there(pool1: Pool, tmp_path: Path) -> None:
-    """Two simulated replicas of top-k, with a step that is skipped."""
+def test_recorded_figures_equal_the_tensors(pool1: Pool, tmp_path: Path) -> None:
+    """Two simulated replicas with top-k, including a skipped step."""
     arguments = [
         *SETTINGS,
         *METHODS["topk-adams"],
@@ -143,7 +144,7 @@ def test_what_is_seen_is_what_was_there(pool1: Pool, tmp_path: Path) -> None:
         )
 
     for name in (WO, EMBEDDING):
-        assert math.isnan(rows[1, name].overlap)  # there was no moment before
+        assert math.isnan(rows[1, name].overlap)  # The first step has no previous moment.
         assert all(
             math.isnan(value) for value in (rows[3, name].overlap, rows[3, name].gradient, rows[3, name].residual)
         )
@@ -167,7 +168,7 @@ def test_what_is_seen_is_what_was_there(pool1: Pool, tmp_path: Path) -> None:
         [*METHODS["scape-gather-int4"], *LAYOUTS["nodes"]],
         [*METHODS["quantized"], *LAYOUTS["2x2"]],
         [*METHODS["diloco"], *LAYOUTS["2x2"]],
-        # Four shards that play three replicas.
+        # Four shards with three simulated replicas.
         [*METHODS["scape"], "--parallelism.data_parallel_shard_degree=4", "--topology.simulate_replicas=3"],
     ],
     ids=[
@@ -182,7 +183,7 @@ def test_what_is_seen_is_what_was_there(pool1: Pool, tmp_path: Path) -> None:
         "simulated",
     ],
 )
-def test_every_layout_is_seen_whole(arguments: list[str], pool4: Pool, tmp_path: Path) -> None:
+def test_tensors_are_assembled_in_every_layout(arguments: list[str], pool4: Pool, tmp_path: Path) -> None:
     more = ["--training.steps=7", "--observe.enable", "--observe.names=*", "--observe.windows=[[2,6]]"]
     results = pool4(train, str(tmp_path), [*arguments, *more, "--observe.histograms=5"])
     rows, histograms = read(tmp_path / FILE)
@@ -193,11 +194,11 @@ def test_every_layout_is_seen_whole(arguments: list[str], pool4: Pool, tmp_path:
     assert sum(figures["entries"] for *_, figures in histograms) in range(1_000, 200_721)
 
 
-def test_a_sum_that_overflows_is_told_and_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Replicas that are finite pass the guard; the number of an infinite entry's bin would mean nothing."""
+def test_an_overflowing_sum_is_logged_and_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """Finite replicas pass the guard; the bin index of an infinite entry would be undefined."""
     record = Record(Path("nowhere"), {})
     own = SimpleNamespace(tensors=[Observed("w", ())], _counts=True, _window=None, _step=3, record=record)
     own._whole = lambda one, parts: torch.tensor([1.0, torch.inf])
-    with caplog.at_level(logging.WARNING, logger=logger.name):
+    with caplog.at_level(logging.WARNING):
         Observation.synchronised(cast(Any, own), lambda name: torch.empty(0), torch.tensor(True))
     assert "Step 3: the sum of the gradients of w overflows" in caplog.text and not record.histograms

@@ -3,24 +3,34 @@
 import logging
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
-from torchtitan_scape.planner.budget import BLOCK, MOST, share, within
-from torchtitan_scape.planner.payload import Shapes
-from torchtitan_scape.sync.scape.options import ScapeOptions
+from torchtitan_scape.core.workloads import LocalModel, Shapes
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.scape.budget import BLOCK, MAX_ENTRIES, fit_to_budget
+from torchtitan_scape.methods.scape.options import ScapeOptions
 
 LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
 SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]
 
 
+def within(budget: float, shapes: Shapes, replicas: int, **options: Any) -> ScapeOptions:
+    return fit_to_budget(ScapeOptions(**options), budget, LocalModel.of_shapes(shapes), replicas)
+
+
+def share(options: ScapeOptions, shapes: Shapes, replicas: int) -> float:
+    return share_of_dense(options, LocalModel.of_shapes(shapes), replicas)
+
+
 @pytest.mark.parametrize(("budget", "replicas"), [(0.005, 4), (0.012, 4), (0.012, 16), (0.022, 64)])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, replicas: int, update: str) -> None:
-    chosen = within(budget, LARGE, replicas, update)
+    chosen = within(budget, LARGE, replicas, update=update)
     assert 0.97 * budget <= share(chosen, LARGE, replicas) <= budget
     assert chosen.wire == ("2bit" if budget < 0.009 else "int4")
     assert chosen.values == (chosen.wire if update == "sharded" else "float32")
@@ -28,17 +38,17 @@ def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, repl
 
 def test_more_bytes_than_help_are_not_spent() -> None:
     assert within(0.12, LARGE, 4) == within(0.05, LARGE, 4)
-    assert within(0.05, LARGE, 4).density == pytest.approx(MOST / BLOCK)
+    assert within(0.05, LARGE, 4).density == pytest.approx(MAX_ENTRIES / BLOCK)
 
 
 @pytest.mark.parametrize("replicas", [4, 64])
 def test_the_least_that_is_named_is_met_and_nothing_below_it(replicas: int) -> None:
     with pytest.raises(ValueError, match="the least that a step of this model can send is") as refused:
         within(1e-6, SMALL, replicas)
-    (told,) = re.findall(r"is ([\d.]+) of", str(refused.value))
-    assert share(within(float(told), SMALL, replicas), SMALL, replicas) <= float(told)
+    (share_text,) = re.findall(r"is ([\d.]+) of", str(refused.value))
+    assert share(within(float(share_text), SMALL, replicas), SMALL, replicas) <= float(share_text)
     with pytest.raises(ValueError):
-        within(float(told) - 2e-5, SMALL, replicas)
+        within(float(share_text) - 2e-5, SMALL, replicas)
 
 
 def test_one_replica_and_a_shard_without_entries_choose_as_well() -> None:
@@ -58,10 +68,10 @@ def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixtu
         for _ in range(steps):
             for _, parameter in named:
                 parameter.grad = torch.randn_like(parameter)
-            before = sum(scape.collectives.traffic.sent_by_level().values())
+            before = sum(scape.collectives.ledger.sent_by_level().values())
             scape.step()
-            sent.append(sum(scape.collectives.traffic.sent_by_level().values()) - before)
-        return sent[-1], scape.options
+            sent.append(sum(scape.collectives.ledger.sent_by_level().values()) - before)
+        return sent[-1], scape.method.options
 
     with caplog.at_level(logging.INFO):
         results = run_replicas(4, work)

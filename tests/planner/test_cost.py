@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from topology.layout import plan_layout
 from topology.links import Link, Links
 from topology.machines import MACHINES, get_machine
-from torchtitan_scape.planner.cost import (
-    best_chunk_bytes,
-    best_chunks,
-    pipeline_seconds,
-    predict,
-    predict_step,
-)
+from topology.partition import chunk_sizes
+from topology.pipelining import best_chunk_bytes, best_chunks, pipeline_seconds
+from torchtitan_scape.core.workloads import LocalModel, get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.fit import fit_paper, headline, least_squares, on_gh200, paper_points
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import predict, predict_step
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
@@ -60,14 +58,16 @@ def test_chunks_are_whole_entries_and_cover_the_payload(entries: int, pack: floa
 
 
 SHAPES = ((4096, 1024), (1024, 512), (1000,))
+MODEL = LocalModel.of_shapes(SHAPES)
+DENSE = PlannedRun(DenseOptions())
 
 
 def test_a_dense_step_is_the_sum_of_its_parts() -> None:
     p = predict_step(
-        Method("adams"), [("b", 4)], LINKS, SHAPES,
+        DENSE, [("b", 4)], LINKS, MODEL,
         compute_seconds=2.0, pack_seconds=0.0, rest_seconds=0.5, shard_seconds=0.25, fixed_seconds=0.125,
     )  # fmt: skip
-    n = sum(map(math.prod, SHAPES))
+    n = sum(4 * -(-chunk // 4) for chunk in chunk_sizes(MODEL.sizes))  # each chunk is padded to 16 bytes
     flag = 4 * 1e-4  # a tree of two levels, up and down
     assert p.exchange == pytest.approx(6 * 1e-4 + 2 * 3 / 4 * 4 * n / 1e8 + flag)
     assert p.step == pytest.approx(2.875 + p.exchange)
@@ -78,7 +78,13 @@ def test_a_dense_step_is_the_sum_of_its_parts() -> None:
 def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
     """4 replicas, bitmaps: a run is 1152 blocks of 1024 of 4608, 147,456 bytes, three times over the link."""
     p = predict_step(
-        Method("scape", 0.25), [("b", 4)], LINKS, SHAPES, compute_seconds=compute, pack_seconds=0.0, rest_seconds=0.0
+        PlannedRun(ScapeOptions(density=0.25)),
+        [("b", 4)],
+        LINKS,
+        MODEL,
+        compute_seconds=compute,
+        pack_seconds=0.0,
+        rest_seconds=0.0,
     )
     payload, mask = 4 * (4608 * 256 + 1000), 3 * 147456
     assert p.sent == {"b": pytest.approx(1.5 * payload + mask)}
@@ -90,7 +96,7 @@ def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
 def test_chunks_given_by_the_caller_are_used() -> None:
     def exchange(chunk: int) -> float:
         return predict_step(
-            Method("adams"), [("b", 2)], LINKS, SHAPES,
+            DENSE, [("b", 2)], LINKS, MODEL,
             compute_seconds=1.0, pack_seconds=0.0, rest_seconds=0.0, chunk_bytes=chunk,
         ).exchange  # fmt: skip
 
@@ -101,7 +107,9 @@ def test_chunks_given_by_the_caller_are_used() -> None:
 def test_single_replicas_exchange_nothing() -> None:
     layout = plan_layout(8, ranks_per_node=8, machine=get_machine("frontier"), replicate=1, shard=8)
     links = Links.from_machine(layout.machine)
-    p = predict(Method("scape", 0.1), get_workload("llama_500m"), layout, links, batch=1024, micro_batch=4)
+    p = predict(
+        PlannedRun(ScapeOptions(density=0.1)), get_workload("llama_500m"), layout, links, batch=1024, micro_batch=4
+    )
     assert p.exchange == 0 and p.sent == {} and p.shard == 0
 
 
@@ -109,7 +117,7 @@ def test_fsdp_traffic_is_exposed_where_it_exceeds_compute() -> None:
     """500M over 8 GCDs of 50 GB/s: 7/8 of 8 bytes a parameter in each of 128 micro-batches, and 18 x 21 messages."""
     layout = plan_layout(8, ranks_per_node=8, machine=get_machine("frontier"), replicate=1, shard=8)
     p = predict(
-        Method("adams"), get_workload("llama_500m"), layout, Links.from_machine(layout.machine),
+        DENSE, get_workload("llama_500m"), layout, Links.from_machine(layout.machine),
         batch=1024, micro_batch=1, compute_seconds=1.0,
     )  # fmt: skip
     assert p.shard == pytest.approx(128 * (7 * 513590784 / 50e9 + 18 * 21 * 3e-6) - 1.0, rel=1e-3)
@@ -119,7 +127,7 @@ def test_a_batch_that_ranks_do_not_divide_is_named_with_one_that_they_do() -> No
     layout = plan_layout(384, ranks_per_node=8, machine=get_machine("frontier"), replicate=-1, shard=8)
     with pytest.raises(ValueError, match=r"1024 sequences is no multiple of 384 ranks x 1 .*take 1152"):
         links = Links.from_machine(layout.machine)
-        predict(Method("adams"), get_workload("llama_1_8b"), layout, links, batch=1024, micro_batch=1)
+        predict(DENSE, get_workload("llama_1_8b"), layout, links, batch=1024, micro_batch=1)
 
 
 def test_every_preset_names_its_device() -> None:
@@ -167,5 +175,5 @@ def test_headline_of_the_issue() -> None:
 
 
 def test_beyond_a_sequence_a_gpu_the_batch_grows() -> None:
-    steps = {n: on_gh200("llama_1_8b", Method("adams"), n, 0.64, 4e9).compute for n in (64, 1024, 2048)}
+    steps = {n: on_gh200("llama_1_8b", DENSE, n, 0.64, 4e9).compute for n in (64, 1024, 2048)}
     assert steps == {64: pytest.approx(0.64), 1024: pytest.approx(0.04), 2048: pytest.approx(0.04)}

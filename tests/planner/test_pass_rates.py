@@ -9,17 +9,20 @@ import pytest
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner import pass_rates
-from torchtitan_scape.planner.advice import _predict, make_case
-from torchtitan_scape.planner.cost import Assumptions, Prediction
+from torchtitan_scape.planner.candidates import _predict, make_case
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.plan import main
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, Prediction
 
 MODEL = get_workload("llama_1_8b")
-N, SHAPES = MODEL.parameters, MODEL.shapes()
+N, LOCAL = MODEL.parameters, MODEL.local(1)
+ADAMS, ADAMW = (PlannedRun(DenseOptions(), optimizer) for optimizer in ("AdamS", "AdamW"))
 VISTA = get_machine("vista")
 
 
@@ -27,7 +30,7 @@ def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **chang
     """speed.json: AdamW moves 2.8 TB/s, AdamS 2 TB/s, SCAPE packs at 1 TB/s and does the rest at 0.5 TB/s."""
     settings = []
     for density, wire in ((0.1, "float32"), (0.05, "int4")):
-        least = kernel_bytes(Method("scape", density, wire), SHAPES, 8)
+        least = ScapeOptions(density=density, wire=wire).cost().pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
         pack, coding, total = least["pack"], least.get("coding", 0.0), sum(least.values())
         carry = {"ms": 3.0, "minimal_bytes": coding / 2}
         packing = {"ms": pack / 1e9, "minimal_bytes": pack}
@@ -57,7 +60,7 @@ def nothing_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results" / "gpu"
 
 
-def predicted(method: Method, folder: Path) -> Prediction:
+def predicted(method: PlannedRun, folder: Path) -> Prediction:
     passes = for_device(VISTA.device, Links.from_machine(VISTA), folder)
     case = make_case("vista", 64, "llama_1_8b", assumptions=Assumptions(passes=passes))
     layout = plan_layout(case.ranks, ranks_per_node=1, machine=VISTA, replicate=-1, shard=1)
@@ -67,15 +70,15 @@ def predicted(method: Method, folder: Path) -> Prediction:
 def test_passes_take_what_was_measured(tmp_path: Path) -> None:
     """On the device itself: seconds of the passes, whatever is nominal."""
     written(tmp_path, stored("NVIDIA GH200 480GB"))
-    assert predicted(Method("adams"), tmp_path).optimizer == pytest.approx(36 * N / 2e12)
-    assert predicted(Method("adamw"), tmp_path).optimizer == pytest.approx(44 * N / 2.8e12)
+    assert predicted(ADAMS, tmp_path).optimizer == pytest.approx(36 * N / 2e12)
+    assert predicted(ADAMW, tmp_path).optimizer == pytest.approx(44 * N / 2.8e12)
     for density, wire in ((0.1, "float32"), (0.05, "int4"), (0.04, "e2m1")):
-        method = Method("scape", density, wire)
-        least = kernel_bytes(method, SHAPES, 64)
+        options = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+        method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)
     # What nobody measured streams as AdamS does.
-    assert predicted(Method("quantized", wire="e2m1"), tmp_path).optimizer == pytest.approx((60 + 36) * N / 2e12)
+    assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((60 + 36) * N / 2e12)
 
 
 def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
@@ -83,10 +86,10 @@ def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
     written(tmp_path, stored())
     links = Links.from_machine(VISTA)
     found = for_device(VISTA.device, links, tmp_path)
-    assert found is not None and found.of(Method("adams")) == (pytest.approx(4e12), pytest.approx(4e12))
+    assert found is not None and found.of(ADAMS) == (pytest.approx(4e12), pytest.approx(4e12))
     assert "measured on NVIDIA H100 80GB HBM3 (" in found.describe() and "times 2.00 for the memory" in found.scaled
     own = for_device(VISTA.device, Links(links.levels, "measured", memory_bandwidth=0.8e12), tmp_path)
-    assert own is not None and own.of(Method("adams"))[1] == pytest.approx(1e12) and "preflight" in own.scaled
+    assert own is not None and own.of(ADAMS)[1] == pytest.approx(1e12) and "preflight" in own.scaled
 
 
 def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stored: Path) -> None:

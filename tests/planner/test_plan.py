@@ -10,37 +10,41 @@ from pathlib import Path
 import pytest
 
 from topology.links import Links
-from torchtitan_scape.planner.advice import (
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
     DENSE,
     SPARSE,
-    Case,
+    PlanRequest,
     _predict,
     advise,
     best,
     break_even_bandwidth,
     by_nodes,
     candidates,
-    leaner,
+    lower_memory_variants,
     make_case,
 )
-from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
 from torchtitan_scape.planner.plan import main, report
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 SLOW = ("--network-bandwidth", "1.25")  # a tenth of what is nominal
 
 
-def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> Case:
+def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> PlanRequest:
     return make_case("vista", 64, "llama_1_8b", network_bandwidth=gigabytes, **changes)
 
 
 def test_slow_links_want_compression_and_fast_ones_do_not() -> None:
     slow, fast = advise(on_slow_vista(3.5)), advise(on_slow_vista(5000.0))
-    assert slow.compress and slow.gain > 4 and slow.choice.method.kind == "scape"
-    assert not fast.compress and fast.choice.method.kind == "adams"
+    assert slow.compress and slow.gain > 4 and isinstance(slow.choice.method.options, ScapeOptions)
+    assert not fast.compress and fast.choice.method.name == "adams overlap"
 
 
 def test_the_gain_crosses_three_percent_at_the_break_even_bandwidth() -> None:
@@ -66,7 +70,11 @@ def test_the_densest_near_the_fastest_is_taken() -> None:
     taken = advise(case).sparse.method
     assert steps[taken] <= 1.05 * min(steps.values())
     denser = (*CODED, *SPARSE)[: (*CODED, *SPARSE).index(taken)]
-    assert taken.kind == "scape" and denser and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
+    assert (
+        isinstance(taken.options, ScapeOptions)
+        and denser
+        and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
+    )
 
 
 def test_one_replica_has_nothing_to_compress() -> None:
@@ -80,8 +88,8 @@ def test_one_replica_has_nothing_to_compress() -> None:
 def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_left() -> None:
     case = make_case("frontier", 48, "llama_1_8b")
     every = candidates(case, DENSE)
-    assert {(c.method.kind, c.layout.shard) for c in every} == {
-        (k, s) for k in ("adams", "adamw") for s in (1, 2, 4, 8)
+    assert {(c.method.optimizer, c.layout.shard) for c in every} == {
+        (k, s) for k in ("AdamS", "AdamW") for s in (1, 2, 4, 8)
     }
     assert all(c.layout.replicate * c.layout.shard == 384 for c in every)
     # Little memory: the 22 GB of parameters, gradients and state must be cut.
@@ -106,8 +114,8 @@ def test_a_method_that_does_not_fit_is_left_and_said_to_be() -> None:
 def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
     case = make_case("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02)
     sparse = advise(case).sparse
-    assert sparse.method.kind == "scape"
-    offload, gather, both = leaner(case, sparse)
+    assert isinstance(sparse.method.options, ScapeOptions)
+    offload, gather, both = lower_memory_variants(case, sparse)
     assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
     assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
     # State there and back, twice; with "gather" once. The optimizer's passes take less.
@@ -125,11 +133,11 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
         assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.35 * 96e9
 
 
-@pytest.mark.parametrize("kind, wire", [("adams", "float32"), ("quantized", "e2m1")])
-def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(kind: str, wire: str) -> None:
-    def steps(case: Case) -> tuple[Prediction, Prediction, float]:
-        after = best(case, [Method(kind, wire=wire)])
-        during = _predict(case, after.layout, Method(kind, wire=wire, overlap=True), after.micro_batch)
+@pytest.mark.parametrize("options", [DenseOptions(), QuantizedOptions()])
+def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(options: MethodOptions) -> None:
+    def steps(case: PlanRequest) -> tuple[Prediction, Prediction, float]:
+        after = best(case, [PlannedRun(options)])
+        during = _predict(case, after.layout, PlannedRun(options, overlap=True), after.micro_batch)
         micro_batches = case.batch // (case.ranks * after.micro_batch)
         return after.prediction, during, 2 / 3 * after.prediction.compute / micro_batches
 
@@ -178,9 +186,9 @@ def test_wrong_input_ends_in_one_line_and_code_2(
 
 
 def test_the_answer_for_48_nodes_of_frontier() -> None:
-    """As a user starts it, and without torch: the planner runs where nothing is installed."""
+    """As a user starts it, and without torch, which neither the planner nor the registry imports."""
     code = "import sys; from torchtitan_scape.planner.plan import main; assert main(sys.argv[1:]) == 0; "
-    code += "assert 'torch' not in sys.modules"
+    code += "import torchtitan_scape.methods.registry; assert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, *FRONTIER, *SLOW], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -204,7 +212,7 @@ def test_links_as_fast_as_nominal_want_overlap(capsys: pytest.CaptureFixture) ->
         "Compress: no. All gradients, E2M1 on the wire, would lose",
         "Hidden behind compute: gradients, ",
         '[sync]\nmethod = "dense"\noverlap = true\n',
-        "Should ranks reach a tenth between nodes",
+        "If ranks reach a tenth between nodes",
     ):
         assert part in said
 
@@ -265,7 +273,7 @@ def test_measured_links_take_the_place_of_presets(tmp_path: Path, capsys: pytest
     assert "nominal" not in said
     case = make_case("vista", 64, "llama_1_8b", links=read)
     n = 1831201280
-    assert best(case, [Method("adams")]).prediction.optimizer == pytest.approx(36 * n / 1e12)
+    assert best(case, [PlannedRun(DenseOptions())]).prediction.optimizer == pytest.approx(36 * n / 1e12)
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,14 @@ def test_times_that_do_not_grow_still_give_a_bandwidth() -> None:
     assert 0 < fit_link(measured)["bandwidth"] < float("inf")
 
 
-def test_every_level_of_both_axes_is_measured_once_with_all_its_rings() -> None:
+def test_every_level_of_both_axes_is_measured_once_with_all_its_groups() -> None:
     """Frontier, 2 nodes, 2 shards: replicas meet in the node and between nodes, shards in the pair."""
     layout = plan_layout(16, ranks_per_node=8, machine=get_machine("frontier"), replicate=8, shard=2)
     tiers = {tier.level: tier for tier in _tiers(layout)}
     assert {level: tier.size for level, tier in tiers.items()} == {"node": 4, "network": 2, "gcd_pair": 2}
     for tier in tiers.values():
-        assert sorted(rank for ring in tier.rings for rank in ring) == list(range(16))
-    assert tiers["gcd_pair"].rings[0] == (0, 1) and (0, 8) in tiers["network"].rings
+        assert sorted(rank for ranks in tier.groups for rank in ranks) == list(range(16))
+    assert tiers["gcd_pair"].groups[0] == (0, 1) and (0, 8) in tiers["network"].groups
 
 
 def one_level(sizes: tuple[int, ...]) -> dict:

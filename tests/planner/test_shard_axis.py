@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_scape.planner.advice import make_case
+from torchtitan_scape.planner.candidates import make_case
 from torchtitan_scape.planner.plan import main
 from torchtitan_scape.planner.shard_axis import FSDP, LEVELS, WANTED, forms
 

@@ -7,10 +7,11 @@ import pytest
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.cost import predict
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, shard_bytes, shard_memory
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import predict
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, shard_bytes, shard_memory
 
 MODEL, M, P = get_workload("llama_1_8b"), 2, 8
 LAYOUT = plan_layout(M * P, ranks_per_node=P, machine=get_machine("dgx-a100"), replicate=1, shard=M * P)
@@ -54,8 +55,8 @@ def test_memory_and_time() -> None:
     assert 2 * largest < kept["shard messages"] < 4 * largest
     assert shard_memory(ShardPlan(), rows, LAYOUT) == {}
     links = Links.from_machine(LAYOUT.machine).with_bandwidth("network", 1e9)
-    told = [
-        predict(Method("adamw"), MODEL, LAYOUT, links, batch=16, micro_batch=1, sharding=plan).shard
+    sent = [
+        predict(PlannedRun(DenseOptions(), "AdamW"), MODEL, LAYOUT, links, batch=16, micro_batch=1, sharding=plan).shard
         for plan in (None, ALL)
     ]
-    assert 0 < told[1] < 0.6 * told[0]
+    assert 0 < sent[1] < 0.6 * sent[0]

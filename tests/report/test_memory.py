@@ -1,4 +1,4 @@
-"""What a run says of its memory: predicted against the tensors that are there, and refused where it cannot fit."""
+"""Memory report: predicted bytes against the actual tensors, and refusal of configurations that cannot fit."""
 
 import os
 from dataclasses import replace
@@ -10,20 +10,21 @@ import torch
 
 from tests.pool import Pool
 from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.core.text import size_text
 from torchtitan_scape.report.memory import MemoryReport
-from torchtitan_scape.report.text import size_text
 
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Predicted bytes by kind, and those of the tensors of a trainer that was built and has taken no step."""
-    from kernels.scape.updaters import Owner
-    from torchtitan_scape.sync.shards import stored
-    from torchtitan_scape.train import ScapeTrainer, parse
+    """Return the predicted bytes by kind, and those of the tensors of a trainer before its first step."""
+    from kernels.scape.updaters import ShardedUpdate
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.core.parameters import stored
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
-    optimizers = trainer.optimizers
+    optimizers = trainer.replica_optimizer
     found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
-    scape = getattr(optimizers, "first", None)
+    scape = optimizers.methods[0] if optimizers.methods[0].holds_optimizer_state else None
     if scape is not None:
         passes, masks = scape.passes, scape.masks
         found["state"] = passes.storage.flat["state"].nbytes
@@ -33,7 +34,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         visits = passes.visits
         tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
         found["rates of visits"] = sum(t.nbytes for t in tables)
-        if isinstance(passes.updater, Owner):
+        if isinstance(passes.updater, ShardedUpdate):
             master = passes.storage.flat["master"].nbytes
             found |= {"owned moments": passes.updater.common.nbytes, "owned master": master}
         else:
@@ -60,7 +61,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
 def test_predicted_bytes_are_those_of_the_tensors(method: str, layout: str, pool2: Pool, tmp_path: Path) -> None:
     for kinds, found in pool2(held, str(tmp_path), [*METHODS[method], *LAYOUTS[layout]]):
         for kind, value in found.items():
-            if value:  # blocks, rows and shards are padded
+            if value:  # Blocks, rows and shards are padded.
                 assert value == pytest.approx(kinds[kind], rel=0.02), kind
             else:
                 assert not kinds.get(kind), kind
@@ -69,16 +70,19 @@ def test_predicted_bytes_are_those_of_the_tensors(method: str, layout: str, pool
 def test_a_model_that_cannot_fit_is_refused() -> None:
     report = MemoryReport({"parameters": 6e9, "state": 3e9, "activations": 5e9}, 10e9, "a test")
     report.check()
-    with pytest.raises(ValueError, match=r"offload needs 7.00 GB of host memory a rank \(state 7.00 GB\), and 6.00 GB"):
+    with pytest.raises(
+        ValueError, match=r"offload needs 7.00 GB of host memory per rank \(state 7.00 GB\), and 6.00 GB"
+    ):
         replace(report, host={"state": 7e9}, host_capacity=6e9).check()
     assert "14.00 GB of 10.00 GB (a test): may not fit" in report.lines()[0]
     with pytest.raises(ValueError, match=r"needs 9.00 GB without activations.*raise parallelism"):
         replace(report, capacity=8e9).check()
 
 
-def test_a_dry_run_asks_the_machines_preset() -> None:
-    from torchtitan_scape.specs import register
-    from torchtitan_scape.train import layout_of, parse
+def test_a_dry_run_uses_the_machine_preset() -> None:
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
+    from torchtitan_scape.trainer.specs import register
 
     arguments = ["--job.config_file=train_configs/llama_1_8b.toml", "--comm.mode=fake_backend"]
     with patch.dict(os.environ, {"NGPU": "64"}):
@@ -87,32 +91,34 @@ def test_a_dry_run_asks_the_machines_preset() -> None:
         report = MemoryReport.of(config, layout_of(config), None)
     n = 4 * 1_831_201_280
     assert report.device == "GH200" and report.capacity == 96e9
-    # Over dense AdamS: two masks (and this rank's selection), and twice the payload.
-    # Replicas, and their one ring in two lanes.
-    assert "  not counted       what communicators keep: FSDP's, and 3 of the replicate axis" in report.lines()
+    # The replica group, and its ring in two communication streams.
+    assert "  not counted       buffers of communicators: FSDP's, and 3 of the replicate axis" in report.lines()
     assert not any("not counted" in line for line in replace(report, device="CPU").lines())
+    # In addition to dense AdamS: two masks, this rank's selection, and twice the payload.
     over = report.tensors - 3 * n
     assert over <= n / 16 + 2 * report.kinds["payload"] + report.kinds["rates of visits"]
 
 
-def test_names_that_go_whole_have_no_residual() -> None:
+def test_dense_names_have_no_residual() -> None:
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import method_of
-    from torchtitan_scape.specs import register
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
+    from torchtitan_scape.trainer.specs import register
 
     with patch.dict(os.environ, {"NGPU": "4"}):
         arguments = [*RECIPE, *EMBEDDED, *METHODS["radius"], "--comm.mode=fake_backend"]
         plain, whole = (parse([*arguments, *more]) for more in ([], ["--sync.radius.dense_names=output.weight"]))
         register(whole, with_data=False)
         kinds = [MemoryReport.of(config, layout_of(config), None).kinds for config in (plain, whole)]
-    assert method_of(whole).dense == (6 * 9 + 2,)  # after the embedding, six layers and a norm
+    assert method_of(whole).options.dense_names == ["output.weight"]  # type: ignore[attr-defined]
     assert kinds[0]["residual"] - kinds[1]["residual"] == 4 * 4096 * 128
 
 
-def test_what_lies_on_the_host_is_compared_with_what_would_not() -> None:
-    """Of any method; coded messages are none of it."""
-    from torchtitan_scape.specs import register
-    from torchtitan_scape.train import layout_of, parse
+def test_offloaded_state_is_compared_with_state_on_the_device() -> None:
+    """For several methods; encoded messages are not part of the comparison."""
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
+    from torchtitan_scape.trainer.specs import register
 
     for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):
         with patch.dict(os.environ, {"NGPU": "4"}):

@@ -1,9 +1,9 @@
-"""Figures for people."""
+"""Human-readable figures."""
 
-from torchtitan_scape.report.text import kinds_text, seconds_text, sent_text, size_text
+from torchtitan_scape.core.text import kinds_text, seconds_text, sent_text, size_text
 
 
-def test_figures_have_the_unit_that_fits() -> None:
+def test_figures_have_a_suitable_unit() -> None:
     assert [size_text(n) for n in (0, 999, 1000, 2.5e6, 3e9, 4e12)] == [
         "0 B", "999 B", "1.00 kB", "2.50 MB", "3.00 GB", "4000.00 GB",
     ]  # fmt: skip
@@ -11,6 +11,6 @@ def test_figures_have_the_unit_that_fits() -> None:
     assert kinds_text({"state": 8e9, "masks": 1e6}) == "state 8.00 GB, masks 1.00 MB"
 
 
-def test_what_is_sent_is_put_beside_dense() -> None:
+def test_bytes_sent_are_compared_with_dense() -> None:
     assert sent_text({"node": 1e6, "network": 3e6}, 8e6) == "node 1.00 MB, network 3.00 MB (dense 8.00 MB, 2.0 x)"
     assert sent_text({}, 0.0) == "nothing (one replica)"

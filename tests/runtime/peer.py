@@ -1,6 +1,6 @@
-"""A rank that says that it lives, and nothing else; tests/runtime/test_faults.py starts it as srun would.
+"""A rank with heartbeats and no work; tests/runtime/test_faults.py starts it as srun would.
 
-python -m tests.runtime.peer WHAT: "fail" ends in an error of the user, "wait" waits for ever, "work" for 6 s.
+python -m tests.runtime.peer WHAT: "fail" ends with a user error, "wait" waits forever, "work" works for 6 s.
 """
 
 import os
@@ -10,17 +10,17 @@ import time
 from torchtitan_scape.runtime.liveness import WRONG_INPUT, Failure, Liveness
 
 liveness = Liveness.join(os.environ)
-liveness.expect(4.0)  # so who is silent for 3.2 s is lost
+liveness.set_timeout(4.0)  # A rank without heartbeats for 3.2 s is then considered lost.
 print("ready", flush=True)
 match sys.argv[1]:
     case "fail":
-        liveness.tell(Failure(liveness.rank, WRONG_INPUT, f"rank {liveness.rank} stopped: no such file"))
+        liveness.report(Failure(liveness.rank, WRONG_INPUT, f"rank {liveness.rank} stopped: no such file"))
         os._exit(WRONG_INPUT)
     case "wait":
         time.sleep(60)
     case "work":
         for _ in range(12):
             time.sleep(0.5)
-            liveness.progressed()
+            liveness.report_progress()
 liveness.leave()
 os._exit(0)

@@ -1,4 +1,4 @@
-"""Ranks that have something different are named on all ranks, before anything is built."""
+"""Ranks with different configuration, code or data are named on all ranks before anything is built."""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from torchtitan_scape.runtime.agreement import difference, file_facts
 
 
 def compare(arguments: list[list[str]], code: str | None = None) -> None:
-    """Compares, every rank with arguments of its own (the last for the rest)."""
+    """Run the comparison, with different arguments per rank (the last ones for the remaining ranks)."""
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.runtime import agreement
-    from torchtitan_scape.train import parse
 
     rank = dist.get_rank()
     facts = agreement.facts(parse([*RECIPE, *arguments[min(rank, len(arguments) - 1)]]))
@@ -38,7 +38,7 @@ def refused(pool: Pool, *args: Any) -> str:
     return texts[0]
 
 
-def test_ranks_that_agree_exchange_hashes_alone(pool2: Pool) -> None:
+def test_equal_ranks_exchange_only_hashes(pool2: Pool) -> None:
     pool2(compare, [["--training.steps=3"]])
 
 
@@ -60,13 +60,13 @@ def test_another_version_is_named(key: str, pool2: Pool) -> None:
     assert f"rank 1 has {key} = patched, rank 0 has" in refused(pool2, [[]], key)
 
 
-def test_a_dissenter_is_named_against_the_majority(pool4: Pool) -> None:
+def test_a_rank_that_differs_from_the_majority_is_named(pool4: Pool) -> None:
     text = refused(pool4, [["--training.steps=3"], ["--training.steps=4"]])
     assert "rank 0 has training.steps = 3, rank 1 has 4; " in text and text.endswith("(different: rank 0)")
 
 
 def trained(folder: str, view: list[str]) -> None:
-    """The trainer, where a path leads every rank to a folder of its own, as node-local copies do."""
+    """Run the trainer with a path that is a different folder on every rank, like node-local copies."""
     from torchtitan_scape.runtime import agreement
 
     def local(name: str, path: str | None, *args: Any) -> dict[str, str]:
@@ -77,19 +77,19 @@ def trained(folder: str, view: list[str]) -> None:
         train(folder, ["--training.steps=1", *view])
 
 
-@pytest.mark.parametrize("what", ["data", "tokenizer"])
-def test_another_content_under_one_path_is_named(what: str, pool2: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["data", "tokenizer"])
+def test_different_content_of_one_path_is_named(kind: str, pool2: Pool, tmp_path: Path) -> None:
     for rank in range(2):
         folder = tmp_path / f"node{rank}"
         folder.mkdir()
         (folder / "tokenizer.json").write_text(f'{{"version": "{rank}"}}')
-        (folder / "a.jsonl").write_text(f'{{"text": "{rank if what == "data" else 0} spam and eggs"}}\n')
+        (folder / "a.jsonl").write_text(f'{{"text": "{rank if kind == "data" else 0} spam and eggs"}}\n')
         (folder / "readme").write_text("")
-    key = "training.dataset_path" if what == "data" else "model.hf_assets_path"
+    key = "training.dataset_path" if kind == "data" else "model.hf_assets_path"
     outcomes = pool2.outcomes(trained, str(tmp_path), [f"--{key}={tmp_path}/nodeNODE"])
     for good, text in outcomes:
         assert not good
-        name = "training data" if what == "data" else "tokenizer"
+        name = "training data" if kind == "data" else "tokenizer"
         assert f"ValueError: rank 1 has {name}: content of {tmp_path}/node = fingerprint" in text.splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""In real processes: what a flipped bit does to a run, and which rank the others wait for."""
+"""Consistency check and straggler report in real processes."""
 
 import json
 import re
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.report.stragglers import slowest_rank, waits_text
-from torchtitan_scape.sync.timing import PhaseTimer
 
 STEPS = ["--training.steps=5", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2"]
@@ -23,25 +23,30 @@ SAVES = ["--checkpoint.enable", "--checkpoint.interval=2"]
 def train(
     folder: str, arguments: list[str], flip: tuple[int, int, str] | None = None, late: tuple[int, str] | None = None
 ) -> dict[str, Any]:
-    """Runs the trainer in this rank; what it ended with, its lines about waits, and the parameters.
+    """Run the trainer on this rank. Return its error, its log lines about waits, and the parameters.
 
-    flip: (step behind which a bit of the named tensor flips, rank, part of what all replicas hold).
-    late: (rank that is 0.3 s late in every step, in "forward" or in "data").
+    Args:
+        flip: (step after which a bit of the named tensor flips, rank, kind of the replicated tensor).
+        late: (rank that is 0.3 s late in every step, in "forward" or in "data").
     """
-    from torchtitan_scape.report import metrics
-    from torchtitan_scape.sync.shards import local
-    from torchtitan_scape.train import ScapeTrainer, parse
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.trainer import metrics
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *arguments]))
-    optimizers, lines, rank = trainer.optimizers, list[str](), dist.get_rank()
+    optimizers, lines, rank = trainer.replica_optimizer, list[str](), dist.get_rank()
     step_optimizers, batches = optimizers.step, trainer.batch_generator
 
     def step_and_flip(*args: Any, **kwargs: Any) -> None:
         step_optimizers(*args, **kwargs)
         if flip and (trainer.step, rank) == flip[:2]:
-            optimizers.settle()
+            optimizers.finish_previous_step()
             part = next(
-                t for s in optimizers.shared() for kind, t in s.parts if kind == (flip[2] or None) and t.numel()
+                t
+                for s in optimizers.replicated_tensors()
+                for kind, t in s.parts
+                if kind == (flip[2] or None) and t.numel()
             )
             part.detach().view(-1).view(torch.uint8)[1] ^= 4
 
@@ -70,11 +75,11 @@ def train(
             error = f"{type(raised).__name__}: {raised}"
     parameters = torch.cat([local(p).detach().reshape(-1) * 1.0 for p in trainer.model_parts[0].parameters()])
     trainer.close()
-    return {"error": error, "waits": [line for line in lines if line.startswith("waits")], "parameters": parameters}
+    return {"error": error, "waits": [line for line in lines if line.startswith("wait ")], "parameters": parameters}
 
 
 def test_a_flipped_bit_stops_all_ranks_before_a_checkpoint(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    """With two replicas of two shards, and a dense baseline. The rank named is one of those that hold the shard."""
+    """With two replicas of two shards, and a dense baseline. The named rank is one of those that hold the shard."""
     for pool, name, layout, part in ((pool4, "scape-gather-bf16", "2x2", "mask"), (pool2, "adamw", "1x2", "exp_avg")):
         folder = tmp_path / name
         arguments = [*METHODS[name], *LAYOUTS[layout], *STEPS, *SAVES]
@@ -82,12 +87,14 @@ def test_a_flipped_bit_stops_all_ranks_before_a_checkpoint(pool2: Pool, pool4: P
         (error,) = {result["error"] for result in results}
         ranks = "ranks 1 and 3" if pool.world == 4 else "ranks 0 and 1"
         assert error.startswith(f"ReplicasDifferError: step 4: {ranks} differ in {part} of '")
-        assert "the last one is whole" in error and "\n" not in error
+        assert "the last one is valid" in error and "\n" not in error
         assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-2"]
 
 
 def test_four_replicas_outvote_one(pool4: Pool, tmp_path: Path) -> None:
-    """With repair the run goes on, and is the one in which nothing flipped; else it stops. Always at the next check."""
+    """With repair the run continues and equals an undisturbed one; without it the run stops. Always at the next
+    check.
+    """
     arguments = [*LAYOUTS["nodes"], *STEPS, "--sync.consistency_interval=2"]
     scape = [*METHODS["scape"], *arguments, "--sync.on_inconsistency=repair"]
     whole, repaired = (
@@ -107,13 +114,13 @@ def test_the_rank_that_the_others_wait_for_is_named(where: str, pool2: Pool, tmp
     for result in results:
         first, last = result["waits"][0], result["waits"][-1]
         assert first != last
-        found = re.fullmatch(r"waits a step, ms: rank 1 (\S+) \(the others wait for it\), rank 0 (\S+)", last)
+        found = re.fullmatch(r"wait per step, ms: rank 1 (\S+) \(the others wait for it\), rank 0 (\S+)", last)
         assert found and float(found[2]) - float(found[1]) > 100, last
     waits = json.loads((tmp_path / "summary.json").read_text())["wait_seconds_per_step_by_rank"]
     assert len(waits) == 2 and waits[0] - waits[1] > 0.1
 
 
-def test_time_in_a_phase_inside_another_counts_once() -> None:
+def test_time_in_a_nested_phase_counts_once() -> None:
     timer, now = PhaseTimer(torch.device("cpu")), 0.0
 
     def spend(seconds: float) -> None:
@@ -123,7 +130,7 @@ def test_time_in_a_phase_inside_another_counts_once() -> None:
     waits = timer.timed("wait", spend)
     with patch("time.perf_counter", lambda: now):
         with timer.phase("outer"):
-            spend(99.0)  # not enabled yet
+            spend(99.0)  # Not enabled yet.
         timer.enabled = True
         with timer.phase("outer"):
             spend(1.0)
@@ -138,19 +145,19 @@ def test_time_in_a_phase_inside_another_counts_once() -> None:
     assert timer.take() == {}
 
 
-def test_the_line_about_waits() -> None:
-    assert waits_text([0.002, 0.003], 1.0, ["a", "a"]) == "waits a step, ms: 2 to 3, no rank holds up the others"
+def test_the_log_line_of_waits() -> None:
+    assert waits_text([0.002, 0.003], 1.0, ["a", "a"]) == "wait per step, ms: 2 to 3, no rank delays the others"
     assert slowest_rank([0.002, 0.003], 1.0) == -1
     few = [0.118, 0.117, 0.0004, 0.119]
-    expected = "waits a step, ms: rank 2 0.4 (the others wait for it), rank 0 118, rank 1 117, rank 3 119"
+    expected = "wait per step, ms: rank 2 0.4 (the others wait for it), rank 0 118, rank 1 117, rank 3 119"
     assert waits_text(few, 0.5, ["a"] * 4) == expected and slowest_rank(few, 0.5) == 2
     assert "rank 2 on c 0.4 (the others wait for it), rank 0 118" in waits_text(few, 0.5, list("dbca"))
-    # Two are slow: which of them is the slower says little.
+    # With two slow ranks no single rank is named.
     assert "wait for it" not in waits_text([0.001, 0.2, 0.002, 0.3], 0.5, ["a"] * 4)
     many = [0.1 + rank / 1000 for rank in range(64)]
     many[17] = 0.003
     text = waits_text(many, 0.5, [f"n{rank // 8}" for rank in range(64)])
     assert text == (
-        "waits a step, ms: least rank 17 on n2 3 (the others wait for it), rank 0 on n0 100, rank 1 on n0 101; "
+        "wait per step, ms: least rank 17 on n2 3 (the others wait for it), rank 0 on n0 100, rank 1 on n0 101; "
         "median 132; most rank 63 163, rank 62 162, rank 61 161"
     )

@@ -1,4 +1,4 @@
-"""Ranks that die, halt or fail, links that go down, and signals: all ranks end soon, say why, and the run goes on."""
+"""Faults: ranks that die, halt or fail, links that go down, and signals. All ranks end soon with a reason."""
 
 import os
 import random
@@ -20,13 +20,13 @@ from tests.test_training import EMBEDDED, train
 from torchtitan_scape.runtime import launch
 
 STEPS = 16
-# Both of what the recipe sets and what the tests' own does.
+# The recipe with the size of the tests.
 ARGUMENTS = [*EMBEDDED, *TINY, "--sync.scape.wire=int4", f"--training.steps={STEPS}"]
 
 
 @pytest.fixture
 def forks() -> dict[str, str]:
-    """For launchers that shall have the server fork their ranks; in --slow ranks are real, too."""
+    """Environment of launchers whose ranks the test server forks; with --slow ranks are real processes."""
     return {"PYTHON_EXEC": server.python()}
 
 
@@ -39,41 +39,42 @@ class Group:
     def __init__(self, *behaviours: str) -> None:
         address, port = free_endpoint().split(":")
         common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours))}
-        self.ranks, self._told = [], []
+        self.ranks, self._outputs = [], []
         for rank, behaviour in enumerate(behaviours):
-            ours, theirs = os.pipe()
+            read_end, write_end = os.pipe()
             environment = {**common, "RANK": str(rank)}
-            self.ranks.append(Process("tests.runtime.peer", [behaviour], environment, files=[0, theirs, theirs]))
-            self._told.append(open(ours))  # noqa: SIM115
-            os.close(theirs)
+            self.ranks.append(Process("tests.runtime.peer", [behaviour], environment, files=[0, write_end, write_end]))
+            self._outputs.append(open(read_end))  # noqa: SIM115
+            os.close(write_end)
 
     def wait_until_there(self) -> None:
-        for told in self._told:
-            assert told.readline() == "ready\n"
+        for output_file in self._outputs:
+            assert output_file.readline() == "ready\n"
 
     def ends(self, expected: dict[int, tuple[int, str]]) -> None:
-        """Exit code of ranks, and what they say; ends the others."""
+        """Check the exit code and the output of ranks, and kill the remaining ones."""
         for rank, (code, text) in expected.items():
             found = self.ranks[rank].wait(timeout=60)
-            with self._told[rank] as told:
-                output = told.read()
+            with self._outputs[rank] as output_file:
+                output = output_file.read()
             assert found == code and text in output, (found, output)
         for rank in self.ranks:
             rank.kill()
 
 
-def test_who_waits_for_a_rank_that_is_lost_ends_and_names_it() -> None:
-    """As in a collective of NCCL, which does not return. Rank 0 has the store. All cases at once: starts take time.
+def test_ranks_that_wait_for_a_lost_rank_end_and_name_it() -> None:
+    """The ranks wait as in an NCCL collective that does not return. Rank 0 hosts the store. All cases run at once,
+    because starting takes time.
 
-    A rank that fails by itself, as with a recipe that cannot be read on one node, gives all its reason and exit code.
-    Nobody is disturbed by ranks that halt for less than the timeout, or that have ended as they should.
+    A rank that fails by itself, for example because a recipe is unreadable on one node, passes its reason and exit code
+    to all. Ranks that halt for less than the timeout, or that ended normally, have no effect.
     """
     failing, killed, halted = Group("wait", "wait", "fail"), Group("wait", "wait"), Group("wait", "wait")
     hosting, working = Group("wait", "wait"), Group("work", "work", "leave")
     groups = (failing, killed, halted, hosting, working)
     for group in groups:
         group.wait_until_there()
-    time.sleep(2.0)  # for a beat of each
+    time.sleep(2.0)  # For one heartbeat of each rank.
     begin = time.monotonic()
     os.kill(killed.ranks[1].pid, signal.SIGKILL)
     os.kill(halted.ranks[1].pid, signal.SIGSTOP)
@@ -83,8 +84,8 @@ def test_who_waits_for_a_rank_that_is_lost_ends_and_names_it() -> None:
         time.sleep(1.5)
         os.kill(rank.pid, signal.SIGCONT)
     failing.ends({0: (2, "rank 2 stopped: no such file"), 1: (2, "rank 2 stopped: no such file"), 2: (2, "")})
-    killed.ends({0: (3, f", process {killed.ranks[1].pid}) is lost: no sign of life")})
-    halted.ends({0: (3, f", process {halted.ranks[1].pid}) is lost: no sign of life")})
+    killed.ends({0: (3, f", process {killed.ranks[1].pid}) is lost: no heartbeat")})
+    halted.ends({0: (3, f", process {halted.ranks[1].pid}) is lost: no heartbeat")})
     hosting.ends({1: (3, "rank 0, its launcher or its host has ended")})
     working.ends({0: (0, ""), 1: (0, ""), 2: (0, "")})
     assert time.monotonic() - begin < 30.0
@@ -93,23 +94,23 @@ def test_who_waits_for_a_rank_that_is_lost_ends_and_names_it() -> None:
 # ---------------------------------------------------------------------------------------------------- restarts
 
 
-def test_restarts_are_counted_until_one_comes_further(
+def test_restarts_are_counted_until_one_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class StartedAgain(Exception):
         pass
 
-    def start_again() -> None:
+    def reexecute() -> None:
         raise StartedAgain
 
-    monkeypatch.setattr(launch, "_start_again", start_again)
+    monkeypatch.setattr(launch, "_reexecute", reexecute)
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("SCAPE_REJOIN_SINCE", "0")  # so that both are put back
+    monkeypatch.setenv("SCAPE_REJOIN_SINCE", "0")  # monkeypatch then restores both variables.
     monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     progress = tmp_path / "progress"
 
     def fails(resumed: int | None) -> bool:
-        """A start that resumes at a step, or does not get so far, and breaks. Whether there is another."""
+        """Simulate a start that resumes at a step (or not at all) and fails. Return whether it is restarted."""
         if resumed is not None:
             with open(progress, "a") as file:
                 file.write(f"resumed {resumed}\n")
@@ -119,9 +120,9 @@ def test_restarts_are_counted_until_one_comes_further(
             return True
         return False
 
-    assert fails(0) and fails(0) and fails(10) and fails(10) and fails(20), "it gets further"
+    assert fails(0) and fails(0) and fails(10) and fails(10) and fails(20), "each start makes progress"
     assert fails(20) and not fails(20), "a crash loop"
-    assert "not started again: 2 restarts (MAX_RESTARTS) have not come further than step 20" in capsys.readouterr().err
+    assert "not restarted: 2 restarts (MAX_RESTARTS) made no progress beyond step 20" in capsys.readouterr().err
     progress.unlink()
     monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     assert fails(None) and fails(None) and not fails(None), "not one step"
@@ -132,10 +133,11 @@ def test_restarts_are_counted_until_one_comes_further(
 def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
     kills: list[tuple[int, bool]], pool2: Pool, forks: dict[str, str], tmp_path: Path
 ) -> None:
-    """Killed ranks of either node, one while a checkpoint is written; then SIGUSR1 to one launcher of the two.
+    """Ranks of either node are killed, one while a checkpoint is written; then one of the two launchers receives
+    SIGUSR1.
 
-    It starts again by itself on both nodes, stops with a checkpoint on both, and its end is that of a run that nobody
-    disturbed, optimizer state included, to the last bit.
+    The run restarts automatically on both nodes and stops with a checkpoint on both. Its final checkpoint, optimizer
+    state included, is bitwise equal to that of an undisturbed run.
     """
     whole, folder = tmp_path / "whole", tmp_path / "run"
     pool2(train, str(whole), ARGUMENTS)
@@ -165,10 +167,8 @@ def test_a_run_on_two_nodes_survives_lost_ranks_and_a_stop_on_request(
 
 
 @pytest.mark.slow
-def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(
-    forks: dict[str, str], tmp_path: Path
-) -> None:
-    """Also: two signals end a run at once, here before it has begun anything."""
+def test_a_broken_recipe_on_one_node_ends_both_without_a_restart(forks: dict[str, str], tmp_path: Path) -> None:
+    """No launcher restarts the run."""
     (tmp_path / "broken.toml").write_text("[training\n")
     recipes = ["train_configs/embedded.toml", str(tmp_path / "broken.toml")]
 
@@ -181,23 +181,21 @@ def test_one_node_with_a_broken_recipe_ends_the_other_and_nobody_starts_again(
         assert run.wait(60) == [2, 2], run.output()
     lines = [line for line in run.output().splitlines() if "] error: " in line]
     assert len(lines) == 2 and all("broken.toml is no TOML" in line for line in lines), run.output()
-    assert "starting again" not in run.output()
+    assert "restarting" not in run.output()
 
 
-def test_a_stop_without_checkpoints_says_that_nothing_was_saved_and_two_end_at_once(
-    forks: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_stop_without_checkpoints_reports_that_nothing_was_saved(forks: dict[str, str], tmp_path: Path) -> None:
     arguments = [*ARGUMENTS, "--checkpoint.no-enable", "--training.steps=1000"]
     with Launch(arguments, tmp_path, environment={"MAX_RESTARTS": "1", **forks}) as run:
         run.wait_for_training(1)
-        os.kill(run.ranks()[1], signal.SIGTERM)  # one rank alone: the others agree
+        os.kill(run.ranks()[1], signal.SIGTERM)  # One rank only; the others learn of it in the all-reduced flag.
         assert run.wait(30) == [4], run.output()
-        assert "and nothing was saved: that needs --checkpoint.enable" in run.output()
+        assert "and nothing was saved: saving needs --checkpoint.enable" in run.output()
         assert "MAX_RESTARTS without checkpoint.enable" in run.output() and "Traceback" not in run.output()
 
 
 @pytest.mark.slow
-def test_a_link_that_is_down_for_a_while_is_waited_for_and_one_that_stays_down_is_named(
+def test_a_short_link_outage_is_tolerated_and_a_long_one_is_named(
     works: None,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -214,13 +212,11 @@ def test_a_link_that_is_down_for_a_while_is_waited_for_and_one_that_stays_down_i
             time.sleep(3.0)
             cluster.set_link(1, up=True)
             before = len(run.steps())
-            run.wait_until(lambda: len(run.steps()) > before + 4, 60, "steps behind the outage")
+            run.wait_until(lambda: len(run.steps()) > before + 4, 60, "steps after the outage")
             ranks = run.ranks()
             cluster.set_link(1, up=False)
             assert seconds_until_gone(list(ranks.values()), 60.0) < timeout + 8.0
             cluster.set_link(1, up=True)
             assert run.wait(60) == [3, 3], run.output()
-        assert re.search(r"rank 0\] error: rank 1 \(.*\) is lost: no sign of life for 1\d s", run.output()), (
-            run.output()
-        )
-        assert re.search(r"rank 1\] error: rank 0's host, .* is silent for 1\d s", run.output()), run.output()
+        assert re.search(r"rank 0\] error: rank 1 \(.*\) is lost: no heartbeat for 1\d s", run.output()), run.output()
+        assert re.search(r"rank 1\] error: rank 0's host, .* does not respond for 1\d s", run.output()), run.output()

@@ -1,4 +1,4 @@
-"""./run_train.sh as a user starts it."""
+"""./run_train.sh as started by a user."""
 
 import json
 import os
@@ -29,7 +29,9 @@ def with_defaults(environment: dict[str, str]) -> dict[str, str]:
 
 
 def launch(environment: dict[str, str], *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The Python that it finds forks; `test_two_nodes_of_one_rank_talk_over_the_network` starts real ones."""
+    """Run the script with a Python that forks; `test_two_nodes_of_one_rank_communicate_over_the_network` starts real
+    ones.
+    """
     begin = time.monotonic()
     result = subprocess.run(
         [str(ROOT / "run_train.sh"), *arguments],
@@ -52,8 +54,8 @@ def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists(), "nothing is written before the config is checked"
 
 
-def test_missing_data_ends_in_one_line_though_its_rank_is_not_shown(tmp_path: Path) -> None:
-    """The launcher passes on the first failed rank's message, whichever ranks LOG_RANK shows."""
+def test_missing_data_ends_in_one_line_from_a_rank_without_output(tmp_path: Path) -> None:
+    """The launcher prints the first failed rank's message, whichever ranks LOG_RANK shows."""
     wrong = ["--training.dataset=text_files", "--training.dataset_path=/nowhere"]
     arguments = [f"--job.dump_folder={tmp_path}/out", *wrong]
     result, seconds = launch({"LOG_RANK": "7"}, *arguments)
@@ -64,8 +66,10 @@ def test_missing_data_ends_in_one_line_though_its_rank_is_not_shown(tmp_path: Pa
     assert not (tmp_path / "out").exists(), "nor is an empty folder left"
 
 
-def test_a_dry_run_takes_steps_if_asked(tmp_path: Path) -> None:
-    """Nobody else selects there; masks are valid all the same. Of two recipes, and what it was started with."""
+def test_a_dry_run_can_take_steps(tmp_path: Path) -> None:
+    """No other rank selects entries, but masks are valid. Two recipes are combined, and the resolved options are
+    written.
+    """
     recipes = ["train_configs/embedded.toml", f"{tmp_path}/own.toml"]
     Path(recipes[1]).write_text('[sync.scape]\nselection = "tensor"\n')
     result, _ = launch(
@@ -93,8 +97,8 @@ def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_of_one_rank_talk_over_the_network(tmp_path: Path) -> None:
-    """Two launches with one rendezvous, as two hosts would make them."""
+def test_two_nodes_of_one_rank_communicate_over_the_network(tmp_path: Path) -> None:
+    """Two launches with one rendezvous, as on two hosts."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         endpoint = f"localhost:{s.getsockname()[1]}"
@@ -115,7 +119,7 @@ def test_two_nodes_of_one_rank_talk_over_the_network(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe, parameters", [("llama_500m", "513,590,784"), ("llama_1_8b", "1,831,201,280")])
 def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: str, tmp_path: Path) -> None:
-    """The model cards of H2O-Danube3-500M and H2O-Danube-1.8B say 514 M and 1.83 B."""
+    """The model cards of H2O-Danube3-500M and H2O-Danube-1.8B state 514 M and 1.83 B."""
     result, _ = launch(
         {"CONFIG_FILE": f"train_configs/{recipe}.toml", "COMM_MODE": "fake_backend", "NGPU": "64"},
         f"--job.dump_folder={tmp_path}",
@@ -127,13 +131,13 @@ def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: 
     )
     assert result.returncode == 0, result.stderr
     output = result.stdout + result.stderr
-    assert "in host memory" in output and "to and from the host a step" in output
+    assert "in host memory" in output and "to and from the host per step" in output
     assert f"size: {parameters} total parameters" in output
     assert "replicate 8 x shard 8" in output and "Dry run: everything was built" in output
 
 
 def test_a_dry_run_of_simulated_replicas(tmp_path: Path) -> None:
-    """FP32 and one shard: a trained model would have no FSDP2 around it."""
+    """FP32 and one shard. In training the model would not be wrapped by FSDP2."""
     result, _ = launch(
         {"CONFIG_FILE": "train_configs/study.toml", "COMM_MODE": "fake_backend", "NGPU": "1"},
         f"--job.dump_folder={tmp_path}",
@@ -149,13 +153,13 @@ def test_help_shows_our_sections() -> None:
         assert key in result.stdout
 
 
-def test_arguments_are_the_trainers_and_not_the_installations(tmp_path: Path) -> None:
-    """The first start, in a place where no Python has TorchTitan: arguments do not name what to install."""
+def test_arguments_are_passed_to_the_trainer_only(tmp_path: Path) -> None:
+    """On the first start, without a Python that has TorchTitan, arguments are not passed to the installation."""
     repository = tmp_path / "repository"
     (repository / "scripts").mkdir(parents=True)
     for name in ("run_train.sh", "scripts/environment.sh"):
         shutil.copy(ROOT / name, repository / name)
-    # Can import nothing, makes a .venv of itself, and tells what it is asked to install.
+    # A Python that can import nothing, copies itself as .venv, and prints the package that it should install.
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"

@@ -12,7 +12,9 @@ from scripts.studies.comparison_methods import budgets
 from scripts.studies.quality_cells import Cell, Grid, Store, defaults
 from scripts.studies.quality_study import Queue
 from scripts.studies.quality_tuning import Tuning
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 GRID = """
 recipe = "train_configs/study.toml"
@@ -138,17 +140,24 @@ def test_bytes_are_planned_for_a_step_and_counted_for_the_run(grid: Grid, tmp_pa
     scape = store.read(grid.cell(grid.sets[0], "scape", 4e-3, 0))
     dense = store.read(grid.cell(grid.sets[1], "dense-adamw", 4e-3, 0))
     assert scape is not None and dense is not None
-    assert planned(scape["options"]) == Method("scape", 0.05, "int4")
-    assert planned(dense["options"]) == Method("adamw", overlap=True), "where a method can"
-    assert 0.011 < shares(scape)[0] < 0.014 and shares(scape)[1] == 0.02 and shares(dense) == (1.0, 1.0)
+    assert planned(scape["options"]).name == "scape 0.05 int4"
+    assert planned(dense["options"]) == PlannedRun(DenseOptions(), "AdamW", overlap=True), "where a method can"
+    assert (
+        0.011 < shares(scape)[0] < 0.014
+        and shares(scape)[1] == 0.02
+        and shares(dense) == pytest.approx((1.0, 1.0), rel=1e-4)
+    )
     for machine in MACHINES:
-        step, adams = (step_seconds(machine, Method(*m), 4) for m in (("scape", 0.05, "int4"), ("adams",)))
+        step, adams = (
+            step_seconds(machine, PlannedRun(options), 4)
+            for options in (ScapeOptions(density=0.05, wire="int4"), DenseOptions())
+        )
         at_start = (0.02 - shares(scape)[0]) / (1 - shares(scape)[0])
         assert run_seconds(scape, machine) == pytest.approx(100 * ((1 - at_start) * step + at_start * adams))
         assert run_seconds(dense, machine) == pytest.approx(
-            100 * step_seconds(machine, Method("adamw", overlap=True), 4)
+            100 * step_seconds(machine, PlannedRun(DenseOptions(), "AdamW", overlap=True), 4)
         )
-    slow, fast = (step_seconds(machine, Method("adamw"), 4) for machine in ("1 Gb/s", "10 Gb/s"))
+    slow, fast = (step_seconds(machine, PlannedRun(DenseOptions(), "AdamW"), 4) for machine in ("1 Gb/s", "10 Gb/s"))
     assert slow > 5 * fast
 
 

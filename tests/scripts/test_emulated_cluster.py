@@ -195,7 +195,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         ([], "no command is given"),
         (["--nodes=0", "--", "true"], "0 nodes; give 1 to 99"),
@@ -203,6 +203,6 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
         (["--ranks-per-node=0", "--", "true"], "--ranks-per-node is 0"),
     ],
 )
-def test_wrong_input_is_named(arguments: list[str], told: str) -> None:
+def test_wrong_input_is_named(arguments: list[str], message: str) -> None:
     result = run_script(*arguments)
-    assert result.returncode == 2 and told in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

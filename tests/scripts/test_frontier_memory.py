@@ -22,10 +22,10 @@ def test_every_kind_is_within_two_percent_of_its_closed_form() -> None:
     for name in MODELS:
         assert all(abs(float(row["off"].split()[0])) < 2.0 for row in rows_of(runs, name))
         for form, one in runs[name].items():
-            told = dict(one["report"])
-            told["secondary weights"] = told.pop("secondary partition", told.get("secondary weights"))
+            report = dict(one["report"])
+            report["secondary weights"] = report.pop("secondary partition", report.get("secondary weights"))
             for kind, got in one["held"].items():
-                assert got == pytest.approx(told[kind], rel=0.02), (name, form, kind)
+                assert got == pytest.approx(report[kind], rel=0.02), (name, form, kind)
     assert runs["20B"]["levels"]["n"] == pytest.approx(20_554_567_680, rel=1e-3)
 
 

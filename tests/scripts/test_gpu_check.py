@@ -204,11 +204,11 @@ def test_stored_results_are_of_a_gpu() -> None:
 
 
 def test_a_case_that_hangs_leaves_what_it_said_and_nothing_else() -> None:
-    told, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
-    assert code == -1 and told.startswith("begun\n") and told.endswith("not done within 0.5 s")
+    output, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
+    assert code == -1 and output.startswith("begun\n") and output.endswith("not done within 0.5 s")
     with pytest.raises(ProcessLookupError):
         for _ in range(50):  # what is killed takes a moment to go
-            os.kill(int(told.split()[1]), 0)
+            os.kill(int(output.split()[1]), 0)
             time.sleep(0.1)
     assert ended(["sh", "-c", "echo done; exit 9"], dict(os.environ), 60.0) == ("done\n", 9)
 

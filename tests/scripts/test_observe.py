@@ -10,12 +10,12 @@ import torch
 from scripts.common import write
 from scripts.studies import observe, observe_plots
 from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.observe.figures import distribution, largest, overlap
 from torchtitan_scape.observe.record import Record, Row
 from torchtitan_scape.observe.tensors import chosen
-from torchtitan_scape.specs import whole_model
-from torchtitan_scape.sync.shards import collect_shards
-from torchtitan_scape.train import parse
+from torchtitan_scape.trainer.specs import whole_model
 
 TENSORS = ["layers.0.feed_forward.w1+w3", "layers.3.attention.wo"]
 

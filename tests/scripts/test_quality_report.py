@@ -20,8 +20,10 @@ from scripts.studies.quality_report import write_report
 from scripts.studies.quality_settings import at, percent, reached, read_cells, settings_of
 from scripts.studies.quality_study import main
 from tests.scripts.made_up_study import SMALL, Study
-from torchtitan_scape.planner.budget import share
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 
 def rows(text: str, head: str) -> dict[str, list[str]]:
@@ -44,14 +46,14 @@ def test_the_report_has_the_cells_numbers(study: Study) -> None:
     main_rows = rows(text, "gap to dense AdamS")
     assert main_rows["AdamS, dense"] == ["0.002", "2.0050 ± 0.0071", "0", "100", "100", "2"]
     # Not what these runs counted: the closed form, whose warm-up has 4 steps, the first of them dense.
-    by_step = [share(Method("scape", density), STUDY.shapes(), 4) for density in (0.1, 0.178, 0.316, 1.0)]
+    by_step = [share_of_dense(ScapeOptions(density=d), STUDY.local(1), 4) for d in (0.1, 0.178, 0.316, 1.0)]
     sent = [percent(by_step[0]), percent((37 * by_step[0] + sum(by_step[1:])) / 40)]
     assert main_rows["SCAPE 0.1"] == ["0.002", "2.2055 ± 0.0078", "+10.00 ± 0.00", *sent, "2"]
     assert rows(text, "| 0.001 |")["SCAPE 0.1"] == ["2.3100", "**2.2000**", "2.4200"]
     assert "edge" not in text
     times = rows(text, "Vista: s to 2.02")
     assert times["SCAPE 0.1"][0] == "not reached" and int(times["AdamS, dense"][0]) == 39
-    vista = step_seconds("vista", Method("adams"))
+    vista = step_seconds("vista", PlannedRun(DenseOptions()))
     assert times["AdamS, dense"][1:3] == [f"{1e3 * vista:,.0f}", f"{vista * (40 - 20 * 2 * 0.02005):,.0f}"]
     assert "| SCAPE 0.1 | 4, 8 | 2.2055 ± 0.0078 | 2.2055 ± 0.0078 | +10.00 ± 0.00 | +10.00 ± 0.00 |" in text
     pictures = {"gap.png", *(f"{kind}-40x1024-r{n}.png" for kind in ("steps", "bytes", "seconds") for n in (4, 8))}
@@ -112,11 +114,12 @@ def test_predicted_seconds_follow_the_density_of_every_step() -> None:
         steps = [b - a for a, b in zip(elapsed(scape, machine, 5), elapsed(scape, machine, 5)[1:], strict=False)]
         assert dense == pytest.approx([i * dense[1] for i in range(6)])
         assert steps[0] > steps[1] > steps[2] and steps[2] == pytest.approx(steps[4])
-        assert steps[4] == pytest.approx(step_seconds(machine, Method("scape", 0.01)))
+        assert steps[4] == pytest.approx(step_seconds(machine, PlannedRun(ScapeOptions(density=0.01))))
     coded = scape | {"sync.scape.wire_dtype": "int4", "sync.scape.block_size": 128}  # as cells are stored
-    wires = [(m.wire, m.density) for step in (1, 2, 3) if (m := method_of(coded, step))]
+    runs = [method_of(coded, step) for step in (1, 2, 3)]
+    wires = [(run.options.wire, run.options.density) for run in runs]  # type: ignore[union-attr]
     assert wires == [("float32", 1.0), ("int8", 0.0464), ("int4", 0.01)]
-    assert method_of(coded, 3) == Method("scape", 0.01, "int4", block=128)
+    assert method_of(coded, 3) == PlannedRun(ScapeOptions(density=0.01, wire="int4", block_size=128))
     assert elapsed(coded, "ethernet-10g", 5)[-1] < elapsed(scape, "ethernet-10g", 5)[-1]
     assert method_of({"sync.method": "another"}, 1) is None, "what has no cost model has no predicted seconds"
     assert reached([(1, 3.0), (5, 2.0), (9, 1.0)], 1.5) == 7 and reached([(1, 3.0)], 2.0) is None

@@ -13,8 +13,8 @@ from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.studies import shard_axis
 from scripts.studies.shard_axis_forms import LOSSES, SPEED, TAGC
 from scripts.studies.shard_axis_report import byte_rows, exchange_rows, loss_rows, step_rows, verdicts, write_report
-from torchtitan_scape import train
 from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.parsing import parse
 
 
 def timed(form: str, seconds: float, gradients: float = 0.0) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_gaps_are_paired_by_seed(tmp_path: Path) -> None:
 def test_the_trainer_takes_what_forms_are_made_of() -> None:
     """And goes with each other; all of them, as a run of a form takes minutes."""
     for form in (*SPEED.values(), *TAGC.values(), *LOSSES.values()):
-        config = train.parse(["--job.config_file=train_configs/embedded.toml", *form.arguments()])
+        config = parse(["--job.config_file=train_configs/embedded.toml", *form.arguments()])
         check_config(config, "cpu")
         assert config.parallelism.data_parallel_shard_degree == form.shard
 

@@ -56,15 +56,17 @@ def test_a_link_without_payload_is_not_judged() -> None:
     } == {"-"}
 
 
-@pytest.mark.parametrize("ratios, told", [((1.02, 1.0), "yes"), ((1.03, 1.0), "as counted only"), ((1.0, 1.03), "no")])
-def test_a_target_holds_where_it_does_on_the_counter_and_as_counted(ratios: tuple[float, float], told: str) -> None:
-    assert verdict(ratios, 1.02) == told
+@pytest.mark.parametrize(
+    "ratios, expected", [((1.02, 1.0), "yes"), ((1.03, 1.0), "as counted only"), ((1.0, 1.03), "no")]
+)
+def test_a_target_holds_where_it_does_on_the_counter_and_as_counted(ratios: tuple[float, float], expected: str) -> None:
+    assert verdict(ratios, 1.02) == expected
 
 
 def test_spread() -> None:
     """A node that sends 2.1 of 2.0 MB where both together send 4.0."""
-    apart = run(2, [node(2.6e6, mask=0.5e6, payload=1.95e6), node(2.4e6, mask=0.5e6, payload=1.9e6)])
-    least, most, most_apart = spread({"2x1": {"local": LOCAL, "gather": apart}})
+    two_nodes = run(2, [node(2.6e6, mask=0.5e6, payload=1.95e6), node(2.4e6, mask=0.5e6, payload=1.9e6)])
+    least, most, most_apart = spread({"2x1": {"local": LOCAL, "gather": two_nodes}})
     assert least == pytest.approx(5 / 4.9 - 1) and most == pytest.approx(5 / 4.85 - 1)
     assert most_apart == pytest.approx(0.05)
 

@@ -20,8 +20,13 @@ from tests import server
 from tests.runtime.test_launch import SHORT
 from tests.scripts.slurm.test_slurm import allocation, stand_ins
 from topology.links import Link, Links, scalar_stages, stage_seconds
-from torchtitan_scape.planner.volumes import Method, messages
-from torchtitan_scape.sync.registry import METHODS as REGISTRY
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.registry import METHODS as REGISTRY
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.topk.options import TopkOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 
 def scale(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,10 +42,10 @@ def cells(folder: Path) -> dict[str, dict[str, Any]]:
 def test_methods_are_told_apart() -> None:
     assert methods.FAMILIES.keys() | {"dense", "scape"} == REGISTRY.keys()
     plan = Plan.parse("scape-0.01-bf16")
-    assert plan.planned == Method("scape", 0.01, "bfloat16")
+    assert plan.planned == PlannedRun(ScapeOptions(density=0.01, wire="bfloat16"))
     assert "--sync.scape.wire=bfloat16" in plan.options and "--sync.scape.density=0.01" in plan.options
     coded = Plan.parse("scape-0.047-int4")
-    assert (coded.planned, coded.label) == (Method("scape", 0.047, "int4"), "SCAPE 0.047 int4")
+    assert (coded.planned, coded.label) == (PlannedRun(ScapeOptions(density=0.047, wire="int4")), "SCAPE 0.047 int4")
     assert "--sync.scape.wire=float32" in Plan.parse("scape-0.1").options, "whatever the recipe has"
     assert Plan.parse("ddp-powersgd-4").rank == 4 and Plan.parse("hsdp").peer == "hsdp"
     powersgd = Plan.parse("powersgd-4")
@@ -48,8 +53,9 @@ def test_methods_are_told_apart() -> None:
     assert Plan.parse("diloco-30-e2m1").period == 30 and Plan.parse("radius-0.4").settles == 16
     assert "--sync.overlap" in Plan.parse("quantized-e2m1-overlap").options
     topk = Plan.parse("topk-0.015625-2bit")
-    assert topk.planned == Method("topk", 1 / 64, values="2bit", optimizer="adamw")
-    assert Plan.parse("adamw").planned == Method("adamw") and "--optimizer.name=AdamW" in Plan.parse("adamw").options
+    assert topk.planned == PlannedRun(TopkOptions(density=1 / 64, values="2bit"), "AdamW")
+    adamw = Plan.parse("adamw")
+    assert adamw.planned == PlannedRun(DenseOptions(), "AdamW") and "--optimizer.name=AdamW" in adamw.options
     for wrong in (
         "adam",
         "scape",
@@ -124,8 +130,9 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one() -> None:
     emulated = SimpleNamespace(args=SimpleNamespace(ranks_per_node=1, rest=[]), real=True, links=lambda _: links)
     emulated.passes, emulated.shapes = lambda *_: {cell.plan.name: silent}, lambda _: [(100, 1000), (100,)]
     found = Emulated.predicted(emulated, cell, {"phases": {"compute": 1.0}, "payload_parts": 1})  # type: ignore[arg-type]
-    payload, _ = messages(Method("scape", 0.047, "int4"), [(100, 1000), (100,)], 4)
-    stages = payload.stages(tiers) + scalar_stages(tiers)
+    model, levels = LocalModel.of_shapes([(100, 1000), (100,)]), [LevelSize(*tier) for tier in tiers]
+    payload, _ = ScapeOptions(density=0.047, wire="int4").cost().collective_calls(model, levels)
+    stages = payload.stages(levels) + scalar_stages(tiers)
     assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
 
 

@@ -1,7 +1,7 @@
-"""Run as a script in a network namespace of its own: what FSDP2 and its stand-ins put on its interface.
+"""Script for its own network namespace: bytes of FSDP2's collectives and of the hooks on the network interface.
 
-Prints, for FSDP2's own collectives, for all of ZeRO++ and for TAGC on 2 nodes of 2 ranks, what all ranks count as sent,
-and what crossed the interface meanwhile.
+Prints, for FSDP2's own collectives, for all of ZeRO++ and for TAGC on 2 nodes of 2 ranks, the bytes that all ranks
+count as sent and the bytes that crossed the interface in the same period.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.topology.interface_bytes import bring_loopback_up, interface_bytes
 from torchtitan_scape.sharding.options import ShardingOptions
 
 WORLD, STEPS = 4, 3
-FORMS = {
+VARIANTS = {
     "dense": ShardingOptions(),
     "all": ShardingOptions(weights="int8", secondary=True, gradients="int8+int4"),
     "tagc": ShardingOptions(gradients="tagc"),
@@ -39,9 +39,9 @@ def rank(number: int, store: str, queue: Any) -> None:
     file = dist.FileStore(store, WORLD)
     dist.init_process_group("gloo", store=file, rank=number, world_size=WORLD, timeout=timedelta(seconds=60))
     found = {}
-    for name, options in FORMS.items():
+    for name, options in VARIANTS.items():
         with patch.object(toy, "Block", Wide):
-            run = toy.train(toy.make(2, options), steps=1)  # and the connections
+            run = toy.train(toy.make(2, options), steps=1)  # Also opens the connections.
         before = sum(run.sent.values())
         dist.barrier()
         start = interface_bytes()
@@ -58,7 +58,7 @@ def rank(number: int, store: str, queue: Any) -> None:
 
 def main() -> None:
     bring_loopback_up()
-    context = multiprocessing.get_context("fork")  # nothing of gloo is here yet
+    context = multiprocessing.get_context("fork")  # Safe, because gloo is not initialized in this process.
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"
     processes = [context.Process(target=rank, args=(r, store, queue)) for r in range(WORLD)]

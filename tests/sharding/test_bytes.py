@@ -1,4 +1,4 @@
-"""Counted bytes are those on the interface: FSDP2's own collectives, all of ZeRO++, and TAGC."""
+"""Counted bytes equal those on the network interface: FSDP2's own collectives, all of ZeRO++, and TAGC."""
 
 import json
 import os

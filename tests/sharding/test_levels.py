@@ -1,4 +1,4 @@
-"""Three levels on four ranks against one optimizer on the whole model."""
+"""Three-level sharding on four ranks against one optimizer on the whole model."""
 
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from tests.pool import Pool
 from topology.groups import build_level_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
-from topology.traffic import Traffic
+from topology.traffic import TrafficLedger
 from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -25,7 +25,7 @@ DEGREES = [(2, 4), (2, 2), (1, 2)]
 
 
 def make_model(middle: int = 37) -> nn.Sequential:
-    """Groups of a matrix, its bias and a norm, with rows that two ranks do not share evenly; and the root's."""
+    """Groups with a matrix, its bias and a norm, whose rows two ranks cannot divide evenly, and the root group."""
     torch.manual_seed(7)
     blocks = [nn.Sequential(nn.LayerNorm(n), nn.Linear(n, m), nn.Tanh()) for n, m in ((WIDTH, middle), (middle, WIDTH))]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 8, bias=False))
@@ -46,8 +46,8 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(parameters), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def alone(steps: int) -> dict[str, Tensor]:
-    """The whole model, all batches, one AdamW."""
+def train_whole_model(steps: int) -> dict[str, Tensor]:
+    """Train the whole model on all batches with one AdamW."""
     model = make_model()
     optimizer = make_adamw(model.parameters())
     for step in range(steps):
@@ -60,7 +60,7 @@ def alone(steps: int) -> dict[str, Tensor]:
 
 
 class Run:
-    """This rank's side."""
+    """One rank of a run."""
 
     def __init__(self, w: int, g: int, bf16: bool = False, middle: int = 37, **options: Any) -> None:
         levels = {key: options.pop(key) for key in ("sum", "update", "secondary") if key in options}
@@ -68,7 +68,7 @@ class Run:
         layout = plan_layout(RANKS, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
         groups = build_level_groups(layout, w, timedelta(seconds=60), self.options.levels.secondary)
         mesh = init_device_mesh("cpu", (RANKS // w, w), mesh_dim_names=("holders", "fsdp"))["fsdp"]
-        self.model, self.traffic = make_model(middle), Traffic()
+        self.model, self.traffic = make_model(middle), TrafficLedger()
         for module in (self.model[0], self.model[1], self.model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             module.set_gradient_divide_factor(1.0)
@@ -79,7 +79,9 @@ class Run:
         self.optimizer = make_adamw(p for _, p in self.levels.parameters)
 
     def step(self, number: int, watch: Any = None) -> float:
-        """The loss of this rank's batches. watch: called between the optimizer's step and the update of the weights."""
+        """Return the loss of this rank's batches. `watch` is called between the optimizer's step and the weight
+        update.
+        """
         rank, total = dist.get_rank(), 0.0
         for micro_batch in range(MICRO_BATCHES):
             self.levels.sharding.before_micro_batch(number + 1, micro_batch, micro_batch == MICRO_BATCHES - 1)
@@ -116,17 +118,17 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("hops", [1, 2])
 @pytest.mark.parametrize("degrees", DEGREES)
-def test_raw_messages_give_one_optimizer_on_the_whole_model(pool4: Pool, degrees: tuple[int, int], hops: int) -> None:
-    """To FP32 rounding; and holders of the same weights have the same bits."""
+def test_raw_messages_equal_one_optimizer_on_the_whole_model(pool4: Pool, degrees: tuple[int, int], hops: int) -> None:
+    """Equality up to FP32 rounding; ranks with the same weights have the same bits."""
     if hops == 2 and degrees != (2, 4):
         pytest.skip("there is one hop")
     found = pool4(_follow, degrees, 6, {"update": "float32", "hops": "auto" if hops == 1 else 2})
-    expected = alone(6)
+    expected = train_whole_model(6)
     assert distance(found[0]["weights"], expected) < 1e-6
     places: dict[int, Any] = {}
     for one in found:
-        place, own = one["places"]
-        assert all(torch.equal(a, b) for a, b in zip(own, places.setdefault(place, own), strict=True))
+        group_rank, own = one["places"]
+        assert all(torch.equal(a, b) for a, b in zip(own, places.setdefault(group_rank, own), strict=True))
     # Every entry has one master.
     for name, want in expected.items():
         whole = torch.full((want.numel(),), torch.nan)
@@ -138,25 +140,27 @@ def test_raw_messages_give_one_optimizer_on_the_whole_model(pool4: Pool, degrees
 
 
 def _differences(degrees: tuple[int, int]) -> float:
-    """What is left of a difference is less than half a level of its block."""
+    """Check that the remaining difference is less than half a quantization level of its block; return the largest."""
     run, last, worst = Run(*degrees, weights="int8", gradients="int4"), [], 0.0
 
-    def keep(run: Run) -> None:
-        last[:] = [(m, m.values - held(m)) for m in run.levels.masters]
+    def record(run: Run) -> None:
+        last[:] = [(m, m.values - weights_of(m)) for m in run.levels.masters]
 
-    def held(master: Any) -> Tensor:
+    def weights_of(master: Any) -> Tensor:
         values = torch.zeros_like(master.values)
-        for one, weight in zip(master.places, master.group.weights(), strict=True):
+        for one, weight in zip(master.parts, master.group.weights(), strict=True):
             values[one.at : one.at + one.stop - one.start] = weight[one.start : one.stop]
         return values
 
     for step in range(4):
-        run.step(step, keep)
+        run.step(step, record)
         for master, difference in last:
-            coded = master.group.layout.cut_coded
-            left, largest = (x[:coded].view(-1, 256).abs().amax(1) for x in (master.values - held(master), difference))
+            coded = master.group.layout.slice_coded
+            left, largest = (
+                x[:coded].view(-1, 256).abs().amax(1) for x in (master.values - weights_of(master), difference)
+            )
             assert (left <= largest / 254 * 1.001 + 1e-7).all()
-            assert torch.equal(master.values[coded:], held(master)[coded:])  # norms and biases go as they are
+            assert torch.equal(master.values[coded:], weights_of(master)[coded:])  # Norms and biases are sent raw.
             worst = max(worst, left.max().item())
     return worst
 
@@ -166,7 +170,7 @@ def test_weights_stay_within_a_level_of_their_masters(pool4: Pool) -> None:
 
 
 def _sums(degrees: tuple[int, int]) -> list[tuple[Tensor, Tensor, int]]:
-    """Of every group what this node has for all, what this rank gets, and the coded entries of a cut."""
+    """Return per group this node's contribution, this rank's result, and the quantized entries of a slice."""
     run = Run(*degrees, sum="int8")
     run.levels.sharding.before_micro_batch(1, 0, True)
     loss_of(run.model, dist.get_rank(), 0, 0).backward()
@@ -176,12 +180,14 @@ def _sums(degrees: tuple[int, int]) -> list[tuple[Tensor, Tensor, int]]:
     for buffer, group in zip(own, run.levels.groups, strict=True):
         with run.levels.sharding.uncounted():
             total = group.reduce.across_nodes(run.levels._nodes)
-        found.append((buffer, total, group.layout.cut_coded))
+        found.append((buffer, total, group.layout.slice_coded))
     return found
 
 
-def test_a_coded_sum_is_within_half_a_level_of_each_node(pool4: Pool) -> None:
-    """Ranks 0 and 2 have the same place on their nodes, and the first and second cut; norms and biases are exact."""
+def test_a_quantized_sum_is_within_half_a_level_per_node(pool4: Pool) -> None:
+    """Ranks 0 and 2 have the same position in their nodes, and the first and second slice; norms and biases are
+    exact.
+    """
     found = pool4(_sums, (2, 2))
     for first, second in ((0, 2), (1, 3)):
         for (one, total, coded), (other, *_) in zip(found[first], found[second], strict=True):
@@ -206,7 +212,7 @@ def _losses(options: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[tuple
 
 @pytest.mark.slow
 def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
-    """40 steps; and holders of the same weights have the same bits, whatever is coded."""
+    """40 steps; ranks with the same weights have the same bits with every encoding."""
     raw = {"update": "float32"}
     options = [((2, 4), raw), ((2, 4), CODED), ((2, 4), CODED | {"gradients": "int8+int4", "bf16": True})]
     options += [
@@ -223,10 +229,10 @@ def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
 
 
 def _flipped(degrees: tuple[int, int], repair: bool) -> tuple[str, bool]:
-    """What is said where a bit of the weights flips on rank 3; whether all weights are as they were."""
-    from torchtitan_scape.sync.consistency import ReplicasDifferError
+    """Return the error if a bit of the weights flips on rank 3, and whether all weights are unchanged."""
+    from torchtitan_scape.core.consistency import ReplicasDifferError
 
-    run, told = Run(*degrees), ""
+    run, message = Run(*degrees), ""
     run.step(0)
     before = [p.to_local().detach().clone() for p in run.model.parameters()]
     run.levels.check_consistency(torch.device("cpu"), 1, repair)
@@ -235,27 +241,29 @@ def _flipped(degrees: tuple[int, int], repair: bool) -> tuple[str, bool]:
     try:
         run.levels.check_consistency(torch.device("cpu"), 1, repair)
     except ReplicasDifferError as error:
-        told = str(error)
+        message = str(error)
     now = [p.to_local().detach() for p in run.model.parameters()]
-    return told, all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    return message, all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-def test_holders_of_the_same_weights_are_compared(pool4: Pool) -> None:
-    """Over all nodes and pairs; most of four tell which is right, of two nobody can."""
+def test_ranks_with_the_same_weights_are_compared(pool4: Pool) -> None:
+    """The comparison spans all nodes and pairs. With four ranks the majority identifies the error, with two it
+    cannot.
+    """
     assert pool4(_flipped, (1, 2), True) == [("", True)] * RANKS
     found = pool4(_flipped, (2, 4), False)
-    assert all("ranks 1 and 3 differ in '0.0.weight'" in told for told, _ in found)
+    assert all("ranks 1 and 3 differ in '0.0.weight'" in message for message, _ in found)
     assert [same for _, same in found] == [True, True, True, False]
 
 
 def _frozen() -> str:
     model = make_model()
     model[0][1].requires_grad_(False)
-    with patch(f"{__name__}.make_model", lambda _: model), pytest.raises(ValueError) as told:
+    with patch(f"{__name__}.make_model", lambda _: model), pytest.raises(ValueError) as error:
         Run(2, 4)
-    return str(told.value)
+    return str(error.value)
 
 
 def test_frozen_parameters_are_refused(pool4: Pool) -> None:
-    for told in pool4(_frozen):
-        assert "[sharding.levels] weights = 2: '0.1.weight' is frozen" in told and "train it, or leave" in told
+    for message in pool4(_frozen):
+        assert "[sharding.levels] weights = 2: '0.1.weight' is frozen" in message and "train it, or omit" in message

@@ -1,4 +1,4 @@
-"""What three levels send and hold, counted, against closed forms."""
+"""Traffic and memory of three-level sharding, counted, against the closed forms."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -15,26 +15,28 @@ from topology.groups import build_level_groups
 from topology.layout import plan_layout
 from topology.links import Links, stage_seconds
 from topology.machines import get_machine
-from topology.traffic import Traffic
-from torchtitan_scape.planner.cost import Prediction, fsdp_seconds, predict
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.volumes import Method
-from torchtitan_scape.planner.workloads import get_workload
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Prediction, fsdp_seconds, predict
 from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 
-ENTRIES = 64 * 128  # of a matrix whose cuts are whole blocks
+ENTRIES = 64 * 128  # Entries of a matrix whose slices are whole blocks.
 MICRO_BATCHES = 2
 
 
 def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict[str, Any], sums: bool) -> Any:
-    """Bytes by level and kind, of the micro-batches and of a step; entries held."""
+    """Return the bytes by level and kind of the micro-batches and of a step, and the entries stored per rank."""
     chosen = ShardingOptions(levels=LevelsOptions(weights, gradients, **levels), **options)
     layout = plan_layout(4, ranks_per_node=gradients, machine=get_machine("frontier"), replicate=-1, shard=gradients)
     groups = build_level_groups(layout, weights, timedelta(seconds=60), chosen.levels.secondary)
     mesh = init_device_mesh("cpu", (4 // weights, weights), mesh_dim_names=("holders", "fsdp"))["fsdp"]
-    model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), Traffic()
+    model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), TrafficLedger()
     for module in (model[0], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)
@@ -64,18 +66,18 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
         ((1, 2), {}, {"gradients": "int4"}, False),
     ],
 )
-def test_bytes_and_entries_are_those_of_the_closed_forms(
+def test_bytes_and_entries_match_the_closed_forms(
     degrees: tuple[int, int], levels: dict[str, Any], options: dict[str, Any], sums: bool, pool4: Pool
 ) -> None:
     (w, g), n = degrees, ENTRIES
     plan = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options).plan(4 // g, sums, "float32")
     assert plan is not None
-    place = {"pair": "gcd_pair", "node": "gcd_pair" if g == 2 else "node", "network": "network"}
+    link_level = {"pair": "gcd_pair", "node": "gcd_pair" if g == 2 else "node", "network": "network"}
 
     def expected(bytes_of: dict[tuple[str, str], float], times: int) -> dict[tuple[str, str], float]:
         found: dict[tuple[str, str], float] = {}
         for (over, kind), sent in bytes_of.items():
-            key = place[over], "weights" if kind == "kept" else kind
+            key = link_level[over], "weights" if kind == "kept" else kind
             found[key] = found.get(key, 0.0) + times * sent
         return {key: sent for key, sent in found.items() if sent}
 
@@ -85,13 +87,13 @@ def test_bytes_and_entries_are_those_of_the_closed_forms(
         mean: dict[tuple[str, str], float] = {}
         for key, sent in (item for rank in ranks for item in rank[number].items()):
             mean[key] = mean.get(key, 0.0) + sent / len(ranks)
-        assert mean == pytest.approx(expected(wanted, times), abs=64)  # a message is filled up to 16 bytes
+        assert mean == pytest.approx(expected(wanted, times), abs=64)  # Messages are padded to 16 bytes.
     assert {rank[2] for rank in ranks} == {(n // g, n // (4 if sums else g), n // (4 if sums else g))}
 
 
 def test_the_published_figures_follow() -> None:
-    """At w = 2, g = 8, N nodes, INT8 gathers and INT4 gradients, scales left out."""
-    plan = LevelsPlan(2, 8, 16, gathered=1.0, reduced=(0.5,), told=1.0)
+    """w = 2, g = 8, N nodes, INT8 gathers and INT4 gradients, scales neglected."""
+    plan = LevelsPlan(2, 8, 16, gathered=1.0, reduced=(0.5,), update=1.0)
     micro, step = plan.micro_batch_bytes(1.0), plan.step_bytes(1.0)
     assert (micro["pair", "weights"], micro["pair", "gradients"]) == (1.0, 1 / 16)
     assert micro["node", "gradients"] == 3 / 8 and step["node", "update"] == 3 / 8
@@ -100,18 +102,21 @@ def test_the_published_figures_follow() -> None:
     held = plan.memory(shapes, {"parameters": 4.0 * 2**13, "gradients": 4.0 * 2**13, "state": 8.0 * 2**13})
     lasting = sum(value for kind, value in held.items() if kind != "summed gradients")
     assert lasting == 1.5 * 2**20 + 12 * 2**20 / 128
-    # With the paper's secondary partition and 16-bit gradients: what fits 64 GiB on 80 GCDs.
+    # Largest model for 64 GiB on 80 GCDs, with the paper's secondary partition and 16-bit gradients.
     largest = 64 * 2**30 / (2 / 2 + 1 / 2 + 2 / 8 + 12 / 80)
     assert largest == pytest.approx(36e9, rel=0.01)
     assert coded(8, 256) == 1.015625
 
 
 def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 GCDs; a rank holds half the model, and an eighth of what its node reduces and SCAPE exchanges."""
+    """64 GCDs. A rank stores half the model, and an eighth of the gradients that its node reduces and SCAPE
+    exchanges.
+    """
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import levels_of
     from torchtitan_scape.report.memory import MemoryReport
-    from torchtitan_scape.specs import register
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
+    from torchtitan_scape.trainer.specs import register
 
     monkeypatch.setenv("NGPU", "64")
     config = parse(["--job.config_file=train_configs/llama_1_8b_frontier.toml", "--comm.mode=fake_backend"])
@@ -127,16 +132,17 @@ def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch)
     assert not any(level == "network" for level, _ in sent)
 
 
-def test_what_a_step_takes_on_frontier() -> None:
-    """48 nodes: nominal links hide FSDP's traffic as well; with a tenth of the network SCAPE on pieces is 1.5 x."""
+def test_predicted_step_time_on_frontier() -> None:
+    """48 nodes. Nominal links also hide FSDP2's traffic; at a tenth of the network bandwidth SCAPE is 1.5 x faster."""
     machine, workload = get_machine("frontier"), get_workload("llama_1_8b")
     layout = plan_layout(384, ranks_per_node=8, machine=machine, replicate=48, shard=8)
-    plan = LevelsPlan(2, 8, 48, gathered=coded(8, 256), reduced=(coded(4, 128),), summed=0.0, told=coded(8, 256))
-    scape, dense = Method("scape", density=0.05, wire="int4"), Method("adams", overlap=True)
+    plan = LevelsPlan(2, 8, 48, gathered=coded(8, 256), reduced=(coded(4, 128),), summed=0.0, update=coded(8, 256))
+    scape = PlannedRun(ScapeOptions(density=0.05, wire="int4"))
+    dense = PlannedRun(DenseOptions(), overlap=True)
     for bandwidth, least in ((12.5e9, 0.98), (1.25e9, 1.49)):
         links = Links.from_machine(machine).with_bandwidth("network", bandwidth)
 
-        def step(method: Method, links: Links = links, **levels: Any) -> Prediction:
+        def step(method: PlannedRun, links: Links = links, **levels: Any) -> Prediction:
             return predict(method, workload, layout, links, batch=1536, micro_batch=4, **levels)
 
         ours = step(scape, levels=plan)
@@ -144,7 +150,7 @@ def test_what_a_step_takes_on_frontier() -> None:
         assert ours.memory["gradients"] == 4.0 * workload.parameters / 8
     each, once = plan.stages(float(workload.parameters), 2.0, 26, layout)
     assert sum(stage_seconds(each, links)) < fsdp_seconds([("gcd_pair", 2), ("node", 4)], workload, links)
-    # Sums across nodes, and the update that goes there, are the levels' own with dense gradients.
+    # With dense gradients, the levels themselves sum gradients and send the update between nodes.
     levels = replace(plan, summed=4.0)
     sums = predict(dense, workload, layout, links, batch=1536, micro_batch=4, levels=levels)
     assert sums.exchange < 1e-3 and sums.fixed > sum(stage_seconds(once, links))

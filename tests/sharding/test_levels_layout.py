@@ -1,4 +1,4 @@
-"""Where entries lie on three levels, against a list of them; and slices of tensors as a checkpoint has them."""
+"""Row layout of three-level sharding against a list of entries, and slices of tensors in checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,22 @@ from torchtitan_scape.sharding.levels_options import LevelsOptions
 Entry = tuple[int, int] | None  # (tensor, entry of its part of the row); None for padding
 
 
-def literal_cuts(sizes: list[int], coded: list[bool], block: int, pairs: int, nodes: int) -> list[list[Entry]]:
-    """Every cut, entry by entry, as the specification has it: two sections, each padded, then cut into K."""
-    cuts = pairs * nodes
+def literal_slices(sizes: list[int], coded: list[bool], block: int, pairs: int, nodes: int) -> list[list[Entry]]:
+    """Return every slice, entry by entry, as specified: two sections, each padded, then divided into K parts."""
+    count = pairs * nodes
     sections: list[list[Entry]] = []
-    for kind, unit in ((True, block), (False, 1)):
+    for kind, block_size in ((True, block), (False, 1)):
         section: list[Entry] = []
         for tensor, size in enumerate(sizes):
             if coded[tensor] == kind:
                 section += [(tensor, entry) for entry in range(size)]
-                section += [None] * (-len(section) % unit)
-        section += [None] * (-len(section) % (cuts * unit))
+                section += [None] * (-len(section) % block_size)
+        section += [None] * (-len(section) % (count * block_size))
         sections.append(section)
-    each = [len(section) // cuts for section in sections]
+    each = [len(section) // count for section in sections]
     return [
         [e for section, n in zip(sections, each, strict=True) for e in section[k * n : (k + 1) * n]]
-        for k in range(cuts)
+        for k in range(count)
     ]
 
 
@@ -44,11 +44,13 @@ def literal_cuts(sizes: list[int], coded: list[bool], block: int, pairs: int, no
     st.integers(1, 3),
     st.integers(1, 3),
 )
-def test_rows_lie_in_cuts_as_specified(tensors: list[tuple[int, bool]], block: int, pairs: int, nodes: int) -> None:
+def test_rows_are_divided_into_slices_as_specified(
+    tensors: list[tuple[int, bool]], block: int, pairs: int, nodes: int
+) -> None:
     sizes, coded = [size for size, _ in tensors], [kind for _, kind in tensors]
     layout = RowLayout(sizes, coded, block, pairs, nodes)
-    expected = literal_cuts(sizes, coded, block, pairs, nodes)
-    assert layout.sub_piece == len(expected[0]) and layout.piece == nodes * layout.sub_piece
+    expected = literal_slices(sizes, coded, block, pairs, nodes)
+    assert layout.slice_size == len(expected[0]) and layout.node_slice_size == nodes * layout.slice_size
     rows = 2
     parts = [torch.arange(rows * n, dtype=torch.float32).view(rows, n) + 1000 * (i + 1) for i, n in enumerate(sizes)]
     sections = layout.sections(parts)
@@ -56,23 +58,23 @@ def test_rows_lie_in_cuts_as_specified(tensors: list[tuple[int, bool]], block: i
     for row in range(rows):
         own = [section[row] for section in sections]
         assert all(torch.equal(a, b[row]) for a, b in zip(layout.tensors(*own), parts, strict=True))
-        # Cut k is part k of both sections.
+        # Slice k is part k of both sections.
         for k, want in enumerate(expected):
-            cut = torch.cat([part.view(layout.cuts, -1)[k] if part.numel() else part for part in own])
+            row_slice = torch.cat([part.view(layout.slice_count, -1)[k] if part.numel() else part for part in own])
             values = [0.0 if e is None else float(parts[e[0]][row, e[1]]) for e in want]
-            assert cut.tolist() == values
+            assert row_slice.tolist() == values
     for k, want in enumerate(expected):
-        found: list[Entry] = [None] * layout.sub_piece
+        found: list[Entry] = [None] * layout.slice_size
         for tensor, one in enumerate(layout.slices(k, sizes)):
             for entry in range(one.start, one.stop):
                 found[one.at + entry - one.start] = (tensor, entry)
         assert found == want
-        for first in range(0, layout.cut_coded, block):  # a block has entries of one tensor
+        for first in range(0, layout.slice_coded, block):  # a block has entries of one tensor
             assert len({e[0] for e in want[first : first + block] if e is not None}) <= 1
 
 
 def test_uneven_rows_have_shorter_slices() -> None:
-    """The last of w ranks has fewer rows of a tensor, or none; the cuts are those of the others."""
+    """The last of w ranks has fewer rows of a tensor, or none; the slice boundaries are those of the other ranks."""
     layout = RowLayout([6, 3], [True, False], 4, 2, 1)
     assert [tuple(s) for s in layout.slices(1, [6, 3])] == [(4, 6, 0), (2, 3, 4)]
     assert [tuple(s) for s in layout.slices(1, [5, 0])] == [(4, 5, 0), (0, 0, 0)]
@@ -92,7 +94,7 @@ def test_boxes_of_a_flat_slice(shape: list[int], data: Any) -> None:
 
 
 def test_slices_in_a_checkpoint(tmp_path: Path) -> None:
-    """What slices have written is a tensor like any other: whole, or in other slices."""
+    """A tensor written as slices can be read as any other tensor: whole, or in other slices."""
     whole = torch.arange(60.0).view(4, 5, 3)
     parts = [(0, whole.view(-1)[:22].clone()), (22, whole.view(-1)[22:60].clone())]
     dcp.save({"a": FlatSlices(whole.shape, whole.dtype, parts)}, checkpoint_id=tmp_path, planner=SlicePlanner())
@@ -106,10 +108,10 @@ def test_slices_in_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "degrees, shard, node, message",
     [
-        ((2, 3), 3, 3, r"weights = 2; it must divide gradients = 3: 1, 3 would do"),
-        ((2, 4), 4, 2, r"gradients = 4; units of it must not span nodes: with 2 ranks each, 1, 2 would do"),
+        ((2, 3), 3, 3, r"weights = 2; it must divide gradients = 3: set one of 1, 3"),
+        ((2, 4), 4, 2, r"gradients = 4; sharding groups must not span nodes: with 2 ranks per node, set one of 1, 2"),
         ((2, 2), 4, 4, r"gradients = 2; it must be the degree of the shard axis, which is 4"),
-        ((2, 0), 4, 4, r"gradients = 0; both degrees are wanted"),
+        ((2, 0), 4, 4, r"gradients = 0; set both degrees"),
     ],
 )
 def test_degrees_that_do_not_nest_are_refused(degrees: tuple[int, int], shard: int, node: int, message: str) -> None:

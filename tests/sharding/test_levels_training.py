@@ -1,4 +1,4 @@
-"""Three levels in the trainer: against FSDP2, after a NaN, and on from a checkpoint, of these degrees and of others."""
+"""Three-level sharding in the trainer: against FSDP2, after a NaN, and resumed with the same and with other degrees."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ PARTS = ("weights", "gradients", "update", "secondary")
 
 
 def on(w: int, g: int, **options: Any) -> list[str]:
-    """Degrees (w, g, 4), and options of [sharding] and [sharding.levels]."""
+    """Return the arguments of degrees (w, g, 4) and of options of [sharding] and [sharding.levels]."""
     levels = [f"--sharding.levels.{key}={value}" for key, value in {"weights": w, "gradients": g}.items()]
     levels += [f"--sharding.levels.{key}={value}" for key, value in options.items() if key in ("update", "secondary")]
     degrees = {"data_parallel_replicate_degree": 4 // g, "data_parallel_shard_degree": g}
@@ -29,8 +29,8 @@ def on(w: int, g: int, **options: Any) -> list[str]:
 
 
 def moments_of(optimizers: Any) -> dict[str, Any]:
-    """By name (first entry, shape of the whole parameter, values) of the first moments that are there."""
-    states = optimizers.optimizers[0].state
+    """Return (first entry, shape of the whole parameter, values) of the existing first moments, by name."""
+    states = optimizers.inner.state
     return {
         name: (p.start, p.whole, states[p]["exp_avg"].view(-1).clone())
         for name, p in optimizers.levels.parameters
@@ -38,66 +38,69 @@ def moments_of(optimizers: Any) -> dict[str, Any]:
     }
 
 
-def apart(levels: Any) -> float:
-    """The largest distance of a weight from its master, of this rank's."""
+def weight_error(levels: Any) -> float:
+    """Return the largest distance between a weight and its master on this rank."""
     distances = [0.0]
     for master in levels.masters:
-        for one, weight in zip(master.places, master.group.weights(), strict=True):
+        for one, weight in zip(master.parts, master.group.weights(), strict=True):
             if one.start < one.stop:
-                own = master.values[one.at : one.at + one.stop - one.start]
-                distances.append(float((own - weight[one.start : one.stop]).abs().max()))
+                values = master.values[one.at : one.at + one.stop - one.start]
+                distances.append(float((values - weight[one.start : one.stop]).abs().max()))
     return max(distances)
 
 
 def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -> dict[str, Any]:
-    """As `train`; the last rank's gradient has a NaN at that step.
+    """Run `train`; the last rank's gradient has a NaN at step `nan_at`.
 
-    And what every rank holds in masters and moments at the end, and had ("began") in moments, and weights "apart" from
-    masters, before its first step.
+    The result also contains every rank's masters and moments at the end, its moments before its first step ("began"),
+    and the distance of weights from masters before its first step ("apart").
     """
-    from torchtitan_scape.optimizer.container import ReplicaOptimizers
-    from torchtitan_scape.sharding.levels import Levels
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+    from torchtitan_scape.sharding.levels import ThreeLevelState
 
-    kept: list[ReplicaOptimizers] = []
+    containers: list[ReplicaOptimizer] = []
     began: dict[str, Any] = {}
     distances: list[float] = []
-    spread, before, steps = ReplicaOptimizers.spread, Levels.before_step, [0]
+    attach, before, steps = ReplicaOptimizer.attach_levels, ThreeLevelState.before_step, [0]
 
-    def spoil(levels: Levels) -> None:
+    def spoil(levels: ThreeLevelState) -> None:
         steps[0] += 1
         if steps[0] == 1:
-            began.update(moments_of(kept[0]))
-            distances.append(apart(levels))
+            began.update(moments_of(containers[0]))
+            distances.append(weight_error(levels))
         if steps[0] == nan_at and dist.get_rank() == dist.get_world_size() - 1:
             levels.groups[0].reduce.buffer.view(-1)[0] = torch.nan
         before(levels)
 
-    def keep(optimizers: ReplicaOptimizers, levels: Levels) -> None:
-        kept.append(optimizers)
-        spread(optimizers, levels)
+    def record(optimizers: ReplicaOptimizer, levels: ThreeLevelState) -> None:
+        containers.append(optimizers)
+        attach(optimizers, levels)
 
-    with patch.object(ReplicaOptimizers, "spread", keep), patch.object(Levels, "before_step", spoil):
+    with (
+        patch.object(ReplicaOptimizer, "attach_levels", record),
+        patch.object(ThreeLevelState, "before_step", spoil),
+    ):
         found = train(folder, arguments)
-    slices = kept[0].levels.parameters if kept[0].levels else []
+    slices = containers[0].levels.parameters if containers[0].levels else []
     found["masters"] = {name: (p.start, p.whole, p.detach().view(-1).clone()) for name, p in slices}
-    found["moments"], found["began"], found["apart"] = moments_of(kept[0]), began, distances
-    found["summed_over"] = kept[0].guard.summed_over
+    found["moments"], found["began"], found["apart"] = moments_of(containers[0]), began, distances
+    found["summed_over"] = containers[0].guard.summed_over
     return found
 
 
 def whole(results: list[dict[str, Any]], kind: str) -> dict[str, torch.Tensor]:
-    """Of every parameter, from the slices of all ranks."""
+    """Return every parameter, assembled from the slices of all ranks."""
     found: dict[str, torch.Tensor] = {}
     for one in results:
         for name, (start, shape, values) in one[kind].items():
-            into = found.setdefault(name, torch.full(shape, torch.nan)).view(-1)
-            into[start : start + len(values)] = values
+            target = found.setdefault(name, torch.full(shape, torch.nan)).view(-1)
+            target[start : start + len(values)] = values
     return found
 
 
 @pytest.mark.parametrize("w, g, method", [(2, 4, "adamw"), pytest.param(1, 2, "adams", marks=pytest.mark.slow)])
 def test_steps_are_those_of_fsdp(w: int, g: int, method: str, pool4: Pool, tmp_path: Path) -> None:
-    """Raw messages, two micro-batches, clipping, recomputed layers: losses and norms to FP32 rounding."""
+    """Raw messages, two micro-batches, clipping, recomputed layers: losses and norms agree up to FP32 rounding."""
     more = ["--training.steps=4", "--training.local_batch_size=1", "--training.global_batch_size=8"]
     more += ["--activation_checkpoint.mode=selective", "--optimizer.eps=1e-6"]
     runs = [
@@ -125,10 +128,10 @@ CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
         ("scape-int4", on(1, 2, gradients="int8"), ["--checkpoint.async_mode=async"], None),
     ],
 )
-def test_resuming_is_the_run_that_never_stopped(
+def test_resuming_equals_the_uninterrupted_run(
     method: str, where: list[str], more: list[str], nan_at: int | None, pool4: Pool, tmp_path: Path
 ) -> None:
-    """Losses, norms and weights to the last bit; the weights' own bits are saved, as differences made them."""
+    """Losses, norms and weights are bitwise equal; the weights' bits are saved, because differences determined them."""
     arguments = [*METHODS[method], *where, *more, *SAVING]
     run = pool4(train_levels, str(tmp_path / "whole"), arguments, nan_at=nan_at)
     step = Path("checkpoint", "step-3")
@@ -145,7 +148,7 @@ def test_resuming_is_the_run_that_never_stopped(
 
 @pytest.mark.slow
 def test_compiled_blocks(pool4: Pool, tmp_path: Path) -> None:
-    """Stand-ins and masters lie outside of what is compiled."""
+    """Hooks and masters are outside the compiled region."""
     more = ["--training.steps=3", "--training.mixed_precision_param=bfloat16"]
     arguments = [*METHODS["adamw"], *on(2, 4, **CODED), *more]
     plain = pool4(train, str(tmp_path / "plain"), arguments)
@@ -154,8 +157,10 @@ def test_compiled_blocks(pool4: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_path: Path) -> None:
-    """From three levels to others, to FSDP2's shards and back: a step of no length shows what was read."""
+def test_other_degrees_load_masters_and_moments_unchanged(pool4: Pool, tmp_path: Path) -> None:
+    """From three levels to other degrees, to FSDP2's shards and back. A step with a learning rate of 0 shows the loaded
+    state.
+    """
     arguments = [*METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
     saved = pool4(train_levels, str(tmp_path / "1"), [*arguments, *on(2, 4, **CODED), "--training.steps=3"])
     folder = Path("checkpoint", "step-3")
@@ -168,7 +173,7 @@ def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_pat
         began, moments = whole(resumed, "began"), whole(saved, "moments")
         assert len(moments) == 21 and all(torch.equal(began[name], values) for name, values in moments.items())
     shutil.copytree(tmp_path / "1" / folder, tmp_path / "plain" / folder)
-    # After a validation FSDP's last group is whole.
+    # Validation is off, because FSDP2's last group stays unsharded after it.
     plain = [*arguments, *LAYOUTS["2x2"], "--optimizer.lr=0", "--validation.no-enable"]
     shards = pool4(train, str(tmp_path / "plain"), [*plain, "--training.steps=4"])
     order = list(whole(saved, "masters").values())
@@ -183,8 +188,8 @@ def test_other_degrees_take_masters_and_moments_as_they_are(pool4: Pool, tmp_pat
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_masters_that_local_updates_have_left(pool4: Pool, tmp_path: Path) -> None:
-    """A checkpoint within a round: the run starts from the mean of replicas that differ, not from the saved model."""
+def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path: Path) -> None:
+    """A checkpoint within a round. The run starts from the mean of the differing replicas, not from the saved model."""
     arguments = [*SAVING, "--training.steps=3", "--checkpoint.interval=2", "--validation.no-enable"]
     pool4(train, str(tmp_path / "1"), [*arguments, *METHODS["diloco"], *LAYOUTS["2x2"]])
     step = Path("checkpoint", "step-2")
@@ -206,16 +211,15 @@ def test_weights_are_those_of_masters_that_local_updates_have_left(pool4: Pool, 
         (on(2, 4, hops=2, gradients="tagc"), "gradients = 'tagc' does not go with"),
         (on(2, 2, gradients="int8+int4"), "gradients = 'int8.int4'; two hops need pairs of several ranks"),
         (on(2, 4, gradients="int8+int4", hops=1), "gradients = 'int8.int4'; two codes need two hops"),
-        ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; units of it must not span nodes"),
-        ([*on(2, 2), "--parallelism.tensor_parallel_degree=2"], "three levels shard by data alone"),
+        ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; sharding groups must not span nodes"),
+        ([*on(2, 2), "--parallelism.tensor_parallel_degree=2"], "three-level sharding supports only data parallelism"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incompatible_options_are_refused(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan_scape.config.checks import check_config
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.sharding.levels_build import check_levels
-    from torchtitan_scape.train import layout_of, parse
+    from torchtitan_scape.trainer.layout import layout_of
 
     monkeypatch.setenv("WORLD_SIZE", "8" if "tensor" in message + str(arguments) else "4")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -1,4 +1,4 @@
-"""Raw messages in every stand-in give FSDP2's default; what is installed where; what is counted."""
+"""Hooks with raw messages equal FSDP2's default; installation of hooks and byte counts."""
 
 from typing import Any
 
@@ -24,15 +24,15 @@ def raw_is_the_default(ranks_per_node: int) -> None:
     dense = train(make(ranks_per_node, ShardingOptions()))
     one_hop = train(make(ranks_per_node, ShardingOptions(**CODED, hops=1), raw=True))
     assert equal(dense, one_hop)
-    if dist.get_world_size() == 2:  # the order of a sum of two is no matter
+    if dist.get_world_size() == 2:  # The order of a sum of two terms does not matter.
         plain = make(ranks_per_node, ShardingOptions())
-        untouched(plain)
+        restore_default_collectives(plain)
         assert equal(train(plain), dense)
     nodes = dist.get_world_size() // ranks_per_node
     if nodes > 1:
         kept = train(make(ranks_per_node, ShardingOptions(secondary=True), raw=True))
         assert equal(dense, kept)
-        # In a ring, only the last of a node has the next node as its neighbour.
+        # In a ring, only the last rank of a node has a successor in another node.
         ours, theirs = (float(run.sent.get(("network", "weights"), 0.0)) for run in (kept, dense))
         assert theirs == 0.0 or ours < theirs
     if nodes > 1 and ranks_per_node > 1:
@@ -42,8 +42,8 @@ def raw_is_the_default(ranks_per_node: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def untouched(run: Run) -> None:
-    """FSDP2's own collectives on every group."""
+def restore_default_collectives(run: Run) -> None:
+    """Restore FSDP2's own collectives on every group."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     for flat in flat_groups(run.model):
@@ -67,7 +67,7 @@ def groups_and_refusals() -> None:
     assert {s.name for s in block.gathered} - {s.name for s in block.reduced} == {"layers.0.unused"}
     ends = [segment.start + segment.size for segment in block.gathered]
     assert [segment.start for segment in block.gathered] == [0, *ends[:-1]] and ends[-1] == entries(block.gathered)
-    # One of a kind a group, though [norm, output] are two modules.
+    # Each group has one hook of a kind, although [norm, output] are two modules.
     shared = {id(param_group(module)._all_gather_comm) for module in flats[3].modules}
     assert len(flats[3].modules) == 2 and len(shared) == 1
 
@@ -80,20 +80,20 @@ def groups_and_refusals() -> None:
         (reduce, (torch.zeros(row - 1), torch.zeros(2 * row - 2), group, dist.ReduceOp.SUM), "did not use"),
         (gather, (torch.zeros(8), torch.zeros(4), group), "entries"),
     ]
-    for stand_in, arguments, message in cases:
+    for hook, arguments, message in cases:
         with pytest.raises(RuntimeError, match=rf"layers\.0 .*{message}"):
-            stand_in(*arguments)
+            hook(*arguments)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with pytest.raises(RuntimeError, match="over 1 ranks, and 2 are expected"):
+    with pytest.raises(RuntimeError, match="over 1 ranks; expected 2"):
         gather(torch.zeros(8), torch.zeros(8), alone)
 
 
-def test_groups_are_told_apart_and_what_does_not_fit_is_refused(pool2: Pool) -> None:
+def test_groups_are_identified_and_mismatches_refused(pool2: Pool) -> None:
     pool2(groups_and_refusals)
 
 
 def parameter_left_out() -> None:
-    """A gate that a micro-batch does not use."""
+    """Train with a gate that no micro-batch uses."""
     run = make(2, ShardingOptions(**CODED))
     for layer in run.model.layers:
         layer.gate.forward = lambda h: h[..., :1]  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def parameter_left_out() -> None:
 
 
 def test_a_parameter_without_gradient_is_named(pool2: Pool) -> None:
-    """Where torch can, it stays in the flat as zeros; else its group is named."""
+    """Where torch supports it, the parameter stays in the flat buffer as zeros; else the error names its group."""
     with pytest.raises(RankError, match=r"reduce-scatter of layers\.1 .*gate\.weight"):
         pool2(parameter_left_out)
 
@@ -126,5 +126,5 @@ def dense_is_counted() -> None:
     assert run.sent[ring, "weights"] == 2 * 3 * (gathered + again)
 
 
-def test_dense_collectives_are_counted_but_for_validations(pool4: Pool) -> None:
+def test_dense_collectives_are_counted_except_in_validation(pool4: Pool) -> None:
     pool4(dense_is_counted)

@@ -1,4 +1,4 @@
-"""TAGC in the place of FSDP2's reduce-scatter: what is sent, what is kept, what owners get, and what is refused."""
+"""TAGC as FSDP2's reduce-scatter: messages, residuals, results for the owners, and refused options."""
 
 from datetime import timedelta
 from functools import cache
@@ -11,25 +11,26 @@ from torch import Tensor
 
 from tests.pool import Pool
 from tests.sharding.toy import Run, layout_of, make, train, weights
-from topology.circles import Circle, ShardLedger
 from topology.groups import build_shard_groups
-from topology.traffic import SHARD, Traffic
-from torchtitan_scape.sharding.base import FlatGroup, Moment, Segment, entries
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from topology.traffic import SHARD, TrafficLedger
+from torchtitan_scape.core.parameters import collect_shards, local
+from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, entries
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
-from torchtitan_scape.sync.shards import collect_shards, local
 
 RANKS, STEPS = 3, 3
-# Of a row: two that are compressed, of which one has a short block, and what is not: attention, a norm.
+# A row of two compressed parameters, one of them with a short block, and two uncompressed ones: attention, a norm.
 ROW = (
-    Segment("layers.0.feed_forward.w1.weight", 0, 1500, 2),
-    Segment("layers.0.attention.wq.weight", 1500, 300, 2),
-    Segment("layers.0.ffn_norm.weight", 1800, 5, 1),
-    Segment("layers.0.feed_forward.w2.weight", 1805, 90, 2),
+    ParameterSlice("layers.0.feed_forward.w1.weight", 0, 1500, 2),
+    ParameterSlice("layers.0.attention.wq.weight", 1500, 300, 2),
+    ParameterSlice("layers.0.ffn_norm.weight", 1800, 5, 1),
+    ParameterSlice("layers.0.feed_forward.w2.weight", 1805, 90, 2),
 )
 COMPRESSED = torch.cat([torch.arange(s.start, s.start + s.size) for s in ROW if "feed" in s.name])
-KEPT = torch.cat([torch.arange(1500), 2048 + torch.arange(90)])  # where they lie in a row of the residual
+RESIDUAL_INDEX = torch.cat([torch.arange(1500), 2048 + torch.arange(90)])  # Their indices in a row of the residual.
 SKETCH: dict[str, Any] = {"codec": "sketch", "ratio": 1.0, "sparsity": 0.9, "reproduce": True}
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -45,50 +46,55 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def circle() -> Circle:
+def rank_group() -> RankGroup:
     (found,) = build_shard_groups(layout_of(RANKS), timedelta(seconds=60), reduce_hops=1).reductions
     return found
 
 
-def reduction(traffic: Traffic, moment: Moment, **options: Any) -> TagcReduce:
+def reduction(traffic: TrafficLedger, position: TrainPosition, **options: Any) -> TagcReduce:
     section = TagcShardingOptions(**{"min_entries": 1, **options})
-    flat, ledger = FlatGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
-    return TagcReduce(flat, circle(), section, ledger, moment, "torch", torch.device("cpu"))
+    flat, ledger = ShardedParamGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
+    return TagcReduce(flat, rank_group(), section, ledger, position, "torch", torch.device("cpu"))
 
 
 def flats(step: int, number: int, rank: int) -> Tensor:
-    """Of a micro-batch, (S, m)."""
+    """Return the flat buffer of a micro-batch, (S, m)."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
     return torch.randn(RANKS, entries(ROW), generator=generator)
 
 
 def play(micro_batches: int, nan_at: int = 0, whole_at: int = 0, **options: Any) -> dict[str, Any]:
-    """Of this rank, by step: what was given, kept before and after, and what came; and bytes."""
-    traffic, moment, rank = Traffic(), Moment(), dist.get_rank()
-    ours = reduction(traffic, moment, **options)
+    """Return this rank's inputs, its residuals before and after, and its outputs, by step, and its bytes.
+
+    Args:
+        nan_at: Step with a NaN on rank 1.
+        whole_at: Step with a full exchange.
+    """
+    traffic, position, rank = TrafficLedger(), TrainPosition(), dist.get_rank()
+    hook = reduction(traffic, position, **options)
     found: dict[str, Any] = {"given": [], "before": [], "after": [], "out": []}
     for step in range(1, STEPS + 1):
-        found["before"].append(ours.residual.clone())
+        found["before"].append(hook.residual.clone())
         given, out = torch.zeros(RANKS, entries(ROW)), torch.zeros(entries(ROW))
         if step == whole_at:
-            ours.send_all()
+            hook.request_full_exchange()
         for number in range(micro_batches):
-            moment.step, moment.micro_batch, moment.last = step, number, number + 1 == micro_batches
+            position.step, position.micro_batch, position.last = step, number, number + 1 == micro_batches
             flat, row = flats(step, number, rank), torch.empty(entries(ROW))
             if step == nan_at and rank == 1:
                 flat[2, 7] = torch.nan
-            ours(output_tensor=row, input_tensor=flat.view(-1), group=dist.group.WORLD, op=dist.ReduceOp.SUM)
+            hook(output_tensor=row, input_tensor=flat.view(-1), group=dist.group.WORLD, op=dist.ReduceOp.SUM)
             given += flat
             out += row
         applied = out.isfinite().all().float()
         dist.all_reduce(applied, dist.ReduceOp.MIN)
-        ours.updated(applied.bool())
+        hook.after_optimizer_step(applied.bool())
         found["given"].append(given)
-        found["after"].append(ours.residual.clone())
+        found["after"].append(hook.residual.clone())
         found["out"].append(out)
-    found["sum"] = ours.add_up()
-    exchanges = STEPS * (micro_batches if ours._options.micro == "each" else 1)
-    found["planned"] = {kind: exchanges * sent for kind, sent in ours.bytes_sent().items()}
+    found["sum"] = hook.decode_and_sum()
+    exchanges = STEPS * (micro_batches if hook._options.micro == "each" else 1)
+    found["planned"] = {kind: exchanges * sent for kind, sent in hook.bytes_sent().items()}
     found["sent"] = {kind: sent for (axis, _, kind), sent in traffic.sent.items() if axis == SHARD}
     return found
 
@@ -106,7 +112,7 @@ def play_all() -> dict[str, dict[str, Any]]:
 
 @cache
 def played() -> list[dict[str, dict[str, Any]]]:
-    """By rank and case."""
+    """Return the results by rank and case."""
     return Pool(RANKS)(play_all)
 
 
@@ -118,18 +124,20 @@ def in_rank_order(rows: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_sent_and_what_is_kept_are_what_was_there(name: str) -> None:
-    """On every rank, to the last bit; the owner gets the sum of what was sent, and of what is not compressed."""
+def test_sent_values_and_residuals_add_up_to_the_input(name: str) -> None:
+    """Sent values and residual add up to the input on every rank, bitwise. The owner receives the sum of the sent
+    values and of the uncompressed parameters.
+    """
     whole = torch.ones(entries(ROW), dtype=torch.bool).index_fill(0, COMPRESSED, False)
     for step in range(STEPS):
         sent = []
         for rank in played():
             one = rank[name]
             v = one["before"][step].clone()
-            v[:, KEPT] += one["given"][step][:, COMPRESSED]
+            v[:, RESIDUAL_INDEX] += one["given"][step][:, COMPRESSED]
             after = one["after"][step]
             assert ((after == v) | (after == 0)).all()
-            sent.append(torch.where(after == 0, v, 0.0)[:, KEPT])
+            sent.append(torch.where(after == 0, v, 0.0)[:, RESIDUAL_INDEX])
         for owner, rank in enumerate(played()):
             out = rank[name]["out"][step]
             dense = in_rank_order([other[name]["given"][step][owner] for other in played()])
@@ -142,7 +150,7 @@ def test_what_is_sent_and_what_is_kept_are_what_was_there(name: str) -> None:
             assert name != "all" or torch.equal(out, dense)
 
 
-def test_every_exact_index_gives_the_same() -> None:
+def test_all_exact_indices_give_the_same_result() -> None:
     for rank in played():
         for other in ("bits", "nibbles"):
             for key in ("out", "after"):
@@ -153,8 +161,8 @@ def test_bytes_are_the_closed_form() -> None:
     for rank in played():
         assert all(one["sent"] == one["planned"] for name, one in rank.items() if "whole" not in name)
         blocks, raw = 3, 305
-        # Of two other ranks: offsets of 9 blocks, 67 bytes each, and 5 zeros; 306 of 1024 entries, and what is not
-        # compressed, both filled up to fours.
+        # To each of two other ranks: offsets of 9 blocks, 67 bytes each, and 5 bytes of padding; 306 of 1024 entries
+        # and the uncompressed ones, both padded to a multiple of four.
         expected = {"index": 2 * (9 * 67.0 + 5), "gradients": 2 * 4.0 * (blocks * 308 + raw + 3)}
         assert rank["default"]["sent"] == {kind: STEPS * sent for kind, sent in expected.items()}
         assert rank["bits"]["sent"]["index"] == STEPS * 2 * 2 * blocks * 128.0
@@ -162,20 +170,20 @@ def test_bytes_are_the_closed_form() -> None:
 
 
 def test_the_last_micro_batch_sends_the_sum_of_all() -> None:
-    """As one micro-batch of it does, up to rounding; in the published form each sends its own."""
+    """The result equals one micro-batch with the sum, up to rounding; in the published variant each sends its own."""
     for rank in played():
         four = rank["default of 4"]
         v = torch.zeros(RANKS, 3072)
-        v[:, KEPT] = four["given"][0][:, COMPRESSED]
+        v[:, RESIDUAL_INDEX] = four["given"][0][:, COMPRESSED]
         after = four["after"][0]
         kept = after != 0
         torch.testing.assert_close(after[kept], v[kept], rtol=1e-5, atol=1e-5)
-        assert 0.6 < kept[:, KEPT].float().mean() < 0.8
+        assert 0.6 < kept[:, RESIDUAL_INDEX].float().mean() < 0.8
         assert rank["default"]["sent"] == four["sent"]
 
 
 @pytest.mark.parametrize("name", ["nan", "nan in a sketch"])
-def test_what_is_not_finite_reaches_its_owner_and_no_residual(name: str) -> None:
+def test_nonfinite_values_reach_the_owner_and_no_residual(name: str) -> None:
     for number, rank in enumerate(played()):
         one = rank[name]
         assert [bool(out.isfinite().all()) for out in one["out"]] == [True, number != 2, True]
@@ -184,37 +192,37 @@ def test_what_is_not_finite_reaches_its_owner_and_no_residual(name: str) -> None
         assert same == [False, False, number == 1]
 
 
-def test_checkpoints_have_the_sum_of_what_is_kept() -> None:
+def test_checkpoints_contain_the_sum_of_residuals() -> None:
     for owner, rank in enumerate(played()):
         kept = [other["default"]["after"][-1][owner] for other in played()]
         assert torch.equal(rank["default"]["sum"], in_rank_order(kept))
-        assert rank["default"]["sent"] == rank["default"]["planned"]  # it does not count
+        assert rank["default"]["sent"] == rank["default"]["planned"]  # Not counted.
 
 
-def test_a_whole_exchange_leaves_nothing() -> None:
+def test_a_full_exchange_leaves_no_residual() -> None:
     for rank in played():
         after = rank["whole"]["after"]
         assert after[0].any() and not after[1].any() and after[2].any()
         assert not rank["whole of 4"]["after"][1].any()
 
 
-def test_a_whole_exchange_of_a_skipped_step_is_made_again() -> None:
-    """What was to be sent stays, with the finite rows of the gradients; the next step sends all, to the last bit."""
+def test_a_full_exchange_of_a_skipped_step_is_repeated() -> None:
+    """The residual keeps its values and the finite rows of the gradients; the next step sends all of it, bitwise."""
     sent = []
     for rank in played():
         one = rank["whole, skipped"]
         v = one["before"][1].clone()
         for row, gradients in zip(v, one["given"][1][:, COMPRESSED], strict=True):
-            row[KEPT] += gradients if gradients.isfinite().all() else 0.0
+            row[RESIDUAL_INDEX] += gradients if gradients.isfinite().all() else 0.0
         assert torch.equal(one["after"][1], v) and not one["after"][2].any()
-        sent.append(v[:, KEPT] + one["given"][2][:, COMPRESSED])
+        sent.append(v[:, RESIDUAL_INDEX] + one["given"][2][:, COMPRESSED])
     for owner, rank in enumerate(played()):
         expected = in_rank_order([rows[owner] for rows in sent])
         assert torch.equal(rank["whole, skipped"]["out"][2][COMPRESSED], expected)
 
 
 def in_training() -> None:
-    """All entries in every micro-batch are FSDP2's dense form, to the last bit; few of them come close."""
+    """Sending all entries in every micro-batch is bitwise equal to FSDP2's default; sending few of them is close."""
     dense = train(make(2, ShardingOptions()), steps=3)
     options: dict[str, Any] = {"min_entries": 1, "layers": "all"}
     for more, same in (
@@ -234,17 +242,17 @@ def in_training() -> None:
 
 
 def becomes_gradients(run: Run) -> None:
-    """What is kept, at the end of the data: the sum over ranks, of every shard, uneven and empty ones too."""
+    """Check the residuals as gradients at the end of the data: the sum over ranks, for uneven and empty shards too."""
     named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
     shards = collect_shards([{"params": [p for _, p in named], "param_names": [name for name, _ in named]}])
     unsent = run.sharding.unsent
     (sums,) = unsent.states("mean", shards)
     total, sent = unsent.squares(), run.sent
     unsent.as_gradients(shards)
-    unsent.updated(torch.tensor(False))
+    unsent.after_optimizer_step(torch.tensor(False))
     assert total is not None and total > 0 and unsent.squares() == total and run.sent == sent
     unsent.as_gradients(shards)
-    unsent.updated(torch.tensor(True))
+    unsent.after_optimizer_step(torch.tensor(True))
     assert unsent.squares() == 0.0
     for shard in shards:
         if shard.name in sums.tensors:
@@ -253,7 +261,7 @@ def becomes_gradients(run: Run) -> None:
             assert shard.parameter.grad is None and shard.parameter.ndim == 1
 
 
-def test_it_stands_in_for_the_reduce_scatter(pool2: Pool) -> None:
+def test_the_hook_replaces_the_reduce_scatter(pool2: Pool) -> None:
     pool2(in_training)
 
 
@@ -262,15 +270,15 @@ def test_it_stands_in_for_the_reduce_scatter(pool2: Pool) -> None:
     [
         ({"sparsity": 1.0}, r"\[sharding.tagc\] sparsity = 1.0; it must lie in \[0, 1\)"),
         ({"ratio": 0.5}, "ratio = 0.5; it must be 1 or more"),
-        ({"selection": "table"}, "selection = 'table'; it goes with codec = 'sketch' alone"),
+        ({"selection": "table"}, "selection = 'table'; it requires codec = 'sketch'"),
         ({"min_entries": 0}, "min_entries = 0; it must be 1"),
         ({"index": "bit_sum"}, "index = 'bit_sum'; the sum of bytes loses entries"),
-        ({"index": "nibble_sum"}, "index = 'nibble_sum'; four bits count 15 ranks, and there are 16"),
-        ({"codec": "sketch", "left_over": "estimate"}, "left_over = 'estimate'; estimates are not what was sent"),
-        ({"codec": "sketch"}, "sparsity = 0.9; 2 ranks may choose 0.2 of the entries, 2 for each cell.* to 0.9700"),
+        ({"index": "nibble_sum"}, "index = 'nibble_sum'; four bits can count 15 ranks, but there are 16"),
+        ({"codec": "sketch", "left_over": "estimate"}, "left_over = 'estimate'; estimates differ from what was sent"),
+        ({"codec": "sketch"}, "sparsity = 0.9; 2 ranks may select 0.2 of the entries, 2 per cell.* to 0.9700"),
     ],
 )
-def test_what_loses_entries_is_refused(options: dict[str, Any], text: str) -> None:
+def test_options_that_lose_entries_are_refused(options: dict[str, Any], text: str) -> None:
     ranks = 16 if options.get("index") == "nibble_sum" else 2
     with pytest.raises(ValueError, match=text):
         TagcShardingOptions(**options).check_among(ranks)

@@ -1,4 +1,4 @@
-"""TAGC in training: resuming to the last bit, residuals in checkpoints of other degrees, and the bytes foretold."""
+"""TAGC in training: exact resuming, residuals in checkpoints with other degrees, and the planned bytes."""
 
 import shutil
 from pathlib import Path
@@ -22,15 +22,14 @@ FOUR, TWO = (["--topology.ranks_per_node=2", f"--parallelism.data_parallel_shard
 
 
 def resumed(pool: Pool, tmp_path: Path, source: str, name: str, arguments: list[str], **more: Any) -> list[Any]:
-    """A run that goes on from step 4 of another."""
+    """Resume another run from step 4."""
     step = Path("checkpoint", "step-4")
     shutil.copytree(tmp_path / source / step, tmp_path / name / step)
     return pool(train, str(tmp_path / name), arguments, **more)
 
 
-def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> None:
-    """With each rank's own residuals, a skipped step and two micro-batches included; and what is sent is what was
-    foretold."""
+def test_resuming_equals_the_uninterrupted_run(pool4: Pool, tmp_path: Path) -> None:
+    """Per-rank residuals, a skipped step and two micro-batches; the bytes sent equal the planned ones."""
     whole = pool4(train, str(tmp_path / "exact"), [*BASE, *FOUR], nan_at=6)
     again = resumed(pool4, tmp_path, "exact", "again", [*BASE, *FOUR], nan_at=6)
     for a, b in zip(whole, again, strict=True):
@@ -44,20 +43,20 @@ def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_resuming_on_other_degrees(pool4: Pool, pool2: Pool, tmp_path: Path) -> None:
-    """With the sum of residuals, by the same and by dense gradients; each rank's own are refused."""
+    """The sum of residuals loads with the same method and with dense gradients; per-rank residuals are refused."""
     for residual in ("exact", "mean"):
         kept = [*BASE, f"--checkpoint.residual={residual}"]
         whole = pool4(train, str(tmp_path / residual), [*kept, *FOUR])
-    with pytest.raises(RankError, match="has another shard degree, or compresses other layers; resume with what saved"):
+    with pytest.raises(RankError, match="has another shard degree, or compresses other layers; resume with the config"):
         resumed(pool2, tmp_path, "exact", "refused", [*BASE, *TWO])
-    with pytest.raises(RankError, match=r"has no \[sharding\] that keeps any"):
+    with pytest.raises(RankError, match=r"has no \[sharding\] option with residuals"):
         resumed(pool2, tmp_path, "exact", "other", [*BASE, *TWO, "--sharding.gradients=dense"])
     for name, more in (("fewer", []), ("dense", ["--sharding.gradients=dense"])):
         found = resumed(pool2, tmp_path, "mean", name, [*kept, *TWO, *more])
         assert found[0]["losses"] == pytest.approx(whole[0]["losses"][4:], rel=0.05)
 
 
-def test_what_it_does_not_go_with_is_refused() -> None:
+def test_incompatible_options_are_refused() -> None:
     config = JobConfig()
     config.sharding.gradients, config.optimizer.name = "tagc", "AdamS"
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""ZeRO++ in training: what it goes with, resuming to the last bit, and the bytes that the planner foretells."""
+"""ZeRO++ in training: supported combinations, exact resuming, and the planned bytes."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ ALL = ["--sharding.weights=int8", "--sharding.secondary", "--sharding.gradients=
 
 
 def train_raw(folder: str, arguments: list[str], **more: Any) -> dict[str, Any]:
-    """What would be coded goes as it is."""
+    """Run `train` with raw messages instead of quantized ones."""
     with patch.object(build, "_code", lambda *_: None):
         return train(folder, arguments, **more)
 
@@ -32,8 +32,8 @@ def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> None:
-    """Stochastic rounding and the secondary included, and a skipped step; and what is sent is what was foretold."""
+def test_resuming_equals_the_uninterrupted_run(pool4: Pool, tmp_path: Path) -> None:
+    """Stochastic rounding, the secondary copy and a skipped step; the bytes sent equal the planned ones."""
     keep = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last-save-model-only"]
     micro = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
     arguments = [*METHODS["adamw"], *NODES, *ALL, "--sharding.rounding=stochastic", *micro, *keep]
@@ -48,13 +48,13 @@ def test_resuming_is_the_run_that_never_stopped(pool4: Pool, tmp_path: Path) -> 
     found = summary(tmp_path / "resumed")
     sent, planned = (found[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
     assert sent.keys() == planned.keys() == {f"{a} {b}" for a in ("node", "network") for b in ("weights", "gradients")}
-    # The step after the skipped one has kept its weights.
+    # The step after the skipped one reused the cached weights.
     planned["network weights"] *= 2 / 3
     assert sent == pytest.approx(planned)
 
 
 def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Path) -> None:
-    """Raw messages are FSDP2's default to the last bit."""
+    """Raw messages are bitwise equal to FSDP2's default."""
     tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     more = ["--training.mixed_precision_param=bfloat16", "--activation_checkpoint.mode=selective"]
     arguments = [*METHODS["adamw"], *tensor, *more, "--training.steps=3"]
@@ -67,9 +67,10 @@ def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Pa
 SIMULATED = "--topology.simulate_replicas=2"
 
 
-def test_muon_deals_out_what_shards_cut(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    """Dense, the steps of ranks that are whole replicas; alone, those of simulated replicas. What is sent, over the
-    links of a node and between nodes, is what was foretold."""
+def test_muon_exchanges_sharded_matrices(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    """Gradient methods equal ranks that hold whole replicas; local methods equal simulated replicas. The bytes sent
+    within and between nodes equal the planned ones.
+    """
 
     def run(name: str, pool: Pool, method: str, shard: int, *more: str) -> list[float]:
         degree = f"--parallelism.data_parallel_shard_degree={shard}"
@@ -83,9 +84,9 @@ def test_muon_deals_out_what_shards_cut(pool2: Pool, pool4: Pool, tmp_path: Path
     alone = run("alone simulated", pool2, "sparta", 2, SIMULATED)
     assert run("alone", pool4, "sparta", 2, nodes) == pytest.approx(alone, rel=1e-3)
     for name, levels in (("four", 2), ("simulated", 1), ("alone simulated", 1), ("alone", 1)):
-        told = summary(tmp_path / name)
-        sent, planned = (told[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
-        assert sent == pytest.approx(planned, rel=0.02)  # after a validation FSDP2 prefetches a group once for nothing
+        report = summary(tmp_path / name)
+        sent, planned = (report[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
+        assert sent == pytest.approx(planned, rel=0.02)  # FSDP2 prefetches one unused group after a validation.
         updates = {kind for kind in sent if kind.endswith("update")}
         assert len(updates) == levels and all(sent[kind] == planned[kind] for kind in updates)
 
@@ -93,17 +94,17 @@ def test_muon_deals_out_what_shards_cut(pool2: Pool, pool4: Pool, tmp_path: Path
 @pytest.mark.parametrize(
     "method, more, most",
     [
-        pytest.param("scape", SIMULATED, 0.35, marks=pytest.mark.slow),  # its turn leaves weights as they are
-        ("diloco", SIMULATED, 0.65),  # every replica has weights of its own
+        pytest.param("scape", SIMULATED, 0.35, marks=pytest.mark.slow),  # Weights do not change between replicas.
+        ("diloco", SIMULATED, 0.65),  # Each replica has its own weights.
         ("scape", "--sync.scape.weights_dtype=bfloat16", 0.65),
     ],
 )
-def test_the_secondary_is_of_the_weights_that_there_are(
+def test_the_secondary_copy_follows_the_weights(
     method: str, more: str, most: float, pool2: Pool, tmp_path: Path
 ) -> None:
-    """Raw messages give the default's bits, validations included; weights cross nodes once a step, or turn.
+    """Raw messages give the default's bits, validation included; weights are sent between nodes once per weight change.
 
-    The default sends what was foretold.
+    With the default collectives the bytes sent equal the planned ones.
     """
     nodes = ["--topology.ranks_per_node=1", "--parallelism.data_parallel_shard_degree=2"]
     arguments = [*METHODS[method], *nodes, more, "--training.steps=3"]
@@ -111,17 +112,17 @@ def test_the_secondary_is_of_the_weights_that_there_are(
     raw = pool2(train_raw, str(tmp_path / "raw"), [*arguments, *INT8, "--sharding.secondary"])
     for one, other in zip(dense, raw, strict=True):
         assert one["losses"] == other["losses"] and torch.equal(one["parameters"], other["parameters"])
-    told = [summary(tmp_path / name) for name in ("dense", "raw")]
-    assert told[0]["validation_loss"] == told[1]["validation_loss"]
-    sent = [one["shard_axis_bytes_per_step_and_rank"] for one in told]
-    # After a validation FSDP2 prefetches a group once for nothing.
-    assert sent[0] == pytest.approx(told[0]["planned_shard_axis_bytes_per_step_and_rank"], rel=0.01)
+    reports = [summary(tmp_path / name) for name in ("dense", "raw")]
+    assert reports[0]["validation_loss"] == reports[1]["validation_loss"]
+    sent = [one["shard_axis_bytes_per_step_and_rank"] for one in reports]
+    # FSDP2 prefetches one unused group after a validation.
+    assert sent[0] == pytest.approx(reports[0]["planned_shard_axis_bytes_per_step_and_rank"], rel=0.01)
     assert sent[1]["network weights"] < most * sent[0]["network weights"]
 
 
 @pytest.mark.slow
 def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
-    """Stand-ins lie outside of what is compiled."""
+    """Hooks are outside the compiled region."""
     arguments = [*METHODS["adamw"], "--parallelism.data_parallel_shard_degree=2", "--training.steps=3", *INT8]
     plain = pool2(train, str(tmp_path / "plain"), arguments)
     compiled = pool2(train, str(tmp_path / "compiled"), [*arguments, "--compile.enable"], timeout=600)
@@ -135,10 +136,10 @@ def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
         ({"secondary": True}, 2, 2, "secondary = True; it saves bytes between nodes.*1 node.* of 2 rank"),
         ({"secondary": True, "hops": 1}, 4, 2, "secondary = True; it needs two hops"),
         ({"gradients": "int8+int4"}, 2, 2, "gradients = 'int8\\+int4'; two codes need two hops"),
-        ({"gradients": "int8", "hops": 2}, 2, 1, "hops = 2; two need several ranks on each of several nodes"),
+        ({"gradients": "int8", "hops": 2}, 2, 1, "hops = 2; two hops need several ranks on each of several nodes"),
     ],
 )
-def test_what_has_nothing_to_do_is_refused(options: dict[str, Any], world: int, per_node: int, message: str) -> None:
+def test_options_without_effect_are_refused(options: dict[str, Any], world: int, per_node: int, message: str) -> None:
     layout = plan_layout(world, ranks_per_node=per_node, machine=get_machine("local"), replicate=1, shard=world)
     with pytest.raises(ValueError, match=message):
         ShardingOptions(**options).check(layout)

@@ -1,4 +1,4 @@
-"""When what is kept of weights is stale: the container says so."""
+"""Version of the weights: the optimizer container reports every change."""
 
 from functools import partial
 from unittest.mock import patch
@@ -8,31 +8,31 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.pool import Pool
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.methods.registry import METHODS
 
 
 def versions() -> None:
     from topology.in_process import OneReplica
     from topology.process_groups import ProcessGroupCollectives
-    from torchtitan_scape.optimizer import container
-    from torchtitan_scape.optimizer.adams import AdamS
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.replica import optimizer as container
 
     model, entry = nn.Linear(4, 3), METHODS["dense"]
-    assert entry.method is not None
-    optimizers = container.SyncedOptimizers(
-        [model],
+    optimizers = container.ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
-        partial(entry.method, options=entry.options()),
+        entry.method,
+        entry.options(),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        model=model,
         max_norm=1.0,
+        reduction="sum",
+        total_steps=100,
         max_skipped_steps=5,
-        kernels="auto",
-        steps=100,
     )
     version = optimizers.sharding.version
 
     def step(nan: bool) -> bool:
-        """Whether it has changed weights, as who keeps them is told."""
+        """Return whether the step has changed the version of the weights."""
         before = version.now()
         for p in model.parameters():
             p.grad = torch.full_like(p, float("nan") if nan and dist.get_rank() else 1.0)
@@ -45,15 +45,15 @@ def versions() -> None:
     assert version.now() == before + 1
     optimizers.check_consistency(3)
     assert version.now() == before + 1
-    with patch.object(container, "check_replicas_equal", lambda *_: False):  # it has repaired something
+    with patch.object(container, "check_replicas_equal", lambda *_: False):  # A repair took place.
         optimizers.check_consistency(4)
     assert version.now() == before + 2
-    # A step that nobody asked after, and the next one.
+    # Steps without a read of the version in between.
     step(nan=False)
     optimizers.step()
     optimizers.step()
     assert version.now() > before + 3
 
 
-def test_what_changes_weights_says_so(pool2: Pool) -> None:
+def test_changes_of_weights_advance_the_version(pool2: Pool) -> None:
     pool2(versions)

@@ -1,4 +1,4 @@
-"""ZeRO++ against its literal form; what all ranks hold; what is kept of weights, and until when."""
+"""ZeRO++ against its literal form; equality of weights on all ranks; lifetime of the secondary copy."""
 
 from typing import Any
 from unittest.mock import patch
@@ -11,15 +11,15 @@ from torch import Tensor
 from tests.pool import Pool
 from tests.sharding import literal
 from tests.sharding.test_raw import equal
-from tests.sharding.toy import make, param_group, train, watch
-from torchtitan_scape.sharding.base import Version, entries, flat_groups
+from tests.sharding.toy import make, param_group, record_gathers, train
+from torchtitan_scape.sharding.base import WeightsVersion, entries, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
 
 NODES: dict[str, Any] = {"weights": "int8", "gradients": "int8+int4", "gradients_block": 32}
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    """Of many sizes."""
+    """Return numbers of widely varying magnitude."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * torch.randint(-6, 6, shape, generator=generator).float().exp2()
 
@@ -36,19 +36,19 @@ def follows_the_literal_form(ranks_per_node: int, codes: dict[str, tuple[str, ..
             output = torch.full((ranks * row,), float("nan"))
             output.view(ranks, -1)[rank] = rows[rank]
             group._all_gather_comm(output, output.view(ranks, -1)[rank], dist.group.WORLD)
-            lies = [(s.start, s.size, s.dims) for s in flat.gathered]
-            expected = [literal.row_coded(one.numpy(), lies, "int8", 32) for one in rows]
+            segments = [(s.start, s.size, s.dims) for s in flat.gathered]
+            expected = [literal.row_coded(one.numpy(), segments, "int8", 32) for one in rows]
             assert torch.equal(output.view(ranks, -1), torch.stack([torch.from_numpy(one) for one in expected]))
 
             row = entries(flat.reduced)
             flats = [numbers(7000 + 100 * flat.number + other, ranks, row) for other in range(ranks)]
             result = torch.full((row,), float("nan"))
             group._reduce_scatter_comm(result, flats[rank].view(-1).clone(), dist.group.WORLD, dist.ReduceOp.SUM)
-            lies = [(s.start, s.size, s.dims) for s in flat.reduced]
+            segments = [(s.start, s.size, s.dims) for s in flat.reduced]
             each = [one.numpy() for one in flats]
             turn = "int4" in hops
-            wanted = torch.from_numpy(literal.reduced(each, rank, ranks_per_node, lies, hops, 64, turn))
-            if turn:  # sums of 32 in another order, and now and then a level that is rounded the other way
+            wanted = torch.from_numpy(literal.reduced(each, rank, ranks_per_node, segments, hops, 64, turn))
+            if turn:  # Sums of 32 in another order change the rounding of some levels.
                 assert (result - wanted).norm() <= 0.02 * wanted.norm()
                 assert ((result - wanted).abs() > 1e-4 * (1 + wanted.abs())).float().mean() < 0.1
             else:
@@ -68,8 +68,8 @@ def test_it_follows_the_literal_form(world: int, ranks_per_node: int, codes: dic
 
 
 def holds_the_same_bits() -> list[Tensor]:
-    """Of one step with two micro-batches; every group's gathers are equal among themselves."""
-    run = train(watch(make(2, ShardingOptions(**NODES, secondary=True))), steps=1)
+    """Return each group's gathered row in a step with two micro-batches; all its all-gathers are equal."""
+    run = train(record_gathers(make(2, ShardingOptions(**NODES, secondary=True))), steps=1)
     by_group: dict[str, list[Tensor]] = {}
     for name, gathered in run.gathers:
         by_group.setdefault(name, []).append(gathered)
@@ -86,8 +86,8 @@ def test_all_ranks_compute_with_the_same_weights(pool4: Pool) -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def kept_until_weights_change(ranks_per_node: int) -> None:
-    """The secondary is of no matter to any bit, but to what crosses nodes."""
+def cached_until_weights_change(ranks_per_node: int) -> None:
+    """Check that the secondary copy changes no bit, only the traffic between nodes."""
     fresh, kept = (make(ranks_per_node, ShardingOptions(**CODED[ranks_per_node], secondary=s)) for s in (False, True))
     train(fresh, steps=4, skip=2)
     across = []
@@ -95,7 +95,7 @@ def kept_until_weights_change(ranks_per_node: int) -> None:
         train(kept, steps=1, first=step, skip=2)
         across.append(kept.sent["network", "weights"])
     assert equal(fresh, kept)
-    # Once an update: the step after the skipped one has what came for that.
+    # Once per update: the step after the skipped one reuses the weights of the skipped one.
     assert across == [across[0], 2 * across[0], 2 * across[0], 3 * across[0]]
     assert fresh.sent["network", "weights"] > 10 * across[0]
     # A validation, a load or a repair between two steps.
@@ -111,19 +111,19 @@ CODED = {2: NODES, 1: {"weights": "int8", "gradients": "int8"}}
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_what_is_kept_is_dropped_when_weights_change(ranks_per_node: int) -> None:
-    Pool(2 * ranks_per_node)(kept_until_weights_change, ranks_per_node)
+def test_the_secondary_copy_is_dropped_when_weights_change(ranks_per_node: int) -> None:
+    Pool(2 * ranks_per_node)(cached_until_weights_change, ranks_per_node)
 
 
-def forgets_to_forget() -> bool:
+def without_version_updates() -> bool:
     fresh, kept = (make(1, ShardingOptions(**CODED[1], secondary=s)) for s in (False, True))
-    with patch.object(Version, "changed_if", lambda *_: None):
+    with patch.object(WeightsVersion, "changed_if", lambda *_: None):
         return equal(train(fresh, steps=3), train(kept, steps=3))
 
 
-def test_a_step_that_forgets_to_say_so_is_found(pool2: Pool) -> None:
-    """What the tests above would see of a stale secondary."""
-    assert pool2(forgets_to_forget) == [False, False]
+def test_a_stale_secondary_copy_changes_the_losses(pool2: Pool) -> None:
+    """A missing version update is visible to the tests above."""
+    assert pool2(without_version_updates) == [False, False]
 
 
 def stochastic_runs_repeat() -> None:
@@ -148,12 +148,12 @@ def bfloat16_is_gathered() -> None:
     assert coded.losses == pytest.approx(dense.losses, rel=0.02)
 
 
-def test_what_is_gathered_in_bfloat16(pool2: Pool) -> None:
+def test_bfloat16_weights(pool2: Pool) -> None:
     pool2(bfloat16_is_gathered)
 
 
 def losses() -> dict[str, float]:
-    """After 40 steps, the mean of the last ones."""
+    """Return the mean loss of the last 10 of 40 steps."""
     variants: dict[str, dict[str, Any]] = {
         "dense": {},
         "int8": {"weights": "int8", "gradients": "int8"},

@@ -1,4 +1,4 @@
-"""A tiny model under FSDP2 in real ranks: uneven rows, norms beside matrices, a group of two modules, empty shards."""
+"""A tiny model under FSDP2 on real ranks: uneven rows, norms next to matrices, a group of two modules, empty shards."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
-from topology.traffic import SHARD, Traffic
+from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.base import Sharding, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
 
-# Of row sizes that no number of ranks divides, and a matrix of a single row: all but one rank have nothing of it.
+# Row counts that no number of ranks divides. `gate` is a matrix of one row, so all but one rank have an empty shard.
 ROWS, WIDTH = 13, 40
 
 
@@ -54,11 +54,17 @@ class Model(nn.Module):
 
 @dataclass
 class Run:
-    """gathers: what every gather left in the flat, in order. gradients: of every step. weights: after the last one."""
+    """A model in training.
+
+    Attributes:
+        gathers: Output of every all-gather, in order.
+        gradients: Gradients of every step.
+        losses: Loss of every micro-batch.
+    """
 
     model: nn.Module
     sharding: Sharding
-    traffic: Traffic
+    traffic: TrafficLedger
     gathers: list[tuple[str, Tensor]] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -80,7 +86,12 @@ def make(
     param_dtype: torch.dtype | None = None,
     hold: Any = None,
 ) -> Run:
-    """raw: what would be coded goes as it is. hold: called with the model after `fully_shard`."""
+    """Build the model and install its hooks.
+
+    Args:
+        raw: Send quantized parts unencoded.
+        hold: Called with the model after `fully_shard`.
+    """
     torch.manual_seed(3)
     model = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -96,7 +107,7 @@ def make(
             module.set_force_sum_reduction_for_comms(True)
     if hold:
         hold(model)
-    layout, traffic = layout_of(ranks_per_node), Traffic()
+    layout, traffic = layout_of(ranks_per_node), TrafficLedger()
     options.check(layout)
     with patch.object(build, "_code", lambda *_: None) if raw else nullcontext():
         groups = build.groups_for(options, layout, timedelta(seconds=60))
@@ -105,7 +116,7 @@ def make(
 
 
 def train(run: Run, steps: int = 2, micro_batches: int = 2, first: int = 1, skip: int = 0, lr: float = 0.1) -> Run:
-    """Plain steps of the sum of gradients. skip: a step whose gradients are dropped, as a skipped one's are."""
+    """Run plain gradient-descent steps. `skip` is a step whose gradients are dropped, as in a skipped step."""
     rank = dist.get_rank()
     for step in range(first, first + steps):
         for number in range(micro_batches):
@@ -117,26 +128,26 @@ def train(run: Run, steps: int = 2, micro_batches: int = 2, first: int = 1, skip
             loss.backward()
             run.losses.append(loss.item())
         trained = [p for p in run.model.parameters() if p.requires_grad]
-        run.gradients.append(torch.cat([own(p.grad).reshape(-1) for p in trained]))
+        run.gradients.append(torch.cat([local(p.grad).reshape(-1) for p in trained]))
         with torch.no_grad():
             for p in trained if step != skip else ():
-                own(p).sub_(own(p.grad), alpha=lr)
+                local(p).sub_(local(p.grad), alpha=lr)
         for p in trained:
             p.grad = None
         run.sharding.version.changed_if(lambda step=step: step != skip)
     return run
 
 
-def own(tensor: Any) -> Tensor:
+def local(tensor: Any) -> Tensor:
     return tensor.to_local()
 
 
 def weights(run: Run) -> Tensor:
-    return torch.cat([own(p).detach().reshape(-1) for p in run.model.parameters()])
+    return torch.cat([local(p).detach().reshape(-1) for p in run.model.parameters()])
 
 
-def watch(run: Run) -> Run:
-    """From now on `run.gathers` grows by what every gather leaves."""
+def record_gathers(run: Run) -> Run:
+    """Record the output of every all-gather in `run.gathers` from now on."""
     for flat in flat_groups(run.model):
         group = param_group(flat.modules[0])
         gather = group._all_gather_comm
@@ -146,11 +157,11 @@ def watch(run: Run) -> Run:
             run.gathers.append((_name, arguments["output_tensor"].clone()))
             return done
 
-        group._all_gather_comm = _Watching(gather, keep)
+        group._all_gather_comm = _Recording(gather, keep)
     return run
 
 
-class _Watching:
+class _Recording:
     def __init__(self, gather: Any, call: Any) -> None:
         self.allocate, self._call = gather.allocate, call
 

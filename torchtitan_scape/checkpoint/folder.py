@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA
+from torchtitan_scape.checkpoint.reader import load_into
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
-from torchtitan_scape.checkpoint.state import load_into
 from torchtitan_scape.checkpoint.storage import find_damage
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch.distributed.checkpoint.stateful import Stateful
 
 from topology.layout import Layout
+from torchtitan_scape.checkpoint.state import describe_states, record
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 RUN_METADATA = "run_metadata"
 # With another value of these the state is taken by the rule for another layout; so it is with some options of a method.
@@ -23,7 +24,7 @@ class RunMetadata(Stateful):
     optimizers: asked for their counters at every save.
     """
 
-    def __init__(self, layout: Layout, config: JobConfig, residual: str, optimizers: ReplicaOptimizers) -> None:
+    def __init__(self, layout: Layout, config: JobConfig, residual: str, optimizers: ReplicaOptimizer) -> None:
         optimizer, options = config.optimizer, options_of(config.sync)
         simulated, levels = config.topology.simulate_replicas, config.sharding.levels
         self._optimizers = optimizers
@@ -45,7 +46,7 @@ class RunMetadata(Stateful):
             "weight_decay": optimizer.weight_decay,
             "residual": residual,
             "border": config.data.border,
-            "states": optimizers.described_states(residual),
+            "states": describe_states(optimizers, residual),
             **options.fingerprint(),
             "sharding": asdict(config.sharding),
             # Where weights, masters and states lie on three levels; 0 for none.
@@ -57,7 +58,7 @@ class RunMetadata(Stateful):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(self.values | self._optimizers.counters())}
+        return {"json": json.dumps(self.values | record(self._optimizers))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to take back: whoever loads has read it before."""

@@ -5,9 +5,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.report.text import size_text
+from torchtitan_scape.checkpoint.state import sizes
+from torchtitan_scape.core.text import size_text
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
+RANDOM = "random"  # name of the random number generators' states
 RESIDUALS = ("exact", "mean", "drop")
 
 
@@ -37,14 +39,14 @@ class RandomState(Stateful):
             torch.get_device_module(self._device).set_rng_state(loaded[f"{self._name}.device"], self._device)
 
 
-def sizes_line(optimizers: ReplicaOptimizers, residual: str) -> str:
+def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
     """What a checkpoint takes, and would take with other residuals."""
     model = 4 * sum(shard.entries for shard in optimizers.shards())
 
     def total(choice: str) -> str:
-        return size_text(model + sum(optimizers.checkpoint_sizes(choice).values()))
+        return size_text(model + sum(sizes(optimizers, choice).values()))
 
-    kinds = {"parameters": model} | optimizers.checkpoint_sizes(residual)
+    kinds = {"parameters": model} | sizes(optimizers, residual)
     return (
         f'A checkpoint takes {total(residual)} with residual = "{residual}" '
         f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "

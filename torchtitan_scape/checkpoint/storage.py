@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_scape.files import sync_folder
+from torchtitan_scape.core.files import sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 from torchtitan_scape.checkpoint.folder import read_record, steps_in
-from torchtitan_scape.checkpoint.manager import RANDOM
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA
+from torchtitan_scape.checkpoint.parts import RANDOM
+from torchtitan_scape.checkpoint.reader import load_into
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
-from torchtitan_scape.checkpoint.state import load_into
 from torchtitan_scape.checkpoint.storage import find_damage, is_finished
+from torchtitan_scape.titan.components import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 _PROGRESS = "train_state"
 # First parts of names of what is no parameter.
@@ -27,7 +27,7 @@ _MASTERS = f"{OPTIMIZER}.master."
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointInfo:
     """What a checkpoint says of its run; None for what it does not.
 
     record: see `metadata.py`. tokens: of all ranks.
@@ -43,7 +43,7 @@ def finished_steps(folder: Path) -> list[int]:
     return [step for step in steps_in(str(folder)) if is_finished(folder / f"step-{step}")]
 
 
-def open_checkpoint(path: Path) -> Saved:
+def open_checkpoint(path: Path) -> CheckpointInfo:
     """Verifies every file. Raises ValueError for a checkpoint that is not there, not finished, or damaged."""
     if not path.is_dir():
         there = [f"step-{step}" for step in finished_steps(path.parent)]
@@ -64,7 +64,7 @@ def open_checkpoint(path: Path) -> Saved:
             record = read_record(str(path))
         step = progress[_PROGRESS]["step"]
         tokens = progress[_PROGRESS]["ntokens_seen"] * record["replicate"] * record["shard"]
-    return Saved(step, tokens, record)
+    return CheckpointInfo(step, tokens, record)
 
 
 def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> dict[str, Tensor]:

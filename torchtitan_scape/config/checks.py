@@ -3,7 +3,7 @@
 from operator import attrgetter
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.methods.registry import METHODS
 
 
 def check_config(config: JobConfig, device_type: str) -> None:
@@ -15,8 +15,8 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which goes with "
             f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
         )
-    if config.sync.overlap and not METHODS[method].overlaps:
-        names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.overlaps)
+    if config.sync.overlap and not METHODS[method].supports_overlap:
+        names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
         raise ValueError(
             f"[sync] overlap = true with method = {method!r}, whose exchange begins when all gradients are there; set "
             f"overlap = false, or method = {names}"
@@ -51,11 +51,12 @@ def check_config(config: JobConfig, device_type: str) -> None:
             "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
             "besides, with [sync.scape] weights_dtype"
         )
-    simulated, why = config.topology.simulate_replicas, options_of(config.sync).refuses_simulation()
+    simulated, why = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
     if simulated > 1 and why:
         raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {why}")
-    synchronises = METHODS[method].method
-    if config.sharding.sparse and (synchronises is None or synchronises.local or simulated > 1):
+    synchronizes = METHODS[method].method
+    differs = synchronizes.per_replica_weights or synchronizes.holds_optimizer_state
+    if config.sharding.sparse and (differs or simulated > 1):
         raise ValueError(
             f"[sharding] gradients = {config.sharding.gradients!r} with [sync] method = {method!r} and "
             f"simulate_replicas = {simulated}: what the shard axis keeps would differ from replica to replica; set "
@@ -70,8 +71,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
 
 def remarks(config: JobConfig) -> list[str]:
     """What is no error, and is said once at the start: hardly a user means it."""
-    planned, steps = options_of(config.sync).planned(config.optimizer.name), config.training.steps
-    of_a_round = planned.inner_steps + planned.delay
+    of_a_round, steps = options_of(config.sync).steps_per_round(), config.training.steps
     if 0 < steps < of_a_round and not config.sync.flush_at_end:
         return [
             f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, in which an exchange of all "
@@ -87,9 +87,9 @@ def _check_levels(config: JobConfig) -> None:
     if not levels.active:
         return
     what = f"[sharding.levels] weights = {levels.weights}"
-    names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.pieces)
+    names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_flat_slices)
     for given, wrong, fix in (
-        (f"[sync] method = {method!r}", not METHODS[method].pieces, f"set {names}"),
+        (f"[sync] method = {method!r}", not METHODS[method].supports_flat_slices, f"set {names}"),
         (
             f"[sharding] gradients = {config.sharding.gradients!r}",
             config.sharding.sparse,
@@ -97,7 +97,7 @@ def _check_levels(config: JobConfig) -> None:
         ),
         (
             f"[sync] method = {method!r} with sum = {levels.sum!r}",
-            levels.sum != "float32" and not METHODS[method].adds_up,
+            levels.sum != "float32" and not METHODS[method].is_linear,
             'set sum = "float32": the method has an exchange of its own across nodes',
         ),
         ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are summed in the node first"),

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, make_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from torchtitan.config import JobConfig as TitanJobConfig
-from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
-
 from topology.machines import MACHINES
+from torchtitan_scape.core.options import Options
+from torchtitan_scape.core.type_checks import check_section
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
-from torchtitan_scape.sync.options import MethodOptions, Options
-from torchtitan_scape.sync.registry import METHODS
-from torchtitan_scape.sync.scape.options import ScapeOptions
-from torchtitan_scape.sync.types import check_section
+from torchtitan_scape.titan.config import Checkpoint as TitanCheckpoint
+from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
 
 
 @dataclass
@@ -188,8 +188,8 @@ class Observe(Options):
         pairs = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
         self.require(pairs, "windows", "each must be [first step, how many], both 1 or more")
         ends = sorted((first, first + count - 1) for first, count in self.windows)
-        apart = all(end < begin for (_, end), (begin, _) in pairwise(ends))
-        self.require(apart, "windows", "they must not overlap")
+        disjoint = all(end < begin for (_, end), (begin, _) in pairwise(ends))
+        self.require(disjoint, "windows", "they must not overlap")
         self.require(all(step >= 1 for step in self.histograms), "histograms", "steps are counted from 1")
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
 

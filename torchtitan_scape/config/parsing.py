@@ -8,22 +8,21 @@ import contextlib
 import difflib
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unicodedata import category
-from unittest.mock import patch
 
-from torchtitan.config import ConfigManager
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.sync.types import check_section, check_value
+from torchtitan_scape.core.patching import environment
+from torchtitan_scape.core.type_checks import check_section, check_value
+from torchtitan_scape.titan.config import ConfigManager
 
 # Keys that there were, and what to write today.
 GONE = {
@@ -86,25 +85,25 @@ def resolve(arguments: list[str]) -> Resolved:
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
     recipe = _recipe(arguments)
     asks_help = bool({"-h", "--help"} & set(arguments))
-    told = io.StringIO()
+    stderr = io.StringIO()
     try:
         with contextlib.ExitStack() as stack:
             if not asks_help:
-                stack.enter_context(contextlib.redirect_stderr(told))
+                stack.enter_context(contextlib.redirect_stderr(stderr))
                 # The message stands in a box, which would break it into lines.
-                stack.enter_context(patch.dict(os.environ, COLUMNS="100000"))
+                stack.enter_context(environment(COLUMNS="100000"))
             config = _Composed(recipe.table).parse_args(arguments)
     except SystemExit as end:
         if asks_help or not end.code:
             raise
         blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
-        raise ValueError(f"command line: {_out_of_the_box(told.getvalue())} {blank}".rstrip()) from None
+        raise ValueError(f"command line: {_out_of_the_box(stderr.getvalue())} {blank}".rstrip()) from None
     except Exception as error:  # TorchTitan and a module of the user's raise what they like
-        told.truncate(0)
+        stderr.truncate(0)
         raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
     finally:
         if not asks_help and sys.exc_info()[0] is None:
-            sys.stderr.write(told.getvalue())  # warnings
+            sys.stderr.write(stderr.getvalue())  # warnings
     if not isinstance(config, JobConfig):
         raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
     check_section(config, "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import category
 
-from torchtitan_scape.sync.types import short
+from torchtitan_scape.core.type_checks import short
 
 DEEPEST = 4  # files in a row that extend the next
 # How a resolved.toml begins (see `resolved`), and what precedes the files that it was made of.

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import COMMAND_LINE, FILES, RESOLVED, Recipe, flatten
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.files import write_whole
 
 FILE = "resolved.toml"
 _HEAD = f"""\
@@ -63,8 +63,8 @@ class Resolved:
     def line(self) -> str:
         """For the log."""
         changed = [f"{key} = {toml(self.values[key])}" for key, by in self.origins.items() if by == COMMAND_LINE]
-        told = f"Recipe: {', '.join(self.files) or 'none'}"
-        return told + (f"; the command line sets {', '.join(changed)}" if changed else "")
+        summary = f"Recipe: {', '.join(self.files) or 'none'}"
+        return summary + (f"; the command line sets {', '.join(changed)}" if changed else "")
 
     def text(self) -> str:
         """resolved.toml. A key that is None is left out: TOML has no such value, and it mostly is the default."""

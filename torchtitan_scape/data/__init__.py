@@ -1,4 +1,4 @@
-"""Data sets and tokenizers, the embedded ones included."""
+"""Datasets and tokenizers, including the embedded ones."""
 
 from pathlib import Path
 

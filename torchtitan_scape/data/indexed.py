@@ -1,9 +1,9 @@
-"""Megatron's pair of files: `.bin`, the token ids of all documents in a row, and `.idx`, where each of them begins.
+"""Megatron's pair of files: `.bin` contains the token ids of all documents, `.idx` the start of each document.
 
-`.idx`, little-endian: the nine bytes MMIDIDX\\0\\0, uint64 version 1, uint8 code of the ids' type, uint64 sequences n,
-uint64 documents + 1, then int32 lengths[n] in tokens, int64 offsets[n] in bytes, and int64 [documents + 1] the first
-sequence of each document. Files of Megatron's multimodal data have int8 modes[n] after that. Here a document is one
-sequence. Reading and writing need numpy alone; the layout is that of megatron-core's `indexed_dataset.py`.
+`.idx`, little-endian: the nine bytes MMIDIDX\\0\\0, uint64 version 1, uint8 code of the dtype of the ids, uint64
+sequences n, uint64 documents + 1, then int32 lengths[n] in tokens, int64 offsets[n] in bytes, and int64 [documents + 1]
+the first sequence of each document. Files of Megatron's multimodal data continue with int8 modes[n]. In this project a
+document is one sequence. Only numpy is needed; the layout is that of megatron-core's `indexed_dataset.py`.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from torchtitan_scape.files import sync_folder
+from torchtitan_scape.core.files import sync_folder
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
-# Codes of Megatron's types that can hold token ids.
+# Megatron's dtype codes that can represent token ids.
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 LARGEST_UINT16 = 65_535
@@ -31,17 +31,17 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
 def dtype_for(entries: int) -> np.dtype[Any]:
-    """What holds the ids of a tokenizer: two bytes a token up to 65,535 entries, else four."""
+    """Return the dtype of the ids of a tokenizer: two bytes per token up to 65,535 entries, else four."""
     return DTYPES[8 if entries <= LARGEST_UINT16 else 4]
 
 
 def paths_of(prefix: Path) -> tuple[Path, Path]:
-    """The pair's `.bin` and `.idx`."""
+    """Return the paths of the pair's `.bin` and `.idx`."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -50,15 +50,15 @@ def digest_of(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A pair as a manifest has it.
+class IndexedShard:
+    """A pair of files as recorded in a manifest.
 
     Attributes:
-        name: of its files, without ending.
+        name: Name of the files, without extension.
         split: "train" or "validation".
-        documents: and tokens in it, the borders of documents among these.
-        bytes: of the documents' text as UTF-8.
-        bin_sha256: of the two files.
+        documents, tokens: Number of documents and of tokens, borders of documents included.
+        bytes: UTF-8 bytes of the documents' text.
+        bin_sha256, idx_sha256: SHA-256 of the two files.
     """
 
     name: str
@@ -70,41 +70,41 @@ class Shard:
     idx_sha256: str
 
     def sizes(self, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """Bytes of the two files."""
+        """Return the sizes of the two files in bytes."""
         return self.tokens * dtype.itemsize, _HEADER.size + 20 * self.documents + 8
 
 
 class PairWriter:
-    """Writes a pair as `.part` files in one folder; `finish` moves it, whole, into another."""
+    """Writer of a pair, as `.part` files in one folder; `finish` moves the complete pair to another folder."""
 
     def __init__(self, folder: Path, name: str, split: str, dtype: np.dtype[Any]) -> None:
         self.name, self.split, self.dtype = name, split, dtype
         self._parts = [path.with_name(path.name + ".part") for path in paths_of(folder / name)]
-        self._file: IO[bytes] = open(self._parts[0], "wb")  # noqa: SIM115  # closed by finish or discard
+        self._file: IO[bytes] = open(self._parts[0], "wb")  # noqa: SIM115  # Closed by finish or discard.
         self._digest = hashlib.sha256()
         self._lengths = array("i")
         self.tokens = self.bytes = 0
 
     def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int) -> None:
-        """Adds documents.
+        """Append documents.
 
         Args:
-            ids: of all of them, in a row.
-            lengths: in tokens, of each.
-            n_bytes: of their text.
+            ids: Concatenated ids of all documents.
+            lengths: Tokens of each document.
+            n_bytes: Bytes of their text.
 
         Raises:
-            OverflowError: an id does not fit the type of the ids.
+            OverflowError: An id does not fit the dtype.
         """
-        # An array of Python's own takes a list in a third of numpy's time.
+        # Python's `array` converts a list in a third of numpy's time.
         data = array("H" if self.dtype.itemsize == 2 else "i", ids).tobytes()
         self._file.write(data)
         self._digest.update(data)
         self._lengths.extend(lengths)
         self.tokens, self.bytes = self.tokens + len(ids), self.bytes + n_bytes
 
-    def finish(self, folder: Path) -> Shard | None:
-        """The pair, which is on the disk and has its names then; None, and no file, where it has no token."""
+    def finish(self, folder: Path) -> IndexedShard | None:
+        """Sync the pair to disk and rename it. Return its record, or None, without a file, if it contains no token."""
         if not self.tokens:
             self.discard()
             return None
@@ -117,10 +117,10 @@ class PairWriter:
             os.replace(part, path)
         sync_folder(folder)
         sums = self._digest.hexdigest(), hashlib.sha256(index).hexdigest()
-        return Shard(self.name, self.split, len(self._lengths), self.tokens, self.bytes, *sums)
+        return IndexedShard(self.name, self.split, len(self._lengths), self.tokens, self.bytes, *sums)
 
     def discard(self) -> None:
-        """Deletes what was written."""
+        """Delete the partial files."""
         self._file.close()
         for part in self._parts:
             part.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def _index(lengths: Tokens, dtype: np.dtype[Any]) -> bytes:
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    """The ids of a `.bin`, memory-mapped, as unsigned numbers: a negative one is larger than any that there is."""
+    """Memory-map the ids of a `.bin` as unsigned numbers, so that a negative id exceeds every vocabulary."""
     unsigned = np.dtype(f"<u{dtype.itemsize}")
     if path.stat().st_size == 0:
         return np.empty(0, unsigned)
@@ -154,17 +154,20 @@ def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
 
 
 class Pair:
-    """A pair by its path without ending, memory-mapped.
+    """A memory-mapped pair.
+
+    Args:
+        prefix: Path without extension.
 
     Attributes:
-        tokens: all ids, of unsigned type.
-        lengths: tokens of each sequence, int32.
-        documents: how many there are.
-        dtype: as which the ids are stored.
+        tokens: All ids, of unsigned type.
+        lengths: Tokens of each sequence, int32.
+        documents: Number of documents.
+        dtype: Stored dtype of the ids.
 
     Raises:
-        ValueError: a file is missing, of another format, or damaged: its sizes do not fit, or sequences do not follow
-            each other without a gap.
+        ValueError: A file is missing, has another format, or is damaged: its size is inconsistent, or sequences are not
+            contiguous.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -178,15 +181,15 @@ class Pair:
                 f"{error.filename}: {error.strerror}; a pair is {path.name} and {index_path.name}"
             ) from None
         if len(index) < _HEADER.size or bytes(index[:9]) != MAGIC:
-            raise ValueError(f"{index_path} is no index of Megatron's format")
+            raise ValueError(f"{index_path} is not an index of Megatron's format")
         _, version, code, n, n_documents = _HEADER.unpack(bytes(index[: _HEADER.size]))
         if version != VERSION or code not in DTYPES:
             raise ValueError(f"{index_path} has version {version} and type {code}; known are {VERSION} and {[*DTYPES]}")
         self.dtype, self.documents = DTYPES[code], n_documents - 1
-        least = _HEADER.size + 12 * n + 8 * n_documents
-        if len(index) not in (least, least + n):
-            raise ValueError(f"{index_path} is damaged: {len(index)} bytes, {least} expected for {n} sequences")
-        # A header of 34 bytes is no multiple of a number's size: views of bytes, not of numbers.
+        min_bytes = _HEADER.size + 12 * n + 8 * n_documents
+        if len(index) not in (min_bytes, min_bytes + n):
+            raise ValueError(f"{index_path} is damaged: {len(index)} bytes, {min_bytes} expected for {n} sequences")
+        # The header of 34 bytes is not a multiple of an item's size, so the views are taken from bytes.
         ends = np.cumsum([_HEADER.size, 4 * n, 8 * n, 8 * n_documents])
         self.lengths, offsets, first = (
             index[begin:end].view(kind) for begin, end, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
@@ -201,18 +204,18 @@ class Pair:
         self.tokens = map_tokens(path, self.dtype)
 
     def digest(self) -> str:
-        """SHA-256 of the index, which no two sets of documents are likely to share."""
+        """Return the SHA-256 of the index, which is different for almost all sets of documents."""
         return digest_of(paths_of(self.prefix)[1])
 
 
-def damage(folder: Path, shard: Shard, dtype: np.dtype[Any], entries: int) -> str:
-    """What is wrong with a shard, whose two files are read as a whole; "" where nothing is."""
+def damage(folder: Path, shard: IndexedShard, dtype: np.dtype[Any], entries: int) -> str:
+    """Return a description of a shard's damage after reading its two files completely, or "" if it is intact."""
     try:
         for path, size, expected in zip(
             paths_of(folder / shard.name), shard.sizes(dtype), (shard.bin_sha256, shard.idx_sha256), strict=True
         ):
-            if (found := path.stat().st_size) != size:
-                return f"{path} is damaged: {found} bytes, {size} expected"
+            if (actual := path.stat().st_size) != size:
+                return f"{path} is damaged: {actual} bytes, {size} expected"
             if digest_of(path) != expected:
                 return f"{path} is damaged: its SHA-256 is not the manifest's"
         pair = Pair(folder / shard.name)
@@ -221,9 +224,7 @@ def damage(folder: Path, shard: Shard, dtype: np.dtype[Any], entries: int) -> st
     except ValueError as error:
         return str(error)
     if (pair.documents, len(pair.tokens)) != (shard.documents, shard.tokens):
-        return (
-            f"{pair.prefix} holds {pair.documents} documents of {len(pair.tokens)} tokens, not what the manifest says"
-        )
+        return f"{pair.prefix} contains {pair.documents} documents of {len(pair.tokens)} tokens, unlike the manifest"
     largest = max((int(pair.tokens[i : i + _CHUNK].max()) for i in range(0, shard.tokens, _CHUNK)), default=0)
     if largest >= entries:
         return f"{pair.prefix} has a token {largest}; its tokenizer has {entries} entries"

@@ -1,12 +1,13 @@
-"""Local text with damaged lines: what is left out, how much of it there is, and where it begins.
+"""Local text with damaged lines: damaged and empty lines are left out, counted and reported.
 
-The datasets library reads JSON fast, and fails as a whole for one bad line. Where it does, the files are read line by
-line, once: the good lines go to a copy beside the library's own cache. Nothing is cached of files that are refused.
+The datasets library reads JSON fast, but fails as a whole on a single bad line. In that case the files are read line by
+line, once: the good lines are copied next to the library's own cache. Nothing is cached for refused files.
 """
 
 import gzip
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -22,25 +23,26 @@ import pyarrow.compute
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
-from torchtitan.tools.logging import logger
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 
-# More bad lines than this are no accident: the files have another format.
+logger = logging.getLogger(__name__)
+
+# Share of bad lines above which the files are assumed to have another format.
 MAX_BAD = 0.1
 _READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in a set of files.
+    """Result of reading a set of files.
 
     Attributes:
-        documents: those that can be used.
-        bad: lines (or rows) that are no JSON, no UTF-8, or have no text.
-        empty: texts of no character. Readers pass over them.
-        first: place and reason of the first bad or empty one; "" where there is none.
-        copied: the good lines were copied; else the files are read as they are.
+        documents: Number of usable documents.
+        bad: Lines (or rows) that are not JSON or not UTF-8, or have no text.
+        empty: Empty texts, which readers skip.
+        first: Location and reason of the first bad or empty line; "" if there is none.
+        copied: The good lines were copied; else the files are read directly.
     """
 
     documents: int
@@ -59,10 +61,14 @@ def open_lines(file: Path) -> Any:
 
 
 def read_line(line: bytes) -> str:
-    """The text of one line of JSON. Raises ValueError that says what is wrong with it."""
+    """Return the text of one line of JSON.
+
+    Raises:
+        ValueError: With the defect of the line.
+    """
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+    except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
         raise ValueError(f"no JSON in UTF-8 ({one_line(error)})") from None
     if not isinstance(row, dict):
         raise ValueError(f"is a {type(row).__name__}, not an object")
@@ -73,13 +79,17 @@ def read_line(line: bytes) -> str:
         raise ValueError(f"has a text of type {type(text).__name__}; expected strings")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair
+    except UnicodeEncodeError as error:  # For example a lone surrogate.
         raise ValueError(f"has a text that is no Unicode ({error.reason})") from None
     return text
 
 
 def _numbered(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """(file:line, content) of every line that is not blank. Raises ValueError for a file that cannot be read."""
+    """Yield (file:line, content) of every line that is not blank.
+
+    Raises:
+        ValueError: A file cannot be read.
+    """
     for file in files:
         try:
             with open_lines(file) as lines:
@@ -90,22 +100,22 @@ def _numbered(files: list[Path]) -> Iterator[tuple[str, bytes]]:
             raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
 
 
-def _look_at_first_lines(files: list[Path]) -> None:
-    """Raises ValueError for a file that does not begin with a document: the library guesses what else it may be."""
+def _check_first_lines(files: list[Path]) -> None:
+    """Raise ValueError for a file whose first line is not a document; the library would guess another structure."""
     for file in files:
         for _, line in _numbered([file]):
             read_line(line)
             break
 
 
-def _first(files: list[Path]) -> str:
-    """Place and reason of the first line that is not a document."""
-    for place, line in _numbered(files):
+def _first_defect(files: list[Path]) -> str:
+    """Return location and reason of the first line that is not a document."""
+    for location, line in _numbered(files):
         try:
             if not read_line(line):
-                return f"{place} has an empty text"
+                return f"{location} has an empty text"
         except ValueError as error:
-            return f"{place} {error}"
+            return f"{location} {error}"
     return ""
 
 
@@ -121,19 +131,19 @@ def _refuse(path: str, builder: str, report: Report) -> None:
 
 
 def _copy(files: list[Path], target: Path) -> Report:
-    """Writes the good lines as an arrow stream of one column, line by line."""
+    """Write the good lines as an arrow stream of one column, line by line."""
     schema = pyarrow.schema([("text", pyarrow.large_string())])
     documents = bad = empty = size = 0
     first, rows = "", []
     with pyarrow.ipc.new_stream(str(target), schema) as writer:
-        for place, line in _numbered(files):
+        for location, line in _numbered(files):
             try:
                 text = read_line(line)
             except ValueError as error:
-                bad, first = bad + 1, first or f"{place} {error}"
+                bad, first = bad + 1, first or f"{location} {error}"
                 continue
             if not text:
-                empty, first = empty + 1, first or f"{place} has an empty text"
+                empty, first = empty + 1, first or f"{location} has an empty text"
                 continue
             rows.append(text)
             documents, size = documents + 1, size + len(text)
@@ -144,20 +154,20 @@ def _copy(files: list[Path], target: Path) -> Report:
     return Report(documents, bad, empty, first, copied=True)
 
 
-def _look(data: Dataset, files: list[Path], builder: str) -> Report | None:
-    """What the library's result holds; None where it is nothing to train on as it is: other types, no UTF-8."""
+def _inspect(data: Dataset, files: list[Path], builder: str) -> Report | None:
+    """Return the report of the library's result, or None if it cannot be used directly: other types, or not UTF-8."""
     if getattr(data.features.get("text"), "dtype", "") not in ("string", "large_string"):
         return None
     column = data.data.table.column("text")
     try:
-        # The JSON reader takes over bytes that are no UTF-8, and decoding them would end a long run.
+        # The JSON reader accepts bytes that are not UTF-8; decoding them during training would raise an error.
         column.validate(full=True)
     except pyarrow.ArrowInvalid:
         return None
     empty = pyarrow.compute.sum(pyarrow.compute.equal(pyarrow.compute.binary_length(column), 0)).as_py() or 0
     bad, first = column.null_count, ""
     if bad or empty:
-        first = _first(files) if builder == "json" else "a row of no text"
+        first = _first_defect(files) if builder == "json" else "a row without text"
     return Report(len(data) - bad - empty, bad, empty, first, copied=False)
 
 
@@ -170,9 +180,9 @@ def _examine(files: list[Path], builder: str, path: str, folder: Path) -> Report
     report, cause = None, ""
     try:
         if builder == "json":
-            _look_at_first_lines(files)
+            _check_first_lines(files)
         data = _load(files, builder)
-        report = _look(data, files, builder)
+        report = _inspect(data, files, builder)
         kind = getattr(data.features.get("text"), "dtype", "nested")
         wrong = f"has a column 'text' of {kind}" if kind not in ("string", "large_string") else "no UTF-8"
         cause = f"{wrong}; expected strings"
@@ -181,25 +191,25 @@ def _examine(files: list[Path], builder: str, path: str, folder: Path) -> Report
     if report is None:
         if builder != "json":
             raise ValueError(f"dataset_path: {path!r} cannot be read as {builder}: {cause}")
-        logger.warning(f"{path} is read line by line ({cause[:200]}); this takes longer, and is done once")
+        logger.warning(f"{path} is read line by line ({cause[:200]}); this is slower, but done only once")
         report = _copy(files, folder / "text.arrow")
     _refuse(path, builder, report)
     return report
 
 
 def load_files(files: list[Path], builder: str, path: str) -> Dataset:
-    """Reads files of one format, the bad documents left out; several processes may do it at the same time.
+    """Read files of one format without the bad documents. Several processes may do so at the same time.
 
     Args:
-        files: not empty.
-        builder: "json", "parquet" or "text" of the datasets library.
-        path: what the user called them, for messages.
+        files: Paths; not empty.
+        builder: "json", "parquet", "arrow" or "text" of the datasets library.
+        path: The user's path, for messages.
 
     Returns:
-        A data set with the one column "text". Empty and null texts may be in it: readers pass over them.
+        A dataset with the single column "text". It may contain empty and null texts, which readers skip.
 
     Raises:
-        ValueError: a file is damaged as a whole; more than a tenth of the lines is bad; no document is left.
+        ValueError: A file is damaged as a whole; more than a tenth of the lines are bad; or no document is left.
     """
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps([1, builder, stats]).encode()).hexdigest()[:32]

@@ -1,6 +1,6 @@
-"""Text that lies on this machine: which files of a folder are read, and whether they can be.
+"""Local text files: selection of the files of a folder, and checks of their format.
 
-Several files are one data set: of one format, and with the same columns.
+Several files form one dataset: they must have the same format and the same columns.
 """
 
 import os
@@ -12,10 +12,10 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Dataset
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.data.lines import load_files, open_lines
 
-# File ending -> builder of the datasets library. A bare .json is left out: beside data it is mostly metadata.
+# File extension -> builder of the datasets library. Plain .json is excluded: next to data it is usually metadata.
 _BUILDERS = {
     ".jsonl": "json",
     ".jsonl.gz": "json",
@@ -33,7 +33,7 @@ def _ending(path: Path) -> str | None:
 
 
 def _split_of(path: Path, root: Path) -> str | None:
-    """The split that the nearest of file name, sub-folders and given folder begins with."""
+    """Return the split whose name is a prefix of the file name, or of the nearest folder's name, or None."""
     names = [path.name] if path == root else [*reversed(path.relative_to(root).parts), root.name]
     return next((split for name in names for split in _SPLITS if name.lower().startswith(split)), None)
 
@@ -44,15 +44,15 @@ def _check_readable(path: Path, folder: bool) -> None:
 
 
 def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
-    """Lists the text files of a local path, sorted, hidden and empty files left out.
+    """Return the text files of a local path, sorted, without hidden and empty files.
 
     Args:
-        path: a file, or a folder, which is searched with its sub-folders.
-        split: "train" or "validation" keeps, of a folder, the files whose name, or else the nearest folder's
-            name, begins so; None keeps all.
+        path: A file, or a folder, which is searched recursively.
+        split: "train" or "validation" selects the files of a folder whose name, or else the nearest folder's name,
+            starts with it; None selects all.
 
     Raises:
-        ValueError: `path` is missing or not readable, has no such file, only empty ones, or files of several
+        ValueError: `path` is missing or not readable, or has no such file, only empty ones, or files of several
             formats.
     """
     root = Path(path)
@@ -71,8 +71,8 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
         if not files:
             if part := next((file for file in found if "partial-" in str(file.relative_to(root))), None):
                 raise ValueError(
-                    f"dataset_path: {str(root)!r} has {part.relative_to(root)}, by which the hub says that its files "
-                    "are a part of the data; fetch them whole, or read that part with dataset text_files"
+                    f"dataset_path: {str(root)!r} has {part.relative_to(root)}, the hub's mark of a partial "
+                    "conversion; download all files, or read that part with dataset text_files"
                 )
             raise ValueError(
                 f"dataset_path: {str(root)!r} has no files of the split {split!r}; expected files or "
@@ -86,18 +86,18 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     first = {_BUILDERS[cast(str, _ending(file))]: file for file in reversed(files)}
     if len(first) > 1:
         raise ValueError(
-            f"dataset_path: {str(root)!r} mixes the formats {_each(first)}; give a file, or a folder with one format"
+            f"dataset_path: {str(root)!r} mixes the formats {_examples(first)}; give a file, or a folder of one format"
         )
     return files
 
 
-def _each(first: dict[str, Path]) -> str:
-    """What there is of several kinds, with a file of each."""
+def _examples(first: dict[str, Path]) -> str:
+    """Return the kinds in words, with one file of each."""
     return " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
 
 
 def _columns(file: Path, builder: str) -> tuple[pyarrow.Schema, bool]:
-    """(schema, whether there is a row) of a file of columns. Nothing of its rows is read."""
+    """Return the schema of a columnar file, and whether it has a row, without reading rows."""
     if builder == "parquet":
         metadata = pyarrow.parquet.read_metadata(file)
         return metadata.schema.to_arrow_schema(), metadata.num_rows > 0
@@ -112,22 +112,23 @@ def _columns(file: Path, builder: str) -> tuple[pyarrow.Schema, bool]:
 
 
 def _with_documents(files: list[Path]) -> list[Path]:
-    """The files that hold a document, by their metadata or a line of JSON; the library's own errors say less.
+    """Return the files that contain a document, judged by metadata or a line of JSON, with clearer errors than the
+    library's.
 
     Raises:
-        ValueError: a file is damaged, or of columns and without one named "text", or has others than the first one.
+        ValueError: A file is damaged, or is columnar without a column "text", or has other columns than the first one.
     """
-    found: list[Path] = []
+    with_documents: list[Path] = []
     schemas: dict[str, Path] = {}
     for file in files:
         builder = _BUILDERS[cast(str, _ending(file))]
         try:
             if builder == "text":
-                found.append(file)
+                with_documents.append(file)
                 continue
             if builder == "json":
                 with open_lines(file) as lines:
-                    found += [file] if any(line.strip() for line in lines) else []
+                    with_documents += [file] if any(line.strip() for line in lines) else []
                 continue
             schema, rows = _columns(file, builder)
         except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
@@ -139,37 +140,37 @@ def _with_documents(files: list[Path]) -> list[Path]:
                 f"dataset_path: {str(file)!r} has no column 'text', but {schema.names}; expected a column 'text' of "
                 "strings"
             )
-        found.append(file)
-        # Texts of less and of more than 2 GiB have types of their own.
+        with_documents.append(file)
+        # Arrow uses a different type for texts above 2 GiB.
         columns = sorted(f"{field.name}: {str(field.type).removeprefix('large_')}" for field in schema)
         schemas.setdefault(", ".join(columns), file)
         if len(schemas) > 1:
             raise ValueError(
-                f"dataset_path: files with other columns cannot be read as one data set: {_each(schemas)}; give a "
+                f"dataset_path: files with other columns cannot be read as one data set: {_examples(schemas)}; give a "
                 "file, or a folder of files with the same columns"
             )
-    return found
+    return with_documents
 
 
 def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> Dataset:
-    """Reads local text, map-style, so that a run resumes by document index.
+    """Read local text, map-style, so that a run resumes by document index.
 
     A line of .jsonl and a row of .parquet or .arrow are one document. A .txt file is one document as a whole, because a
-    line break in text does not end a document; text with one document a line belongs in .jsonl. The datasets
-    library converts the files once into its own cache (HF_DATASETS_CACHE), about as large as their text.
+    line break does not end a document; use .jsonl for one document per line. The datasets library converts the files
+    once into its own cache (HF_DATASETS_CACHE), about as large as their text.
 
-    Lines that are no JSON or no UTF-8, and those without text, are left out; the log says how many and where the
-    first one is. More than a tenth of them is taken for another format.
+    Lines that are not JSON or not UTF-8, and lines without text, are left out; the log contains their number and the
+    location of the first one. If more than a tenth of the lines is bad, the format is assumed to be wrong.
 
     Args:
-        path: a file, or a folder, which is searched with its sub-folders.
-        split: see `find_text_files`.
+        path: A file, or a folder, which is searched recursively.
+        split: See `find_text_files`.
 
     Returns:
-        A data set with the one column "text".
+        A dataset with the single column "text".
 
     Raises:
-        ValueError: as `find_text_files`; or a file is damaged as a whole, has no "text" column of strings, or other
+        ValueError: As `find_text_files`; or a file is damaged as a whole, has no "text" column of strings, or other
             columns than the first; or there are zero documents.
     """
     files = _with_documents(find_text_files(path, split))

@@ -1,4 +1,4 @@
-"""What prepared data are: `manifest.json`, written when all else is there."""
+"""The manifest of prepared data: `manifest.json`, written after all other files."""
 
 import hashlib
 import json
@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_scape.data.indexed import Shard, paths_of
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.data.indexed import IndexedShard, paths_of
+from torchtitan_scape.titan.data import BaseTokenizer
 
 MANIFEST, FORMAT = "manifest.json", 1
 TRAIN, VALIDATION = "train", "validation"
-# The first that is there is what TorchTitan reads; a vocabulary beside merges belongs to these.
+# TorchTitan reads the first existing file; vocab.json and merges.txt belong together.
 _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """The first 16 digits of the SHA-256 of the file or files that say how text becomes ids.
+    """Return the first 16 digits of the SHA-256 of the tokenizer's file or files.
 
     Raises:
-        ValueError: the folder has none.
+        ValueError: The folder contains no tokenizer.
     """
     for names in _TOKENIZER_FILES:
         if (folder / names[0]).is_file():
@@ -32,12 +32,12 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def tokenizer_entries(tokenizer: BaseTokenizer) -> int:
-    """Rows that a table needs for all ids: more than there are tokens where the vocabulary has gaps."""
+    """Return the rows of an embedding for all ids: more than the number of tokens if the vocabulary has gaps."""
     return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=0))
 
 
 def tokenizer_facts(folder: Path, tokenizer: BaseTokenizer) -> dict[str, Any]:
-    """What has to be the same where data are prepared and where they are trained on."""
+    """Return the properties of a tokenizer that must be equal in preparation and training."""
     ids = {name: getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
     return {"digest": tokenizer_digest(folder), "entries": tokenizer_entries(tokenizer), **ids}
 
@@ -47,13 +47,13 @@ class Manifest:
     """The manifest of a folder of prepared data.
 
     Attributes:
-        source: where the text is from: dataset, path, revision, documents and bytes of its text.
-        tokenizer: see `tokenizer_facts`.
-        border: what stands between documents, as [data] border.
-        dtype: of the ids.
-        shard_tokens: about how many tokens a shard was to have.
-        held_out: share of the documents that were held out; None where the source has a validation split of its own.
-        shards: in the order in which their tokens follow each other, those for training first.
+        source: Origin of the text: dataset, path, revision, documents and bytes of text.
+        tokenizer: See `tokenizer_facts`.
+        border: Tokens between documents, as [data] border.
+        dtype: Dtype of the ids.
+        shard_tokens: Approximate tokens per shard, as requested.
+        held_out: Share of held-out documents; None if the source has its own validation split.
+        shards: Shards in token order, training shards first.
     """
 
     source: dict[str, Any]
@@ -62,61 +62,62 @@ class Manifest:
     dtype: str
     shard_tokens: int
     held_out: float | None
-    shards: tuple[Shard, ...]
+    shards: tuple[IndexedShard, ...]
 
-    def of(self, split: str) -> list[Shard]:
+    def of(self, split: str) -> list[IndexedShard]:
         return [shard for shard in self.shards if shard.split == split]
 
-    def total(self, split: str, what: str) -> int:
-        """Documents, tokens, or bytes of text of a split."""
-        return sum(getattr(shard, what) for shard in self.of(split))
+    def total(self, split: str, quantity: str) -> int:
+        """Return the documents, tokens or bytes of text of a split."""
+        return sum(getattr(shard, quantity) for shard in self.of(split))
 
     def head(self) -> dict[str, Any]:
-        """All but what was made."""
+        """Return all fields except the shards."""
         return {"format": FORMAT, **{key: value for key, value in vars(self).items() if key != "shards"}}
 
     def write(self, folder: Path) -> None:
         counts = ("documents", "tokens", "bytes")
         found = self.head() | {
-            "splits": {split: {what: self.total(split, what) for what in counts} for split in (TRAIN, VALIDATION)},
+            "splits": {split: {count: self.total(split, count) for count in counts} for split in (TRAIN, VALIDATION)},
             "shards": [asdict(shard) for shard in self.shards],
         }
         write_whole(folder / MANIFEST, (json.dumps(found, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of a folder, whose files are there with the sizes that it says.
+        """Read the manifest of a folder, and check that its files exist with the recorded sizes.
 
         Raises:
-            ValueError: the folder has none, since preparing them was not finished; it is damaged; a shard is.
+            ValueError: The folder has no manifest, because preparation is unfinished; or the manifest or a shard is
+                damaged.
         """
         path = folder / MANIFEST
         try:
             found = json.loads(path.read_bytes())
             if found.pop("format") != FORMAT:
                 raise ValueError
-            found["shards"] = tuple(Shard(**shard) for shard in found["shards"])
+            found["shards"] = tuple(IndexedShard(**shard) for shard in found["shards"])
             del found["splits"]
             manifest = cls(**found)
-            if lacking := {"digest", "entries", "bos", "eos"} - manifest.tokenizer.keys():
-                raise ValueError(f"its tokenizer lacks {', '.join(sorted(lacking))}")
+            if missing := {"digest", "entries", "bos", "eos"} - manifest.tokenizer.keys():
+                raise ValueError(f"its tokenizer lacks {', '.join(sorted(missing))}")
             dtype = np.dtype(manifest.dtype)
         except FileNotFoundError:
             raise ValueError(
-                f"{str(folder)!r} has no {MANIFEST}: it holds no prepared data, or they are unfinished; run "
-                "python -m torchtitan_scape.data.prepare to its end"
+                f"{str(folder)!r} has no {MANIFEST}: it contains no prepared data, or they are unfinished; run "
+                "python -m torchtitan_scape.data.prepare to completion"
             ) from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} cannot be read ({error or 'another format'}); prepare the data again") from None
         for shard in manifest.shards:
             for file, size in zip(paths_of(folder / shard.name), shard.sizes(dtype), strict=True):
-                there = file.stat().st_size if file.is_file() else None
-                if there != size:
-                    wrong = "is missing" if there is None else f"has {there} bytes, {size} expected"
+                actual = file.stat().st_size if file.is_file() else None
+                if actual != size:
+                    wrong = "is missing" if actual is None else f"has {actual} bytes, {size} expected"
                     raise ValueError(f"the prepared data are damaged: {file} {wrong}; run the prepare command again")
         return manifest
 
     @staticmethod
     def digest(folder: Path) -> str:
-        """Tells two sets of prepared data apart."""
+        """Return a digest that identifies a set of prepared data."""
         return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]

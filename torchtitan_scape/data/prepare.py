@@ -1,4 +1,4 @@
-"""Text becomes tokens once, in Megatron's format, so that training reads them shuffled, at exact positions, offline.
+"""Convert text to tokens once, in Megatron's format, for shuffled, exactly resumable, offline training.
 
 python -m torchtitan_scape.data.prepare --dataset standard_library --tokenizer torchtitan_scape/data/tokenizer \\
     --output outputs/prepared
@@ -18,83 +18,84 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_scape import device
+import numpy as np
 
-device.prepare()  # before the first import of torchtitan
-
-import numpy as np  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
-
-from torchtitan_scape.command import one_line, parser_of  # noqa: E402
-from torchtitan_scape.config.job_config import JobConfig  # noqa: E402
-from torchtitan_scape.data.datasets import build_tokenizer  # noqa: E402
-from torchtitan_scape.data.indexed import damage, dtype_for  # noqa: E402
-from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts  # noqa: E402
-from torchtitan_scape.data.prepare_parts import Encoder, Part, Source, Work  # noqa: E402
-from torchtitan_scape.data.prepare_workers import GO_ON, run  # noqa: E402
-from torchtitan_scape.files import write_whole  # noqa: E402
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.data.datasets import DATASETS
+from torchtitan_scape.data.indexed import damage, dtype_for
+from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts
+from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource
+from torchtitan_scape.data.prepare_workers import RESUME_HINT, run
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005
 SHARD_TOKENS = 1 << 28
-_OPTIONS = {"model.hf_assets_path": "--tokenizer", "dataset_path": "--path"}  # what is told by the trainer's keys
-_LOCK_SECONDS = 10.0  # for workers of a process that was killed to end
+_OPTIONS = {"model.hf_assets_path": "--tokenizer", "dataset_path": "--path"}  # The trainer's keys in messages.
+_LOCK_SECONDS = 10.0  # Time for the workers of a killed process to end.
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("torchtitan_scape.data.prepare", __doc__)
-    parser.add_argument("--dataset", help="name of a data set, as training.dataset; its text, or that of --path")
+    parser.add_argument("--dataset", help="name of a dataset, as training.dataset; reads its text, or that of --path")
     parser.add_argument("--path", help="local text: a file or a folder, as training.dataset_path")
-    parser.add_argument("--tokenizer", type=Path, help="its folder, as model.hf_assets_path")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, as model.hf_assets_path")
     parser.add_argument("--output", type=Path, required=True, help="folder of the prepared data")
-    parser.add_argument("--workers", type=int, help="processes (default: one a core); the result does not depend on it")
+    parser.add_argument("--workers", type=int, help="processes (default: one per core); no effect on the result")
     parser.add_argument(
-        "--shard-tokens", type=int, default=SHARD_TOKENS, help=f"about so many tokens a shard ({SHARD_TOKENS})"
+        "--shard-tokens", type=int, default=SHARD_TOKENS, help=f"approximate tokens per shard ({SHARD_TOKENS})"
     )
     parser.add_argument(
         "--validation",
         type=float,
-        help="share of the documents to hold out (default: none where the data set has a validation split of its own, "
-        f"which is prepared then, else {HELD_OUT})",
+        help="share of the documents to hold out (default: none if the dataset has a validation split, which is then "
+        f"prepared, else {HELD_OUT})",
     )
     parser.add_argument(
-        "--border", choices=("bos_eos", "eos"), default="bos_eos", help="between documents, as [data] border (bos_eos)"
+        "--border",
+        choices=("bos_eos", "eos"),
+        default="bos_eos",
+        help="tokens between documents, as [data] border (bos_eos)",
     )
-    parser.add_argument("--verify", action="store_true", help="read all files again, and compare their SHA-256")
+    parser.add_argument("--verify", action="store_true", help="read all files and compare their SHA-256")
     return parser
 
 
-def sources_of(name: str, path: str | None, held_out: float | None) -> tuple[list[Source], float | None]:
-    """The text for training, and for validation where the data set has its own; the share to hold out."""
+def sources_of(name: str, path: str | None, held_out: float | None) -> tuple[list[TextSource], float | None]:
+    """Return the text for training, that for validation if the dataset has its own split, and the share to hold out."""
     name = name.lower()
     if name not in DATASETS:
         raise ValueError(f"--dataset {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
-    found, twin = DATASETS[name], DATASETS.get(f"{name}_validation")
-    sources = [Source(found.loader(path or found.path), TRAIN)]
-    if twin is None:
+    dataset, validation = DATASETS[name], DATASETS.get(f"{name}_validation")
+    sources = [TextSource(dataset.loader(path or dataset.path), TRAIN)]
+    if validation is None:
         return sources, HELD_OUT if held_out is None else held_out
     if held_out is not None:
         return sources, held_out
     try:
-        return [*sources, Source(twin.loader(path or twin.path), VALIDATION)], None
+        return [*sources, TextSource(validation.loader(path or validation.path), VALIDATION)], None
     except ValueError as error:
         raise ValueError(f"{error}; or hold documents out with --validation {HELD_OUT}") from error
 
 
 def _revision(name: str, path: str | None) -> str | None:
-    """The commit of a data set on the hub, where it can be asked for."""
+    """Return the commit of a dataset on the hub, or None if it cannot be requested."""
     if path or not isinstance(hub := DATASETS[name.lower()].path, str) or hub.count("/") != 1:
         return None
     from huggingface_hub import HfApi
 
     try:
         return HfApi().dataset_info(hub).sha
-    except Exception:  # offline, gated: whoever reads it says so
+    except Exception:  # Offline or gated: reading the data reports it.
         return None
 
 
-def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[Part], list[Source], Encoder]:
-    """What is to be made, known before it is made; the same for the same text, tokenizer and options."""
+def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], list[TextSource], Encoder]:
+    """Return the manifest without shards, tasks, sources and encoder; equal for the same text, tokenizer and
+    options.
+    """
     name = options.dataset or "text_files"
     config = JobConfig()
     config.model.hf_assets_path, config.data.border = str(options.tokenizer), options.border
@@ -118,15 +119,15 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[Part], list[Sou
     return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
 
 
-def _alone(unfinished: Path) -> IO[str]:
-    """No other process prepares the same data while this file is open; workers have it, too, as long as they live."""
-    path, end = unfinished / "lock", time.monotonic() + _LOCK_SECONDS
+def _exclusive_lock(unfinished: Path) -> IO[str]:
+    """Return an open lock file that excludes other processes; workers inherit it for as long as they live."""
+    path, deadline = unfinished / "lock", time.monotonic() + _LOCK_SECONDS
     while True:
         unfinished.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             file = open(path, "w")  # noqa: SIM115  # closed by the caller
-            _lock(file, end, unfinished.parent)
-            # Else whoever was waited for has deleted what is locked now.
+            _lock(file, deadline, unfinished.parent)
+            # Otherwise the previous owner has deleted the file that is locked now.
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
 
@@ -137,14 +138,14 @@ def _lock(file: IO[str], end: float, folder: Path) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
-                raise ValueError(f"another process is preparing data in {folder}; wait for it") from None
+                raise ValueError(f"another process is preparing data in {folder}; wait until it ends") from None
             time.sleep(0.1)
-        except OSError:  # a file system without locks
+        except OSError:  # The file system does not support locks.
             return None
 
 
 def _head(path: Path) -> dict[str, Any]:
-    """What a plan or a manifest begins with."""
+    """Return the JSON object of a plan or a manifest."""
     try:
         found: dict[str, Any] = dict(json.loads(path.read_bytes()).items())
         return found
@@ -154,25 +155,25 @@ def _head(path: Path) -> dict[str, Any]:
 
 def _check_plan(path: Path, folder: Path, plan: Manifest) -> None:
     found = _head(path)
-    if plan.source["revision"] is None and isinstance(was := found.get("source"), dict):
-        plan.source["revision"] = was.get("revision")  # the hub could not be asked this time
-    for key, here in plan.head().items():
-        if found.get(key) != here:
+    if plan.source["revision"] is None and isinstance(saved_source := found.get("source"), dict):
+        plan.source["revision"] = saved_source.get("revision")  # The hub cannot be reached this time.
+    for key, expected in plan.head().items():
+        if found.get(key) != expected:
             raise ValueError(
-                f"{folder} holds data of another {key}: {found.get(key)}, not {here}; delete it, or give another "
-                "--output"
+                f"{folder} contains data of another {key}: {found.get(key)}, not {expected}; delete it, or give "
+                "another --output"
             )
 
 
-def _begin(folder: Path, unfinished: Path, plan: Manifest, work: Work) -> bool:
-    """Compares with what was begun; whether anything is left to do."""
+def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) -> bool:
+    """Compare the plan with the folder's. Return whether any work is left."""
     if (folder / MANIFEST).exists():
         _check_plan(folder / MANIFEST, folder, plan)
         try:
             Manifest.read(folder)
             return False
-        except ValueError as error:  # a file was lost: what is left counts as parts that are done
-            print(f"{error}: it is made again")
+        except ValueError as error:  # A file was lost: the remaining files count as completed tasks.
+            print(f"{error}: it is prepared again")
         _write_plan(unfinished, plan)
         work.take_over(_head(folder / MANIFEST).get("shards") or [])
         (folder / MANIFEST).unlink()
@@ -188,63 +189,67 @@ def _write_plan(unfinished: Path, plan: Manifest) -> None:
 
 
 def prepare(options: argparse.Namespace, workers: int) -> None:
-    """Makes what is missing of the prepared data, and the manifest last."""
+    """Create the missing prepared data, and the manifest last."""
     folder: Path = options.output
     unfinished = folder / UNFINISHED
-    if folder.is_dir() and not ({MANIFEST, UNFINISHED} & set(there := os.listdir(folder))) and there:
-        raise ValueError(f"{folder} is not empty, and holds no prepared data; give another --output")
+    if folder.is_dir() and not ({MANIFEST, UNFINISHED} & set(names := os.listdir(folder))) and names:
+        raise ValueError(f"{folder} is not empty, and contains no prepared data; give another --output")
     begin = time.monotonic()
     plan, parts, sources, encoder = plan_of(options)
     if not parts:
         raise ValueError("the data have no document")
-    with _alone(unfinished):
-        work = Work(folder, unfinished, plan, parts, sources, encoder)
+    with _exclusive_lock(unfinished):
+        work = PrepareWork(folder, unfinished, plan, parts, sources, encoder)
         if not _begin(folder, unfinished, plan, work):
             shutil.rmtree(unfinished, ignore_errors=True)
             print(f"{folder} is finished already")
             return
         size = sum(part.bytes for part in parts)
-        what = f"{size / 1e6:,.1f} MB of text" if size else "text of unknown size"
-        print(f"{what} in {len(parts)} parts, {min(workers, len(parts))} workers", flush=True)
+        amount = f"{size / 1e6:,.1f} MB of text" if size else "text of unknown size"
+        print(f"{amount} in {len(parts)} parts, {min(workers, len(parts))} workers", flush=True)
         run(work, len(parts), workers, size)
         shards = [shard for index in range(len(parts)) for shard in work.shards(index) or ()]
-        # Those for training come first, each kind in its source's order.
+        # Training shards come first, each split in the order of its source.
         shards.sort(key=lambda shard: (shard.split != TRAIN, shard.name))
         if not any(shard.split == TRAIN for shard in shards):
             raise ValueError("the data have no document with text to train on")
         finished = Manifest(**{**vars(plan), "shards": tuple(shards)})
         finished.write(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)  # in which another one, waiting, may make its lock
-    _tell(finished, folder, time.monotonic() - begin)
+        shutil.rmtree(unfinished, ignore_errors=True)  # A waiting process may create its lock here again.
+    _print_summary(finished, folder, time.monotonic() - begin)
 
 
-def _tell(manifest: Manifest, folder: Path, seconds: float | None = None) -> None:
+def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = None) -> None:
     for split in (TRAIN, VALIDATION):
         documents, tokens, n_bytes = (manifest.total(split, what) for what in ("documents", "tokens", "bytes"))
-        rate = f", {n_bytes / tokens:.3f} bytes of text a token" if tokens else ""
+        rate = f", {n_bytes / tokens:.3f} bytes of text per token" if tokens else ""
         print(f"{split}: {documents:,} documents, {tokens:,} tokens{rate}, {len(manifest.of(split))} shards")
     if not manifest.of(VALIDATION):
-        print("no document is held out, and nothing can be validated; --validation sets the share")
-    print(f"{folder} is whole" if seconds is None else f"{folder} was prepared in {seconds:,.1f} s")
+        print("no document is held out for validation; --validation sets the share")
+    print(f"{folder} is complete" if seconds is None else f"{folder} was prepared in {seconds:,.1f} s")
 
 
 def verify(folder: Path, workers: int) -> None:
-    """Reads all files of finished data. Raises ValueError that names the first shard found to be damaged."""
+    """Read all files of finished data.
+
+    Raises:
+        ValueError: Names the first damaged shard.
+    """
     manifest = Manifest.read(folder)
     dtype, entries = np.dtype(manifest.dtype), manifest.tokenizer["entries"]
 
-    def look(index: int, count: Any) -> None:
+    def check(index: int, count: Any) -> None:
         shard = manifest.shards[index]
         if wrong := damage(folder, shard, dtype, entries):
             raise ValueError(f"{wrong}; delete {shard.name}.bin, and run the prepare command again")
         count(shard.documents, shard.tokens, shard.bytes)
 
-    run(look, len(manifest.shards), workers, sum(shard.bytes for shard in manifest.shards))
-    _tell(manifest, folder)
+    run(check, len(manifest.shards), workers, sum(shard.bytes for shard in manifest.shards))
+    _print_summary(manifest, folder)
 
 
 def _checked(options: argparse.Namespace) -> int:
-    """The number of workers, after checks of all options."""
+    """Check all options, and return the number of workers."""
     makes = options.dataset or options.path
     if not makes and not options.verify:
         raise ValueError("give --dataset NAME or --path PATH, or --verify for data that are prepared already")
@@ -264,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are processes instead
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # This command runs processes instead.
     before = signal.signal(signal.SIGTERM, stop)
     try:
         options = _parser().parse_args(arguments)
@@ -274,13 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verify:
             verify(options.output, workers)
     except (ValueError, OSError) as error:
-        told = one_line(error)
+        message = one_line(error)
         for key, option in _OPTIONS.items():
-            told = told.replace(key, option)
-        print(f"prepare: {told}", file=sys.stderr)
+            message = message.replace(key, option)
+        print(f"prepare: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"prepare: stopped; {GO_ON}", file=sys.stderr)
+        print(f"prepare: stopped; {RESUME_HINT}", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)

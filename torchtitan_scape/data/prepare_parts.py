@@ -1,9 +1,8 @@
-"""Text to be prepared, in parts that are fixed before work begins, and the work on one part.
+"""Preparation of text in tasks that are fixed before work begins, and the work on one task.
 
-What a part is follows from the source and the tokenizer alone, never from who works on it: so the same files come out
-for every number of workers, and after every interruption. Of data that are stored, the sizes of all documents are known
-before one is read: a part is a run of documents of about as many bytes as the others. Of a stream nothing is known but
-its files: a part is a file.
+Tasks depend only on the source and the tokenizer, not on the workers. The same files therefore result from any number
+of workers and after any interruption. For stored data the sizes of all documents are known in advance: a task is a
+range of documents with about as many bytes as the others. For a stream only its files are known: a task is one file.
 """
 
 import json
@@ -17,33 +16,33 @@ from typing import Any
 import numpy as np
 import pyarrow.compute
 from datasets import Dataset, IterableDataset
-from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.data.borders import border_ids
-from torchtitan_scape.data.indexed import PairWriter, Shard, Tokens, damage
+from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.prepared import mixed
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.titan.data import BaseTokenizer
 
-# Documents are encoded together up to so many, or so many characters.
+# Limits of a group of documents that is encoded together.
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 20
 SAMPLED, SAMPLED_CHARACTERS = 256, 1 << 14
-_ROWS = 256  # of stored data, read at once
-_FILE = 1 << 40  # the number of a stream's first document of a file is a multiple of it
+_ROWS = 256  # Rows of stored data read at once.
+_FILE = 1 << 40  # In a stream, document i of file f has the number f * _FILE + i.
 
-Count = Callable[[int, int, int], None]  # documents, tokens and bytes of text that are done
+Count = Callable[[int, int, int], None]  # Reports completed documents, tokens and bytes of text.
 
 
 @dataclass(frozen=True)
-class Part:
+class PrepareTask:
     """A unit of work.
 
     Attributes:
-        split: of the source: of one part may come training and validation data, where documents are held out.
-        number: in its split.
-        begin, end: documents, of a stream files.
-        bytes: of text, UTF-8; 0 where not known.
+        split: Split of the source. If documents are held out, a training task also produces validation data.
+        number: Index within the split.
+        begin, end: Range of documents, or of files in a stream.
+        bytes: UTF-8 bytes of text; 0 if unknown.
     """
 
     split: str
@@ -54,14 +53,14 @@ class Part:
 
 
 class Encoder:
-    """Texts as ids, with the border of documents around each."""
+    """Encoder of texts to ids, with the document border around each text."""
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self._encode = tokenizer.tokenizer.encode_batch_fast
         self._before, self._after = border_ids(tokenizer, border)
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The ids of all texts in a row, and how many each has."""
+        """Return the concatenated ids of all texts, and the number of ids of each."""
         ids: list[int] = []
         ends = [0]
         for encoded in self._encode(list(texts), add_special_tokens=False):
@@ -72,10 +71,13 @@ class Encoder:
         return ids, [end - begin for begin, end in pairwise(ends)]
 
 
-class Source:
-    """The documents of one split, numbered; those of no text are left out.
+class TextSource:
+    """The documents of one split, numbered; empty documents are left out.
 
-    sizes: bytes of each document's text, where they are known before it is read.
+    Attributes:
+        data: Dataset or stream.
+        split: Name of the split.
+        sizes: Bytes of each document's text, if known in advance.
     """
 
     def __init__(self, data: Dataset | IterableDataset, split: str) -> None:
@@ -83,51 +85,55 @@ class Source:
         self.sizes = _sizes(data) if isinstance(data, Dataset) else None
 
     def facts(self) -> dict[str, Any]:
-        """What another source would differ in."""
+        """Return the properties that identify the source."""
         if self.sizes is None:
             return {"files": self.data.num_shards}
         content = sha256(self.sizes.tobytes() + "\0".join(self.sample()).encode())
         return {"documents": len(self.sizes), "bytes": int(self.sizes.sum()), "digest": content.hexdigest()[:16]}
 
     def sample(self) -> list[str]:
-        """The beginnings of some documents, of stored data throughout."""
+        """Return the beginnings of some documents, spread over stored data; empty for a stream."""
         if self.sizes is None:
             return []
-        places = np.linspace(0, len(self.sizes) - 1, min(SAMPLED, len(self.sizes))).astype(int).tolist()
-        return [(self.data[place]["text"] or "")[:SAMPLED_CHARACTERS] for place in places]
+        indices = np.linspace(0, len(self.sizes) - 1, min(SAMPLED, len(self.sizes))).astype(int).tolist()
+        return [(self.data[index]["text"] or "")[:SAMPLED_CHARACTERS] for index in indices]
 
-    def parts(self, size: float) -> list[Part]:
-        """Parts of about `size` bytes of text, or a stream's files."""
+    def parts(self, size: float) -> list[PrepareTask]:
+        """Return tasks of about `size` bytes of text, or one per file of a stream."""
         if self.sizes is None:
-            return [Part(self.split, file, file, file + 1, 0) for file in range(self.data.num_shards)]
-        filled = np.cumsum(self.sizes)
-        total = int(filled[-1]) if len(filled) else 0
+            return [PrepareTask(self.split, file, file, file + 1, 0) for file in range(self.data.num_shards)]
+        ends = np.cumsum(self.sizes)
+        total = int(ends[-1]) if len(ends) else 0
         n = max(1, -(-total // max(1, int(size))))
-        cuts = np.unique([0, *np.searchsorted(filled, total * np.arange(1, n) / n), len(filled)]).tolist()
-        sums = np.concatenate([[0], filled])[cuts].tolist()
+        boundaries = np.unique([0, *np.searchsorted(ends, total * np.arange(1, n) / n), len(ends)]).tolist()
+        sums = np.concatenate([[0], ends])[boundaries].tolist()
         return [
-            Part(self.split, number, begin, end, sums[number + 1] - sums[number])
-            for number, (begin, end) in enumerate(pairwise(cuts))
+            PrepareTask(self.split, number, begin, end, sums[number + 1] - sums[number])
+            for number, (begin, end) in enumerate(pairwise(boundaries))
         ]
 
-    def read(self, part: Part) -> Iterator[tuple[int, str]]:
-        """(number, text) of a part's documents. Raises ValueError where they cannot be read."""
+    def read(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
+        """Yield (number, text) of a task's documents.
+
+        Raises:
+            ValueError: The documents cannot be read.
+        """
         try:
             if self.sizes is None:
                 stream = self.data.shard(self.data.num_shards, part.begin)
-                found: Iterator[tuple[int, str]] = (
+                documents: Iterator[tuple[int, str]] = (
                     (part.begin * _FILE + i, sample["text"]) for i, sample in enumerate(stream)
                 )
             else:
-                found = self._stored(part)
-            for number, text in found:
+                documents = self._stored(part)
+            for number, text in documents:
                 if text:
                     yield number, text
         except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
-            what = f"file {part.begin}" if self.sizes is None else f"documents {part.begin} to {part.end - 1}"
-            raise ValueError(f"{what} of the {self.split} data cannot be read: {one_line(error)}") from error
+            source = f"file {part.begin}" if self.sizes is None else f"documents {part.begin} to {part.end - 1}"
+            raise ValueError(f"{source} of the {self.split} data cannot be read: {one_line(error)}") from error
 
-    def _stored(self, part: Part) -> Iterator[tuple[int, str]]:
+    def _stored(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
         for begin in range(part.begin, part.end, _ROWS):
             yield from enumerate(self.data[begin : min(part.end, begin + _ROWS)]["text"], begin)
 
@@ -142,12 +148,12 @@ def _sizes(data: Dataset) -> Tokens:
 
 
 def held_out(numbers: Sequence[int], share: float) -> list[bool]:
-    """Which documents are kept for validation: by their number alone, about `share` of them."""
+    """Return whether each document is held out for validation: about `share` of them, by number alone."""
     chosen: list[bool] = (mixed(np.array(numbers, np.uint64) + np.uint64(1)) < np.uint64(int(share * 2.0**64))).tolist()
     return chosen
 
 
-def _together(documents: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
+def _grouped(documents: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
     numbers: list[int] = []
     texts: list[str] = []
     size = 0
@@ -162,16 +168,26 @@ def _together(documents: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int],
         yield numbers, texts
 
 
-class Work:
-    """Makes the shards of parts. A part is done when its record is there, and the files are as the record says.
+class PrepareWork:
+    """Preparation of the shards of all tasks. A task is complete if its record exists and its files match the record.
 
     Args:
-        folder: of the prepared data.
-        unfinished: of records, and of files that are being written.
+        folder: Folder of the prepared data.
+        unfinished: Folder of records and of incomplete files.
+        plan: Manifest without shards.
+        parts: The tasks.
+        sources: The text of each split.
+        encoder: Encoder of the texts.
     """
 
     def __init__(
-        self, folder: Path, unfinished: Path, plan: Manifest, parts: list[Part], sources: list[Source], encoder: Encoder
+        self,
+        folder: Path,
+        unfinished: Path,
+        plan: Manifest,
+        parts: list[PrepareTask],
+        sources: list[TextSource],
+        encoder: Encoder,
     ) -> None:
         self.folder, self.unfinished, self.plan, self.parts, self.encoder = folder, unfinished, plan, parts, encoder
         self.sources = {source.split: source for source in sources}
@@ -182,30 +198,30 @@ class Work:
     def record(self, index: int) -> Path:
         return self.unfinished / f"part-{index:05d}.json"
 
-    def keep(self, index: int, shards: Sequence[Shard]) -> None:
+    def write_record(self, index: int, shards: Sequence[IndexedShard]) -> None:
         write_whole(self.record(index), json.dumps([asdict(shard) for shard in shards]).encode())
 
-    def shards(self, index: int) -> list[Shard] | None:
-        """Of a part that is done; None of one that is not."""
+    def shards(self, index: int) -> list[IndexedShard] | None:
+        """Return the shards of a completed task; None if the task is incomplete."""
         try:
-            return [Shard(**shard) for shard in json.loads(self.record(index).read_bytes())]
+            return [IndexedShard(**shard) for shard in json.loads(self.record(index).read_bytes())]
         except (OSError, ValueError, TypeError):
             return None
 
     def take_over(self, shards: Sequence[dict[str, Any]]) -> None:
-        """Records of the parts of a manifest, of which a file is missing or damaged."""
-        found = [Shard(**shard) for shard in shards]
+        """Write the records of an existing manifest of which a file is missing or damaged."""
+        found = [IndexedShard(**shard) for shard in shards]
         for index, part in enumerate(self.parts):
             names = self._names(part).values()
-            self.keep(index, [shard for shard in found if shard.name in names])
+            self.write_record(index, [shard for shard in found if shard.name in names])
 
-    def _names(self, part: Part) -> dict[str, str]:
-        """The shards that a part becomes, by split."""
+    def _names(self, part: PrepareTask) -> dict[str, str]:
+        """Return the names of the shards that a task creates, by split."""
         splits = [TRAIN, VALIDATION] if part.split == TRAIN and self.plan.held_out else [part.split]
         return {split: f"{split}-{part.number:05d}" for split in splits}
 
     def verified(self, index: int) -> bool:
-        """Whether a part is done, its files being read as a whole."""
+        """Return whether a task is complete, after reading its files completely."""
         dtype, entries = np.dtype(self.plan.dtype), self.plan.tokenizer["entries"]
         shards = self.shards(index)
         return shards is not None and not any(damage(self.folder, shard, dtype, entries) for shard in shards)
@@ -219,12 +235,12 @@ class Work:
         dtype = np.dtype(self.plan.dtype)
         writers = {split: PairWriter(self.unfinished, name, split, dtype) for split, name in self._names(part).items()}
         try:
-            for numbers, texts in _together(self.sources[part.split].read(part)):
+            for numbers, texts in _grouped(self.sources[part.split].read(part)):
                 self._add(writers, numbers, texts, count)
-            self.keep(index, [shard for writer in writers.values() if (shard := writer.finish(self.folder))])
+            self.write_record(index, [shard for writer in writers.values() if (shard := writer.finish(self.folder))])
         except OSError as error:
             raise ValueError(
-                f"{self.folder} cannot be written: {error.strerror}; the same command goes on from here"
+                f"{self.folder} cannot be written: {error.strerror}; run the same command again to continue"
             ) from error
         finally:
             for writer in writers.values():

@@ -1,4 +1,4 @@
-"""Work that several processes share, with progress; none of them outlives the one that started them."""
+"""Parallel work in processes, with progress. No worker outlives the process that started it."""
 
 import multiprocessing
 import os
@@ -11,27 +11,29 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
 
-SECONDS = 10.0  # between two lines of progress
-GO_ON = "the same command goes on from here"
+SECONDS = 10.0  # Interval between progress lines.
+RESUME_HINT = "run the same command again to continue"
 
 
 def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, workers: int, total: int) -> None:
-    """Calls `work(index, count)` for every index below `n`, each in one of `workers` processes.
+    """Call `work(index, count)` for every index below `n`, each in one of `workers` processes.
 
     Args:
-        work: counts documents, tokens and bytes of text as they are done.
-        total: bytes of all text; 0 where not known, and the parts that are done are taken for progress.
+        work: Processes one index, and reports completed documents, tokens and bytes of text to `count`.
+        n: Number of indices.
+        workers: Number of processes.
+        total: Bytes of all text; 0 if unknown, in which case the progress is that of completed indices.
 
     Raises:
-        ValueError: with the message of the first that failed, or that a process died. The others are ended.
+        ValueError: A worker failed, with its message, or a process died. The others are terminated.
     """
-    context = multiprocessing.get_context("fork")  # sources and tokenizer are there then
-    following, errors = context.Value("q", 0), context.SimpleQueue()
+    context = multiprocessing.get_context("fork")  # Workers inherit sources and tokenizer.
+    next_index, errors = context.Value("q", 0), context.SimpleQueue()
     workers = max(1, min(workers, n))
     counts = context.RawArray("q", 4 * workers)
-    own = os.getpid()
+    parent = os.getpid()
 
     def body(slot: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,13 +42,13 @@ def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, wo
         def count(documents: int, tokens: int, n_bytes: int) -> None:
             for i, more in enumerate((documents, tokens, n_bytes)):
                 counts[4 * slot + i] += more
-            if os.getppid() != own:
+            if os.getppid() != parent:
                 os._exit(1)
 
         try:
             while True:
-                with following.get_lock():
-                    index, following.value = following.value, following.value + 1
+                with next_index.get_lock():
+                    index, next_index.value = next_index.value, next_index.value + 1
                 if index >= n:
                     return
                 work(index, count)
@@ -63,14 +65,14 @@ def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, wo
         processes = [context.Process(target=body, args=(slot,), daemon=True) for slot in range(workers)]
         for process in processes:
             process.start()
-    begin = told = time.monotonic()
+    begin = last_report = time.monotonic()
     try:
         while alive := [process.sentinel for process in processes if process.exitcode is None]:
             wait(alive, timeout=SECONDS)
             _check(processes, errors)
-            if time.monotonic() - told >= SECONDS:
-                told = time.monotonic()
-                print(_progress([sum(counts[i::4]) for i in range(4)], told - begin, n, total), flush=True)
+            if time.monotonic() - last_report >= SECONDS:
+                last_report = time.monotonic()
+                print(_progress([sum(counts[i::4]) for i in range(4)], last_report - begin, n, total), flush=True)
         _check(processes, errors)
     finally:
         for process in processes:
@@ -85,16 +87,16 @@ def _check(processes: list[Any], errors: Any) -> None:
                 raise ValueError(errors.get())
             code = process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ValueError(f"a worker ended with {how}, as where memory runs out; {GO_ON}, with fewer --workers")
+            raise ValueError(f"a worker ended with {how}; out of memory? {RESUME_HINT}, with fewer --workers")
 
 
 def _progress(done: list[int], seconds: float, n: int, total: int) -> str:
     documents, tokens, n_bytes, parts = done
     share = n_bytes / total if total else parts / n
-    left = f"{_time(seconds * (1 - share) / share)} left" if share else "time left not known yet"
+    left = f"{_time(seconds * (1 - share) / share)} left" if share else "time left unknown"
     return (
         f"{100 * share:5.1f} %  {documents:,} documents  {tokens / 1e6:,.1f} M tokens  "
-        f"{tokens / seconds / 1e6:.2f} M tokens a second  {left}"
+        f"{tokens / seconds / 1e6:.2f} M tokens/s  {left}"
     )
 
 

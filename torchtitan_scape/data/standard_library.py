@@ -1,8 +1,8 @@
-"""The embedded corpus: English and code that every Python carries, its standard library's own sources.
+"""The embedded corpus: English and code from the sources of Python's own standard library.
 
-No download, and real text: enough to compare methods on a laptop or in CI. The text depends on the version of
-Python; `corpus_digest()` says whether two machines read the same one. This file does not import TorchTitan,
-so that a script can read the corpus without preparing a device.
+It is real text without a download, enough to compare methods on a laptop or in CI. The text depends on the version of
+Python; `corpus_digest()` identifies it. This file does not import TorchTitan, so that a script can read the corpus
+without preparing a device.
 """
 
 import functools
@@ -17,31 +17,29 @@ from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, Corpus, build, dige
 
 VALIDATION_SHARE = 0.05
 
-# Installed packages are not the standard library, and tests are often stripped from it: neither would be the
-# same on two machines with one version of Python.
+# Installed packages and tests (often removed by distributions) differ between machines with the same version of Python.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 )
-# Written when Python is built or packaged: the build machine's paths, not text.
+# Generated when Python is built or packaged; they contain paths of the build machine.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
 
 def cut(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
-    """Cuts `text` at line boundaries into pieces of at most `max_bytes` bytes of UTF-8.
+    """Split `text` at line boundaries into slices of at most `max_bytes` bytes of UTF-8.
 
-    The pieces joined give `text` again. A single line that is longer than `max_bytes` is a piece of its own.
+    The concatenated slices equal `text`. A single longer line is a slice of its own.
     """
-    return join(io.StringIO(text), max_bytes)  # not str.splitlines(), which also cuts at form feeds inside a line
+    return join(io.StringIO(text), max_bytes)  # str.splitlines() would also split at form feeds within a line.
 
 
 def read_sources(root: Path) -> dict[str, str]:
-    """Reads all Python sources under `root`, `{relative path: text}`, sorted by path.
+    """Return all Python sources under `root`, `{relative path: text}`, sorted by path.
 
-    Tests, installed packages and build data are left out, and so are blank files and files that cannot be
-    read or decoded.
+    Tests, installed packages, build data, blank files and unreadable files are left out.
 
     Raises:
-        ValueError: no source was found.
+        ValueError: No source was found.
     """
     paths: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(root):
@@ -54,7 +52,7 @@ def read_sources(root: Path) -> dict[str, str]:
     sources: dict[str, str] = {}
     for relative, path in sorted(paths.items()):
         try:
-            with tokenize.open(path) as file:  # honours PEP 263 and the byte-order mark
+            with tokenize.open(path) as file:  # Respects PEP 263 and the byte-order mark.
                 text = file.read()
         except (OSError, SyntaxError, UnicodeError):
             continue
@@ -71,14 +69,14 @@ def read_sources(root: Path) -> dict[str, str]:
 
 @functools.cache
 def read_corpus(root: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Corpus:
-    """Reads, splits, cuts and shuffles the corpus, once a process; equal on all ranks with one Python.
+    """Read, split and shuffle the corpus, once per process. The result is equal on all ranks with the same Python.
 
     Args:
-        root: folder of the sources; None is the running Python's standard library.
-        max_bytes: of a document, UTF-8.
+        root: Folder of the sources; None for the running Python's standard library.
+        max_bytes: Maximum size of a document, UTF-8.
 
     Raises:
-        ValueError: no source was found, or a single one, which leaves nothing to validate on.
+        ValueError: No source was found, or only one, which leaves nothing for validation.
     """
     sources = read_sources(root if root is not None else Path(sysconfig.get_path("stdlib")))
     if len(sources) < 2:

@@ -1,1 +1,1 @@
-"""Scores of exported models: tasks of ours and of the papers, the harness that runs them, and what is told of them."""
+"""Evaluation of exported models: tasks of this project and of the papers, the harness, and reports."""

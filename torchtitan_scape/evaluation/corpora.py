@@ -1,4 +1,4 @@
-"""The embedded corpora as data of the harness's tasks."""
+"""The embedded corpora as data of evaluation tasks."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ _CORPORA: dict[str, Any] = {"standard_library": standard_library, "speeches": sp
 
 
 def held_out(corpus: str, **_: Any) -> dict[str, Any]:
-    """{split: data set} of what no training on the corpus reads. The harness gives metadata besides."""
+    """Return {split: dataset} of the corpus's held-out documents. The harness passes metadata as further arguments."""
     return {"validation": _CORPORA[corpus].load_validation()}

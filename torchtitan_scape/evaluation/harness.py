@@ -1,17 +1,15 @@
-"""The lm-evaluation-harness: which tasks it knows, where their data are, and what a model makes of them.
+"""Interface to the lm-evaluation-harness: known tasks, their data, and the scores of a model.
 
-Needs the extra `eval`; whoever imports this file has looked whether it is there.
+Requires the extra `eval`; importers check that it is installed.
 """
 
 import difflib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets.config
 import torch
@@ -24,13 +22,14 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import hash_string
 
-from torchtitan_scape.command import one_line
+from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.evaluation import squad
 from torchtitan_scape.huggingface.loading import load_model
 
 TASKS = Path(__file__).with_name("tasks")
-_RESAMPLES = 1000  # for the errors of what is no mean
-# Formats of local files, where a repository's name would stand.
+_RESAMPLES = 1000  # Bootstrap samples for the standard errors of metrics that are not means.
+# Values of `dataset_path` that denote local files instead of a repository.
 _FORMATS = ("json", "csv", "parquet", "arrow", "text", "pandas")
 
 squad.provide()
@@ -40,39 +39,40 @@ squad.provide()
 
 
 def find_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
-    """What knows these tasks, groups or tags, and all that they are made of.
+    """Return a task manager that knows these tasks, groups or tags, and all of their members.
 
-    The harness has thousands of files, and takes 6 s to read them; it does where a name is found neither among ours nor
-    in `include`.
+    Reading the harness's thousands of files takes 6 s. They are read only if a name is found neither in this project
+    nor in `include`.
 
     Raises:
-        ValueError: a name that nobody knows; a task that two of the names stand for, which the harness refuses.
+        ValueError: A name is unknown, or two names contain the same task, which the harness refuses.
     """
-    places = [TASKS, *include]
-    manager = TaskManager(include_path=places, include_defaults=False)
+    folders = [TASKS, *include]
+    manager = TaskManager(include_path=folders, include_defaults=False)
     if next(_unknown(manager, names), None):
-        manager = TaskManager(include_path=places)
+        manager = TaskManager(include_path=folders)
     for name, part in _unknown(manager, names):
         near = difflib.get_close_matches(part, manager.all_tasks)
-        within = "" if part == name else f", of which {name} is made,"
-        raise ValueError(f"--tasks: {part!r}{within} is unknown" + (f"; near it are {', '.join(near)}" if near else ""))
-    asked: dict[str, str] = {}
+        within = "" if part == name else f", a member of {name},"
+        similar = f"; similar names are {', '.join(near)}" if near else ""
+        raise ValueError(f"--tasks: {part!r}{within} is unknown{similar}")
+    requested: dict[str, str] = {}
     for name in names:
         for part in dict.fromkeys(parts(manager, name)):
-            if (other := asked.setdefault(part, name)) != name:
-                raise ValueError(f"--tasks: {part!r} is in {other} and in {name}; leave one out, or run them apart")
+            if (other := requested.setdefault(part, name)) != name:
+                raise ValueError(f"--tasks: {part!r} is in {other} and in {name}; omit one, or run them separately")
     return manager
 
 
 def parts(manager: TaskManager, name: str) -> Iterator[str]:
-    """The name, and those of all tasks and groups that it stands for."""
+    """Yield the name, and the names of all tasks and groups that it contains."""
     yield name
     for member in members(manager, name):
         yield from parts(manager, member)
 
 
 def members(manager: TaskManager, name: str) -> list[str]:
-    """What a group or a tag consists of, by name; of a task nothing."""
+    """Return the names of the members of a group or a tag; empty for a task."""
     entry = manager.task_index.get(name)
     if entry is None or entry.kind.name not in ("TAG", "GROUP"):
         return []
@@ -80,9 +80,11 @@ def members(manager: TaskManager, name: str) -> list[str]:
         return sorted(entry.tags)
     found = entry.cfg.get("task") or []
     rows = [found] if isinstance(found, str) else found
-    # A group may change a member, or define it where it stands: then it has no name to look for.
+    # A group may modify a member, or define it inline, in which case it has no registered name.
     named = [row if isinstance(row, str) else row.get("group", row.get("task")) for row in rows]
-    return [own for row, own in zip(rows, named, strict=True) if isinstance(row, str) or own in manager.task_index]
+    return [
+        member for row, member in zip(rows, named, strict=True) if isinstance(row, str) or member in manager.task_index
+    ]
 
 
 def _unknown(manager: TaskManager, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -90,36 +92,41 @@ def _unknown(manager: TaskManager, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def sources(manager: TaskManager, names: Sequence[str]) -> list[str]:
-    """Repositories of the hub that hold the tasks' data."""
+    """Return the repositories of the hub that contain the tasks' data."""
     configs = [manager.task_index[part].cfg or {} for name in names for part in parts(manager, name)]
     found = dict.fromkeys(config.get("dataset_path") for config in configs if "custom_dataset" not in config)
     return [path for path in found if path and path not in _FORMATS and not Path(path).exists()]
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dict[str, Any]:
-    """The tasks with their data, as the harness evaluates them.
+    """Return the tasks with their data, as the harness evaluates them.
 
-    offline: nothing is asked of the hub; what it has is taken from where it was put before.
-    Raises ValueError that says what cannot be read.
+    Args:
+        manager: Task manager from `find_tasks`.
+        names: Names of tasks, groups or tags.
+        offline: Use only data in the local cache.
+
+    Raises:
+        ValueError: Data cannot be read.
     """
-    if offline:  # what is read from a disk is short, and bars would stand in front of what is said
+    if offline:  # Reading from disk is fast, and progress bars would precede the messages.
         datasets.disable_progress_bars()
     flag = "HF_HUB_OFFLINE"
-    asked = [patch.object(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
-    with asked[0], asked[1]:
+    patches = [replaced(module, flag, offline or getattr(module, flag)) for module in (datasets.config, constants)]
+    with patches[0], patches[1]:
         try:
             return manager.load(list(names))
-        except Exception as error:  # each version of the libraries raises others
-            said = one_line(error) or type(error).__name__
-    given = ",".join(names)
-    again = "".join(f" --include-path {folder}" for folder in manager.include_path[1:])
-    source = next((path for path in sources(manager, names) if path in said), None)
+        except Exception as error:  # The exception types differ between versions of the libraries.
+            message = one_line(error) or type(error).__name__
+    tasks = ",".join(names)
+    include = "".join(f" --include-path {folder}" for folder in manager.include_path[1:])
+    source = next((path for path in sources(manager, names) if path in message), None)
     if source and offline:
         raise ValueError(
-            f"{source} has not been fetched; where there is a network, run python -m torchtitan_scape.evaluate fetch "
-            f"--tasks {given}{again}, with the same HF_HOME"
+            f"{source} has not been fetched; on a machine with network access, run python -m torchtitan_scape.evaluate "
+            f"fetch --tasks {tasks}{include}, with the same HF_HOME"
         )
-    raise ValueError(f"the data of {given} cannot be read: {said}")
+    raise ValueError(f"the data of {tasks} cannot be read: {message}")
 
 
 # ----------------------------------------------------------------------------------------------------- scores
@@ -127,20 +134,23 @@ def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dic
 
 class _Model(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts after the token that stands in front of them. The harness puts it there; a tokenizer that did
-        the same would have it predicted, after itself."""
-        with patch.object(self, "add_bos_token", False):
+        """Return log-likelihoods of whole texts after the token before them.
+
+        The harness adds this token. A tokenizer that also added it would have it predicted after itself.
+        """
+        with replaced(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the harness found.
+    """Results of the harness.
 
     Attributes:
-        results: task or group -> what the harness says of it.
-        hashes: of each task's documents, prompts and answers.
-        facts: of the model, as it was evaluated.
+        results: Metrics by task or group.
+        versions, shots: Version and number of in-context examples by task.
+        hashes: Hash of each task's documents, prompts and answers.
+        facts: Properties of the evaluated model.
     """
 
     results: Mapping[str, Mapping[str, Any]]
@@ -151,17 +161,17 @@ class Scores:
 
 
 def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: int) -> Scores | None:
-    """Evaluates the model in a folder on this process's share of the documents; None on all ranks but the first.
+    """Evaluate the model in a folder on this process's share of the documents. Return None on all ranks but the first.
 
-    Under torchrun each process has a copy of the model, and the harness deals out the documents; on CPUs with gloo.
+    Under torchrun each process has a copy of the model, and the harness distributes the documents; on CPUs with gloo.
 
     Raises:
-        ValueError: a task has fewer documents than there are processes; the tokenizer has neither BOS nor EOS.
-        DifferentError: the folder's weights do not fit its config.
+        ValueError: A task has fewer documents than processes, or the tokenizer has neither BOS nor EOS.
+        DifferentError: The folder's weights do not match its config.
     """
-    # Without `cpu` it would take ranks without a GPU for processes that have nothing to do with each other.
-    patient = InitProcessGroupKwargs(timeout=timedelta(days=7))
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patient])
+    # Without `cpu`, Accelerate would treat ranks without a GPU as independent processes.
+    process_group_options = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group_options])
     processes = accelerator.num_processes
     for name, task in tasks["tasks"].items():
         count = min(len(task.eval_docs), limit or len(task.eval_docs))
@@ -171,14 +181,14 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     model = load_model(folder, "auto").to(accelerator.device)
-    # Sums of BF16 logarithms would be BF16: of -40 to the next quarter, and choices that differ would tie.
+    # Sums of BF16 logarithms would be rounded to BF16, at -40 to a quarter, and different choices would tie.
     lm = _Model(pretrained=model, tokenizer=str(folder), batch_size=batch_size, softmax_dtype="float32")
     if lm.prefix_token_id is None:
-        raise ValueError(f"the tokenizer in {folder} names neither BOS nor EOS; one has to stand in front of a text")
-    if processes > 1:  # it takes a model that it has not loaded for a single process's
+        raise ValueError(f"the tokenizer in {folder} defines neither BOS nor EOS; one must precede a text")
+    if processes > 1:  # The harness assumes a single process for a model that it did not load.
         lm.accelerator, lm._rank, lm._world_size = accelerator, accelerator.process_index, processes
     _check_generation(tasks["tasks"], lm)
-    with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of resampling; it would fork
+    with environment(DISABLE_MULTIPROC="1"):  # Resampling would fork processes.
         found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
     if processes > 1:
         accelerator.wait_for_everyone()
@@ -197,18 +207,19 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
 
 
 def _check_generation(tasks: Mapping[str, Any], lm: HFLM) -> None:
-    """Raises ValueError for a task that asks for more tokens than a sequence has; the harness would find it when its
-    turn comes."""
+    """Raise ValueError for a task that generates more tokens than a sequence has, before the first task is
+    evaluated.
+    """
     for name, task in tasks.items():
         if task.OUTPUT_TYPE == "generate_until":
-            given = task.get_config("generation_kwargs") or {}
-            wanted = normalize_gen_kwargs(given, lm.max_gen_toks)["max_gen_toks"]
-            if wanted >= lm.max_length:
-                raise ValueError(f"{name} generates {wanted} tokens; a sequence of this model has {lm.max_length}")
+            generation_options = task.get_config("generation_kwargs") or {}
+            tokens = normalize_gen_kwargs(generation_options, lm.max_gen_toks)["max_gen_toks"]
+            if tokens >= lm.max_length:
+                raise ValueError(f"{name} generates {tokens} tokens; a sequence of this model has {lm.max_length}")
 
 
 def _hashes(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
-    """As the harness makes them; in the documents' order, whoever had them."""
+    """Return the hashes as the harness computes them, in document order, independent of the number of processes."""
     found: dict[str, str] = defaultdict(str)
     for name, rows in samples.items():
         ordered = sorted(rows, key=lambda row: (row["doc_id"], row["filter"]))

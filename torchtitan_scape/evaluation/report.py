@@ -1,4 +1,4 @@
-"""What is told of an evaluation: a JSON document, and a table of it beside the papers' figures."""
+"""Report of an evaluation: a JSON document, and its table with the papers' figures."""
 
 import json
 import math
@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Told in %, as the papers do; all else as it is.
+# Metrics reported in %, as in the papers.
 _SHARES = {"acc", "acc_norm", "acc_all", "acc_bytes", "acc_mutual_info", "f1", "em", "exact_match", "mcc"}
 _PAPER = Path(__file__).with_name("paper.json")
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Metric -> value and standard error, of what the harness says of one task: "acc,none", "acc_stderr,none", names.
+    """Return value and standard error by metric, from the harness's results of one task: "acc,none", "acc_stderr,none",
+    names.
 
-    A filter's name stays where there is one. None for what is not known, and for what is not finite.
+    The name of a filter is kept. Values that are unknown or not finite are None.
     """
     found = {}
     for key, value in result.items():
@@ -32,7 +33,7 @@ def _finite(value: Any) -> float | None:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """The Markdown of a document: what was evaluated, and a row for each metric of each task that was asked for."""
+    """Return a document as Markdown: the evaluated model, and a row for each metric of each requested task."""
     rows = [(task, metric) for task in document["shown"] for metric in document["results"][task]]
     papers = [
         paper
@@ -43,15 +44,15 @@ def table(document: Mapping[str, Any]) -> str:
     head = ["task", "metric", "score", "±", "documents", *columns]
     lines = [head, ["---"] * len(head), *_rows(document, papers)]
     about = [f"`{document['model']}`, {document['dtype']}, digest {document['digest']}"]
-    about.append(f"{'BOS' if document['bos'] else 'nothing'} in front of a text; at most {document['longest']} tokens")
+    about.append(f"{'BOS' if document['bos'] else 'no token'} before a text; at most {document['longest']} tokens")
     about.append(f"lm-eval {document['versions']['lm_eval']}")
     if document["limit"] is not None:
-        about.append(f"**the first {document['limit']} documents of each task alone: no score to compare**")
-    told = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        about.append(f"**only the first {document['limit']} documents of each task: scores are not comparable**")
+    rendered = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     note = "Accuracies, F1 and exact matches in %. ± is the standard error."
     if columns:
-        note += " A paper's figure that is not known here is -; one that may be either accuracy stands at acc."
-    return f"{'; '.join(about)}.\n\n{told}\n\n{note}\n"
+        note += " Unknown figures of papers are -; a figure that may be either accuracy is listed at acc."
+    return f"{'; '.join(about)}.\n\n{rendered}\n\n{note}\n"
 
 
 def _papers() -> list[dict[str, Any]]:
@@ -63,14 +64,14 @@ def _rows(document: Mapping[str, Any], papers: Sequence[Mapping[str, Any]]) -> I
     for task in document["shown"]:
         count = document["documents"].get(task)
         for metric, found in document["results"][task].items():
-            scale = 100 if metric.partition(",")[0] in _SHARES else 1  # with a filter, too
+            scale = 100 if metric.partition(",")[0] in _SHARES else 1  # Also with a filter.
             figures = [
                 figure
                 for paper in papers
                 for figure in paper["figures"].get(f"{task} {metric}", [None] * len(paper["columns"]))
             ]
-            own = [_text(found["value"], scale), _text(found["stderr"], scale)]
-            yield [task, metric, *own, "-" if count is None else str(count), *(_text(figure) for figure in figures)]
+            values = [_text(found["value"], scale), _text(found["stderr"], scale)]
+            yield [task, metric, *values, "-" if count is None else str(count), *(_text(figure) for figure in figures)]
 
 
 def _text(value: float | None, scale: float = 1) -> str:

@@ -1,6 +1,6 @@
-"""Exact match and F1 of two answers, as SQuAD has them (Rajpurkar et al. 2016, Section 6.1).
+"""Exact match and F1 of two answers as defined for SQuAD (Rajpurkar et al. 2016, Section 6.1).
 
-The harness takes them from `transformers.data.metrics.squad_metrics`, which transformers 5 does not have any more.
+The harness imports them from `transformers.data.metrics.squad_metrics`, which transformers 5 has removed.
 """
 
 import re
@@ -16,7 +16,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """In lower case, without punctuation, articles, and more than single spaces."""
+    """Return the text in lower case, without punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
@@ -25,7 +25,7 @@ def compute_exact(a_gold: str, a_pred: str) -> int:
 
 
 def compute_f1(a_gold: str, a_pred: str) -> float:
-    """Of the words that both have; of an answer without words, whether both are."""
+    """Return the F1 of the common words; for an answer without words, whether both have none."""
     gold, found = normalize_answer(a_gold).split(), normalize_answer(a_pred).split()
     if not gold or not found:
         return float(gold == found)
@@ -34,7 +34,7 @@ def compute_f1(a_gold: str, a_pred: str) -> float:
 
 
 def provide() -> None:
-    """Puts this file where the harness looks, unless transformers has its own."""
+    """Register this module under the name that the harness imports, unless transformers has its own."""
     if _PARENT in sys.modules or find_spec(_PARENT):
         return
     parent = ModuleType(_PARENT)

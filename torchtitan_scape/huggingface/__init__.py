@@ -1,1 +1,1 @@
-"""Models as folders of Hugging Face's form, there and back; nothing here needs `transformers` but the check."""
+"""Export to and import from Hugging Face model folders. Only the checks need `transformers`."""

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, as far as it is known."""
+"""README.md of an exported model."""
 
 import json
 from argparse import Namespace
@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.checkpoint.whole import Saved
+from torchtitan_scape.checkpoint import best
+from torchtitan_scape.checkpoint.whole import CheckpointInfo
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.report import best
 
 
-def card(resolved: Resolved, checkpoint: Path, saved: Saved, options: Namespace, compared: str) -> str:
-    """The text. options: `dtype` and `weights` are read. compared: what the check has found."""
-    rows = "\n".join(f"| {what} | {value} |" for what, value in _rows(resolved, checkpoint, saved, options))
+def card(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: Namespace, compared: str) -> str:
+    """Return the text of the model card.
+
+    Args:
+        resolved: Resolved configuration of the run.
+        checkpoint: Path of the exported checkpoint.
+        saved: Contents of the checkpoint's record.
+        options: Command-line options; uses `dtype` and `weights`.
+        compared: Result of the check.
+    """
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(resolved, checkpoint, saved, options))
     return (
         "---\nlibrary_name: transformers\n---\n\n"
         f"Trained with torchtitan-scape, and exported from `{checkpoint}`.\n\n| | |\n| --- | --- |\n{rows}\n"
@@ -21,23 +29,23 @@ def card(resolved: Resolved, checkpoint: Path, saved: Saved, options: Namespace,
     )
 
 
-def _rows(resolved: Resolved, checkpoint: Path, saved: Saved, options: Namespace) -> Iterator[tuple[str, Any]]:
+def _rows(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: Namespace) -> Iterator[tuple[str, Any]]:
     config, run = resolved.config, Path(resolved.config.job.dump_folder)
     training, data = config.training, config.data
-    inside = checkpoint.parent == run / config.checkpoint.folder  # else what the run's folder says is of other steps
-    summary = _summary(run) if inside else {}
-    ended = summary if summary.get("steps") == saved.step else {}
+    is_in_run = checkpoint.parent == run / config.checkpoint.folder  # Otherwise the run's folder describes other steps.
+    summary = _summary(run) if is_in_run else {}
+    final = summary if summary.get("steps") == saved.step else {}
     yield "model", f"{config.model.name} {config.model.flavor}"
     yield "step", "not known" if saved.step is None else saved.step
-    tokens = ended.get("tokens") if saved.tokens is None else saved.tokens
+    tokens = final.get("tokens") if saved.tokens is None else saved.tokens
     yield "tokens", "not known" if tokens is None else f"{tokens:,}"
     yield "data", training.dataset + (f", {training.dataset_path}" if training.dataset_path else "")
     yield "sequence", f"{training.seq_len} tokens; between documents: {data.border.replace('_', ' and ').upper()}"
     yield "recipe", ", ".join(resolved.files)
     yield "method", f"{config.sync.method}, {config.optimizer.name}"
-    if (loss := ended.get("training_loss")) is not None:
+    if (loss := final.get("training_loss")) is not None:
         yield "training loss", f"{loss:.4f}"
-    if (loss := _validation_loss(run, saved.step) if inside else None) is not None:
+    if (loss := _validation_loss(run, saved.step) if is_in_run else None) is not None:
         yield "validation loss", f"{loss:.4f} on {config.validation.dataset}"
     yield "weights", f"{options.weights}, {options.dtype}"
 

@@ -1,20 +1,23 @@
-"""config.json of each family of models, and whether one of others describes the same model."""
+"""config.json of each model family, and comparison of two such configurations."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torchtitan.models.llama3.model.args import TransformerModelArgs
 
 from torchtitan_scape.models.gpt2 import GPT2Args
+from torchtitan_scape.titan.models import TransformerModelArgs
 
 Config = dict[str, Any]
 
 
-def _llama(args: TransformerModelArgs, theirs: Mapping[str, Tensor]) -> Config:
-    """Theta stands twice: transformers before 5 takes 10,000 where it finds `rope_parameters` alone."""
+def _llama(args: TransformerModelArgs, tensors: Mapping[str, Tensor]) -> Config:
+    """Return the configuration of a Llama model.
+
+    Theta occurs twice, because transformers before 5 uses 10,000 if it finds only `rope_parameters`.
+    """
     scaling = args.rope_scaling_args
-    stretched = {
+    scaled = {
         "rope_type": "llama3",
         "factor": float(scaling.scaling_factor),
         "low_freq_factor": float(scaling.low_freq_factor),
@@ -26,18 +29,18 @@ def _llama(args: TransformerModelArgs, theirs: Mapping[str, Tensor]) -> Config:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": theirs["model.embed_tokens.weight"].shape[0],
+        "vocab_size": tensors["model.embed_tokens.weight"].shape[0],
         "hidden_size": args.dim,
-        "intermediate_size": theirs["model.layers.0.mlp.gate_proj.weight"].shape[0],
+        "intermediate_size": tensors["model.layers.0.mlp.gate_proj.weight"].shape[0],
         "num_hidden_layers": args.n_layers,
         "num_attention_heads": args.n_heads,
         "num_key_value_heads": args.n_kv_heads or args.n_heads,
         "head_dim": args.dim // args.n_heads,
-        "max_position_embeddings": args.max_seq_len,  # what was trained
+        "max_position_embeddings": args.max_seq_len,  # Trained sequence length.
         "rms_norm_eps": args.norm_eps,
         "rope_theta": theta,
-        "rope_scaling": None if plain else stretched,
-        "rope_parameters": {"rope_theta": theta, **({"rope_type": "default"} if plain else stretched)},
+        "rope_scaling": None if plain else scaled,
+        "rope_parameters": {"rope_theta": theta, **({"rope_type": "default"} if plain else scaled)},
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -46,16 +49,16 @@ def _llama(args: TransformerModelArgs, theirs: Mapping[str, Tensor]) -> Config:
     }
 
 
-def _gpt2(args: GPT2Args, theirs: Mapping[str, Tensor]) -> Config:
+def _gpt2(args: GPT2Args, tensors: Mapping[str, Tensor]) -> Config:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": theirs["transformer.wte.weight"].shape[0],
-        "n_positions": theirs["transformer.wpe.weight"].shape[0],
+        "vocab_size": tensors["transformer.wte.weight"].shape[0],
+        "n_positions": tensors["transformer.wpe.weight"].shape[0],
         "n_embd": args.dim,
         "n_layer": args.n_layers,
         "n_head": args.n_heads,
-        "n_inner": theirs["transformer.h.0.mlp.c_fc.bias"].shape[0],
+        "n_inner": tensors["transformer.h.0.mlp.c_fc.bias"].shape[0],
         "layer_norm_epsilon": args.norm_eps,
         "activation_function": "gelu_new",
         "scale_attn_weights": True,
@@ -67,11 +70,10 @@ def _gpt2(args: GPT2Args, theirs: Mapping[str, Tensor]) -> Config:
     }
 
 
-# By [model] name: config.json, of the model's arguments and its tensors by their names. Of tokens and dtype it says
-# nothing.
+# By [model] name: builder of config.json from the model's arguments and its tensors, without tokens and dtype.
 FAMILIES: dict[str, Callable[[Any, Mapping[str, Tensor]], Config]] = {"llama3": _llama, "gpt2": _gpt2}
 
-# What the shapes of tensors do not tell.
+# Keys that cannot be derived from the shapes of the tensors.
 _COMPARED = (
     *("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act"),
     *("n_head", "layer_norm_epsilon", "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
@@ -79,21 +81,22 @@ _COMPARED = (
 
 
 def check_same(ours: Config, theirs: Config) -> None:
-    """Raises ValueError that names the first key in which another config.json is of another model.
+    """Check that two configurations describe the same model. For a key missing in `theirs`, the shapes decide.
 
-    Of a key that is missing there, the shapes decide.
+    Raises:
+        ValueError: Names the first key that differs.
     """
     pairs = [(key, ours[key], theirs[key]) for key in _COMPARED if key in ours and key in theirs]
     if "rope_theta" in ours:
-        mine, found = _rotation(ours), _rotation(theirs)
-        pairs += [(key, value, found.get(key)) for key, value in mine.items()]
-    for key, here, there in pairs:
-        if here != there:
-            raise ValueError(f"its config.json has {key} = {there!r}, the model of the recipe has {here!r}")
+        expected, found = _rotation(ours), _rotation(theirs)
+        pairs += [(key, value, found.get(key)) for key, value in expected.items()]
+    for key, expected_value, value in pairs:
+        if expected_value != value:
+            raise ValueError(f"its config.json has {key} = {value!r}, but the recipe's model has {expected_value!r}")
 
 
 def _rotation(config: Config) -> Config:
-    """How positions turn queries and keys, from the keys of either generation of transformers."""
+    """Return the parameters of the rotary embedding, from the keys of either generation of transformers."""
     found: Config = {"rope_theta": float(config.get("rope_theta") or 10000.0)}
     found |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))

@@ -1,4 +1,4 @@
-"""Folders of a model: tensors as safetensors, and text beside them; written whole or not at all."""
+"""Model folders: tensors as safetensors and text files, written atomically."""
 
 import json
 import shutil
@@ -12,20 +12,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-MOST_BYTES = 5_000_000_000  # of a file
+MAX_FILE_BYTES = 5_000_000_000
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
 @contextmanager
 def whole_or_not(output: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end; nothing is left of one that was not finished.
+    """Yield a temporary folder that is renamed to `output` on success and deleted on failure.
 
-    Raises ValueError where there is something of that name already.
+    Raises:
+        ValueError: `output` exists already.
     """
     if output.exists():
         raise ValueError(f"--output {output} exists already; give another, or delete it")
     part = output.with_name(f"{output.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(part, ignore_errors=True)  # Left by a killed export.
     part.mkdir(parents=True)
     try:
         yield part
@@ -39,13 +40,14 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
-    """The tensors in this dtype, in files of `MOST_BYTES` at most (but of one tensor at least), and an index where
-    there are several. Returns the files' names."""
+    """Write the tensors in this dtype, in files of at most `MAX_FILE_BYTES` (but at least one tensor), and an index if
+    there are several files. Return the names of the files.
+    """
     groups: list[list[str]] = [[]]
     used = total = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * dtype.itemsize
-        if groups[-1] and used + size > MOST_BYTES:
+        if groups[-1] and used + size > MAX_FILE_BYTES:
             groups.append([])
             used = 0
         groups[-1].append(name)
@@ -53,16 +55,20 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     count = len(groups)
     files = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for file, names in zip(files, groups, strict=True):
-        own = {name: tensors[name].to(dtype).contiguous() for name in names}
-        save_file(own, folder / file, metadata={"format": "pt"})
+        converted = {name: tensors[name].to(dtype).contiguous() for name in names}
+        save_file(converted, folder / file, metadata={"format": "pt"})
     if count > 1:
-        places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        file_of_tensor = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of_tensor})
     return files
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and all tensors. Raises ValueError in one line for what is missing or damaged."""
+    """Return config.json and all tensors.
+
+    Raises:
+        ValueError: A file is missing or damaged.
+    """
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         files = [WEIGHTS]
@@ -76,7 +82,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         missing = error.filename or files[0]
-        raise ValueError(f"{folder} is no model of Hugging Face's: {missing} is missing") from None
+        raise ValueError(f"{folder} is not a Hugging Face model: {missing} is missing") from None
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from None
     return config, tensors

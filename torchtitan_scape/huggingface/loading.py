@@ -1,4 +1,4 @@
-"""Folders of models as transformers loads them."""
+"""Loading of model folders by transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,20 @@ import torch
 
 
 class DifferentError(Exception):
-    """The folder is another model than what was trained."""
+    """The folder contains another model than the trained one."""
 
 
 def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    """The model of a folder, for inference. dtype: of its tensors; "auto" for what config.json says.
+    """Return the model of a folder, for inference.
 
-    Raises DifferentError where the folder has other tensors than transformers wants, which would draw what is missing
-    or has another shape; ValueError for files of weights that cannot be read.
+    Args:
+        folder: The model folder.
+        dtype: Dtype of the tensors; "auto" for that of config.json.
+
+    Raises:
+        DifferentError: Tensors are missing, unexpected or of another shape; transformers would initialize them
+            randomly.
+        ValueError: Weight files cannot be read.
     """
     import transformers
     from safetensors import SafetensorError
@@ -38,7 +44,7 @@ def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' bars and advice."""
+    """Suppress progress bars and advice of transformers."""
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""The tokenizer beside exported weights: it encodes as the text of the training was encoded."""
+"""Tokenizer of an exported model: it encodes text as in training."""
 
 import json
 from collections.abc import Callable
@@ -8,15 +8,19 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.borders import border_ids
-from torchtitan_scape.data.datasets import build_tokenizer
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """tokenizer.json, tokenizer_config.json, and the ids that config.json names.
+    """tokenizer.json, tokenizer_config.json, and the ids for config.json.
 
-    start: what stood in front of a text: BOS, or the EOS of the text before; None where nothing did.
-    encode: the ids of a text as the training had them, without what stands after it.
+    Attributes:
+        encoder: Contents of tokenizer.json.
+        config: Contents of tokenizer_config.json.
+        start: Token before a text in training: BOS, or the EOS of the previous text; None if there was none.
+        eos: Token after a text.
+        encode: Encodes a text as in training, without the token after it.
     """
 
     encoder: str
@@ -31,24 +35,27 @@ class Tokenizer:
 
 
 def tokenizer_of(config: JobConfig, length: int) -> Tokenizer:
-    """The recipe's tokenizer. It puts BOS in front of a text if `[data] border` does, and nothing after it.
+    """Return the recipe's tokenizer. It adds BOS before a text if `[data] border` does, and nothing after it.
 
-    Its class is the one that reads tokenizer.json as it is: others build theirs anew, and split runs of spaces
-    otherwise. length: tokens of a sequence in training.
+    Its class reads tokenizer.json unchanged; other classes rebuild it and split runs of spaces differently.
+
+    Args:
+        config: Configuration of the run.
+        length: Tokens per sequence in training.
     """
     built = build_tokenizer(config)
     before, _ = border_ids(built, config.data.border)
     file = Path(config.model.hf_assets_path) / "tokenizer.json"
-    # The file's own text: a library writes merges as older ones cannot read them.
+    # The original file, because newer libraries write merges in a format that older ones cannot read.
     encoder = json.loads(file.read_text(encoding="utf-8") if file.is_file() else built.tokenizer.to_str())
     start = before[0] if before else built.eos_id
-    named = {"bos_token": built.bos_token if before else built.eos_token, "eos_token": built.eos_token}
-    named |= {key: built._get_token_from_config(built.config or {}, key) for key in ("unk_token", "pad_token")}
-    encoder["post_processor"] = _template(named["bos_token"], start) if before else None
+    special_tokens = {"bos_token": built.bos_token if before else built.eos_token, "eos_token": built.eos_token}
+    special_tokens |= {key: built._get_token_from_config(built.config or {}, key) for key in ("unk_token", "pad_token")}
+    encoder["post_processor"] = _template(special_tokens["bos_token"], start) if before else None
     encoder["truncation"] = encoder["padding"] = None
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{key: token for key, token in named.items() if token is not None},
+        **{key: token for key, token in special_tokens.items() if token is not None},
         "add_bos_token": bool(before),
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
@@ -62,9 +69,9 @@ def tokenizer_of(config: JobConfig, length: int) -> Tokenizer:
 
 
 def _template(token: str | None, number: int | None) -> dict[str, Any]:
-    """The post-processor that puts one token in front of each text."""
+    """Return a post-processor that adds one token before each text."""
 
-    def of(*texts: tuple[str, int]) -> list[dict[str, Any]]:
+    def sequence_parts(*texts: tuple[str, int]) -> list[dict[str, Any]]:
         return [
             part
             for name, kind in texts
@@ -73,7 +80,7 @@ def _template(token: str | None, number: int | None) -> dict[str, Any]:
 
     return {
         "type": "TemplateProcessing",
-        "single": of(("A", 0)),
-        "pair": of(("A", 0), ("B", 1)),
+        "single": sequence_parts(("A", 0)),
+        "pair": sequence_parts(("A", 0), ("B", 1)),
         "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
     }

@@ -1,1 +1,1 @@
-"""Model sizes, and what TorchTitan's models need to start alike in every layout."""
+"""Model definitions and sizes, and initialization that is equal in every layout."""

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019) for TorchTitan.
 
-Modules are named as TorchTitan's Llama names them, so that activation checkpointing, torch.compile and reports find
-them. Attention's three matrices are apart, as tensor parallelism cuts them by heads.
+Modules have the names of TorchTitan's Llama, so that activation checkpointing, torch.compile and reports find them. The
+three matrices of attention are separate, because tensor parallelism splits them by heads.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,27 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs, ModelProtocol
 
 from torchtitan_scape.models.initial import initialise
+from torchtitan_scape.titan.config import JobConfig
+from torchtitan_scape.titan.data import BaseTokenizer
+from torchtitan_scape.titan.models import (
+    AttentionMasksType,
+    BaseModelArgs,
+    ModelProtocol,
+    ScaledDotProductAttentionWrapper,
+)
 
 _STD = 0.02
 
 
 @dataclass
 class GPT2Args(BaseModelArgs):
-    """max_seq_len: rows of the table of positions, which a shorter `seq_len` leaves as it is.
+    """Sizes of a GPT-2 model.
 
-    vocab_size: rows of the table of tokens: GPT-2's 50257 and 47 spare ones, as Megatron trains it.
+    Attributes:
+        max_seq_len: Rows of the position embedding; a shorter `seq_len` does not change it.
+        vocab_size: Rows of the token embedding: GPT-2's 50257 and 47 unused ones, as in Megatron.
     """
 
     dim: int = 1024
@@ -35,7 +41,7 @@ class GPT2Args(BaseModelArgs):
     norm_eps: float = 1e-5
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
-        """Raises ValueError for sequences that are longer than the table."""
+        """Raise ValueError if sequences are longer than the position embedding."""
         sections = {"training": job_config.training}
         if job_config.validation.enable:
             sections["validation"] = job_config.validation
@@ -47,9 +53,10 @@ class GPT2Args(BaseModelArgs):
                 )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and FLOPs a token, forward and backward; attention counted whole, as TorchTitan does.
+        """Return the number of parameters, and FLOPs per token of forward and backward, with full attention as in
+        TorchTitan.
 
-        The table of tokens is multiplied, as the head; that of positions is looked up alone.
+        The token embedding is multiplied as the output layer; the position embedding is only looked up.
         """
         counts = {name: p.numel() for name, p in model.named_parameters()}
         total = sum(counts.values())
@@ -58,12 +65,12 @@ class GPT2Args(BaseModelArgs):
 
 
 GPT2_ARGS = {
-    # 124,928 parameters on bytes, as Llama's "study": for tests and studies.
+    # 124,928 parameters on bytes, like Llama's "study": for tests and studies.
     "tiny": GPT2Args(dim=64, n_layers=2, n_heads=4, vocab_size=260, max_seq_len=128),
     "124M": GPT2Args(dim=768, n_layers=12, n_heads=12),
-    # The SCAPE paper's GPT-345M (Section V), which the Radius paper calls GPT-355M.
+    # The SCAPE paper's GPT-345M (Section V), called GPT-355M in the Radius paper.
     "345M": GPT2Args(),
-    # The Radius paper's larger one.
+    # The larger model of the Radius paper.
     "2.0B": GPT2Args(dim=2560, n_layers=24, n_heads=32),
 }
 
@@ -79,7 +86,9 @@ class Attention(nn.Module):
         self.inner_attention = ScaledDotProductAttentionWrapper()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, dim) to the same. Heads are counted: tensor parallelism leaves some of them."""
+        """Map (batch, sequence, dim) to the same shape. The number of heads is inferred, because tensor parallelism
+        splits it.
+        """
         rows, length, _ = x.shape
         heads = [w(x).view(rows, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)]
         mixed = self.inner_attention(*heads).transpose(1, 2).contiguous()
@@ -110,17 +119,19 @@ class Block(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """The head. It has no parameter: two names of one would be two in FSDP2's units, and in checkpoints."""
+    """The output layer. It has no parameter, because a second name of the tied one would occur in FSDP2's units and in
+    checkpoints.
+    """
 
     def forward(self, h: Tensor, weight: Tensor) -> Tensor:
         return F.linear(h, weight)
 
 
 class GPT2(ModelProtocol):
-    """Logits (batch, sequence, vocab_size) of tokens (batch, sequence).
+    """Map tokens (batch, sequence) to logits (batch, sequence, vocab_size).
 
-    Weights begin as N(0, 0.02), those of what is added to the residual stream, `wo` and `w2`, divided by the root of
-    their number, 2 * n_layers; biases as 0.
+    Weights are initialized from N(0, 0.02). Those added to the residual stream, `wo` and `w2`, are divided by the
+    square root of their number, 2 * n_layers. Biases are 0.
     """
 
     def __init__(self, model_args: GPT2Args) -> None:
@@ -159,11 +170,15 @@ class GPT2(ModelProtocol):
         tokenizer: BaseTokenizer,
         extra_inputs: dict[str, Tensor] | None = None,
     ) -> AttentionMasksType:
-        """Raises TypeError: attention is causal. TorchTitan's validator asks every model, and takes this for a no."""
+        """Raise TypeError, because attention is causal. TorchTitan's validator calls this for every model and handles
+        the error.
+        """
         raise TypeError("GPT-2's attention is causal and takes no masks")
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """positions: of the tokens, of their shape; 0, 1, ... without. Context parallelism gives them."""
+        """Return the logits. `positions` has the shape of `tokens` and defaults to 0, 1, ...; context parallelism
+        passes it.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         h = self.tok_embeddings(tokens) + self.pos_embeddings(positions)

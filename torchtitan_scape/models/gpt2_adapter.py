@@ -1,4 +1,4 @@
-"""GPT-2's parameters under the names and in the shapes of Hugging Face's `GPT2LMHeadModel`, and back."""
+"""Conversion of GPT-2's parameters to and from names and shapes of Hugging Face's `GPT2LMHeadModel`."""
 
 import re
 from functools import cached_property
@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.models.gpt2 import GPT2Args
+from torchtitan_scape.titan.data import HuggingFaceTokenizer
+from torchtitan_scape.titan.models import StateDictAdapter
 
 _PREFIX = "transformer."
 _OUTER = {
@@ -19,7 +19,7 @@ _OUTER = {
     "norm.weight": "ln_f.weight",
     "norm.bias": "ln_f.bias",
 }
-# Of a block; `wq`, `wk`, `wv` besides.
+# Modules of a block, except `wq`, `wk` and `wv`.
 _INNER = {
     "attention_norm": "ln_1",
     "ffn_norm": "ln_2",
@@ -28,20 +28,22 @@ _INNER = {
     "feed_forward.w2": "mlp.c_proj",
 }
 _JOINED, _PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
-_TABLE, _PLACES, _HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
-# Of the causal mask, which older versions of transformers have saved.
+_TABLE, _POSITIONS, _HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
+# Buffers of the causal mask, saved by older versions of transformers.
 _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias$")
 _OURS, _THEIRS = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)$"), re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)$")
 
 
 class GPT2StateDictAdapter(StateDictAdapter):
-    """Their matrices have the inputs first (`Conv1D`), and one has queries, keys and values together. The head is tied,
-    and has no entry. Rows of the table of tokens behind the tokenizer's last are not theirs.
+    """Adapter of state dicts.
 
-    Plain tensors, or DTensors of any layout.
+    Hugging Face's matrices have the input dimension first (`Conv1D`), and one contains queries, keys and values. The
+    output layer is tied and has no entry. Rows of the token embedding beyond the tokenizer's entries are not exported.
+    Tensors are plain or DTensors of any layout.
 
     Args:
-        hf_assets_path: a folder with the tokenizer; without one, or without a tokenizer in it, no row is cut.
+        model_args: Sizes of the model.
+        hf_assets_path: Folder with the tokenizer; without a tokenizer, all rows are exported.
     """
 
     def __init__(self, model_args: GPT2Args, hf_assets_path: str | None) -> None:
@@ -50,7 +52,7 @@ class GPT2StateDictAdapter(StateDictAdapter):
 
     @cached_property
     def entries(self) -> int:
-        """Rows of their table."""
+        """Rows of the exported token embedding."""
         rows = self.model_args.vocab_size
         if not self.hf_assets_path:
             return rows
@@ -60,58 +62,65 @@ class GPT2StateDictAdapter(StateDictAdapter):
             return rows
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Their entries, contiguous. Raises KeyError for a name that is no parameter of GPT-2."""
-        found: dict[str, Any] = {}
+        """Return Hugging Face's entries, contiguous.
+
+        Raises:
+            KeyError: A name is not a parameter of GPT-2.
+        """
+        entries: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name in _OUTER:
                 if _OUTER[name] == _TABLE and self.entries < value.shape[0]:
-                    value = value[: self.entries].clone()  # safetensors takes no part of another tensor
-                found[_PREFIX + _OUTER[name]] = value.contiguous()
+                    value = value[: self.entries].clone()  # safetensors does not accept views.
+                entries[_PREFIX + _OUTER[name]] = value.contiguous()
                 continue
             layer, module, kind = _split(_OURS, name)
             if module not in _PARTS:
-                found[f"{_PREFIX}h.{layer}.{_INNER[module]}.{kind}"] = _turned(value)
+                entries[f"{_PREFIX}h.{layer}.{_INNER[module]}.{kind}"] = _transposed(value)
             elif module == _PARTS[0]:
-                parts = [_turned(state_dict[f"layers.{layer}.{part}.{kind}"]) for part in _PARTS]
-                found[f"{_PREFIX}h.{layer}.{_JOINED}.{kind}"] = torch.cat(parts, dim=-1)
-        return found
+                parts = [_transposed(state_dict[f"layers.{layer}.{part}.{kind}"]) for part in _PARTS]
+                entries[f"{_PREFIX}h.{layer}.{_JOINED}.{kind}"] = torch.cat(parts, dim=-1)
+        return entries
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our entries. Keys with or without "transformer." are taken, masks are left out.
+        """Return this project's entries. Keys are accepted with or without "transformer."; masks are ignored.
 
-        Rows of the table of tokens that are missing become the mean of the others. The mean's logit is the mean of the
-        logits, so that each such row adds to the softmax's denominator at most what a row has on average; of 47 rows
-        beside 50257 the loss is larger by 0.001 at most.
+        Missing rows of the token embedding become the mean of the others. The logit of the mean is the mean of the
+        logits, so each such row adds at most an average row's share to the softmax denominator; 47 rows in addition to
+        50257 raise the loss by at most 0.001. Missing positions become zeros, because an export contains only the
+        trained ones.
 
-        Positions that are missing become zeros: an export has those alone that were trained.
-
-        Raises ValueError for a head that is not tied, and KeyError for other unknown names.
+        Raises:
+            ValueError: The output layer is not tied.
+            KeyError: Another name is unknown.
         """
         theirs = {name.removeprefix(_PREFIX): value for name, value in hf_state_dict.items()}
         outer, inner = ({their: our for our, their in names.items()} for names in (_OUTER, _INNER))
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in theirs.items():
             if _MASK.match(name):
                 continue
             if name == _HEAD:
                 if value is not theirs[_TABLE] and not torch.equal(value, theirs[_TABLE]):
                     raise ValueError(
-                        f"{_HEAD} differs from {_TABLE}; GPT-2's head is tied here: tie it, or leave it out"
+                        f"{_HEAD} differs from {_TABLE}; the output layer of this GPT-2 is tied: tie it, or remove it"
                     )
             elif name in outer:
-                found[outer[name]] = self._filled(name, value)
+                entries[outer[name]] = self._pad_rows(name, value)
             else:
                 layer, module, kind = _split(_THEIRS, name)
                 if module == _JOINED:
                     parts = zip(_PARTS, value.chunk(3, dim=-1), strict=True)
-                    found |= {f"layers.{layer}.{part}.{kind}": _turned(own) for part, own in parts}
+                    entries |= {
+                        f"layers.{layer}.{part}.{kind}": _transposed(part_values) for part, part_values in parts
+                    }
                 else:
-                    found[f"layers.{layer}.{inner[module]}.{kind}"] = _turned(value)
-        return found
+                    entries[f"layers.{layer}.{inner[module]}.{kind}"] = _transposed(value)
+        return entries
 
-    def _filled(self, name: str, values: Tensor) -> Tensor:
-        """Both tables with all their rows."""
-        rows = {_TABLE: self.model_args.vocab_size, _PLACES: self.model_args.max_seq_len}.get(name, 0)
+    def _pad_rows(self, name: str, values: Tensor) -> Tensor:
+        """Return an embedding with all of its rows; other tensors unchanged."""
+        rows = {_TABLE: self.model_args.vocab_size, _POSITIONS: self.model_args.max_seq_len}.get(name, 0)
         if (missing := rows - values.shape[0]) < 1:
             return values
         row = values.mean(dim=0, keepdim=True) if name == _TABLE else torch.zeros_like(values[:1])
@@ -119,12 +128,12 @@ class GPT2StateDictAdapter(StateDictAdapter):
 
 
 def _split(pattern: re.Pattern[str], name: str) -> tuple[str, str, str]:
-    """The layer's number, the module in it, and "weight" or "bias"."""
+    """Return the layer's number, the module in it, and "weight" or "bias"."""
     if (match := pattern.match(name)) is None:
         raise KeyError(name)
     return match[1], match[2], match[3]
 
 
-def _turned(value: Tensor) -> Tensor:
-    """A matrix transposed; norms and biases as they are."""
+def _transposed(value: Tensor) -> Tensor:
+    """Return a matrix transposed; vectors unchanged."""
     return (value.t() if value.ndim == 2 else value).contiguous()

@@ -1,4 +1,4 @@
-"""GPT-2 over several ranks: TorchTitan's `parallelize_llama` for biases, learned positions and a tied head."""
+"""Parallelization of GPT-2: TorchTitan's `parallelize_llama` for biases, learned positions and a tied output layer."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,21 +20,23 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
-from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED
-from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 
-# A layer without bias is the first of them, a layer with bias the second, which TorchTitan does not know.
+from torchtitan_scape.titan.config import TORCH_DTYPE_MAP, ActivationCheckpoint, JobConfig
+from torchtitan_scape.titan.distributed import (
+    ParallelDims,
+    apply_ac,
+    apply_cp_to_attention_module,
+    maybe_enable_async_tp,
+)
+from torchtitan_scape.titan.models import SAVED_OPERATIONS as SAVED
+from torchtitan_scape.titan.models import apply_compile, disable_fsdp_gradient_division
+
+# Operations of linear layers without and with bias; TorchTitan handles only the first.
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def parallelize_gpt2(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """Tensor and context parallelism, activation checkpointing, torch.compile and FSDP2, in this order."""
+    """Apply tensor and context parallelism, activation checkpointing, torch.compile and FSDP2, in this order."""
     if parallel_dims.tp_enabled:
         mesh = parallel_dims.get_mesh("tp")
         _split_heads(model, mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
@@ -61,9 +63,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _split_heads(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
-    """Tensor and sequence parallelism: matrices by heads and by hidden units, both tables by rows.
+    """Apply tensor and sequence parallelism: matrices by heads and by hidden units, both embeddings by rows.
 
-    Logits stay cut along the vocabulary for a parallel loss, and are gathered without one.
+    Logits stay sharded along the vocabulary for a parallel loss, and are gathered otherwise.
     """
     lookup = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     whole = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
@@ -85,19 +87,22 @@ def _split_heads(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> Non
 
 
 def _save_products(model: nn.Module, config: ActivationCheckpoint) -> None:
-    """TorchTitan's selective checkpointing by operation: what its list has is kept, but every second product of
-    matrices. Its own counts products without bias alone, and would recompute all of these."""
+    """Apply TorchTitan's selective checkpointing by operation: save the listed operations, and every second matrix
+    product.
+
+    TorchTitan's own function counts only products without bias, and would recompute all products of GPT-2.
+    """
     layers = model.get_submodule("layers")
     for number, block in list(layers.named_children()):
         names = config.per_op_sac_force_recompute_mm_shapes_by_fqns
-        given_up = {
+        recomputed = {
             (module.in_features, module.out_features)
             for name, module in block.named_modules()
             if isinstance(module, nn.Linear) and any(part in f"layers.{number}.{name}" for part in names)
         }
         wrapped = checkpoint_wrapper(
             block,
-            context_fn=_contexts(given_up),
+            context_fn=_contexts(recomputed),
             preserve_rng_state=config.preserve_rng_state,
             determinism_check=config.determinism_check,
             early_stop=config.early_stop,
@@ -106,18 +111,20 @@ def _save_products(model: nn.Module, config: ActivationCheckpoint) -> None:
         layers.register_module(number, wrapped)
 
 
-def _contexts(given_up: set[tuple[int, int]]) -> Callable[[], Any]:
-    return lambda: create_selective_checkpoint_contexts(_policy(given_up))
+def _contexts(recomputed: set[tuple[int, int]]) -> Callable[[], Any]:
+    return lambda: create_selective_checkpoint_contexts(_policy(recomputed))
 
 
-def _policy(given_up: set[tuple[int, int]]) -> Callable[..., CheckpointPolicy]:
-    """What becomes of an operation's result. given_up: (inputs, outputs) of matrices whose products are recomputed."""
-    counts: defaultdict[bool, int] = defaultdict(int)  # of products, in the forward pass and in its repetition
+def _policy(recomputed: set[tuple[int, int]]) -> Callable[..., CheckpointPolicy]:
+    """Return a checkpoint policy. Products of matrices with the (inputs, outputs) in `recomputed` are always
+    recomputed.
+    """
+    counts: defaultdict[bool, int] = defaultdict(int)  # Products in the forward pass, and in its recomputation.
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         save = operation in SAVED
         if operation in PRODUCTS:
-            if tuple(args[-1].shape) in given_up:
+            if tuple(args[-1].shape) in recomputed:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             counts[context.is_recompute] += 1
             save = counts[context.is_recompute] % 2 == 1
@@ -127,8 +134,11 @@ def _policy(given_up: set[tuple[int, int]]) -> Callable[..., CheckpointPolicy]:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: JobConfig) -> None:
-    """A unit for every block. Both tables and the last norm stay in the root's, which is gathered throughout: the first
-    table is needed at both ends."""
+    """Apply FSDP2 with one unit per block.
+
+    Both embeddings and the final norm belong to the root unit, which stays gathered, because the token embedding is
+    used at both ends.
+    """
     training, reshard = config.training, config.parallelism.fsdp_reshard_after_forward
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],

@@ -1,4 +1,4 @@
-"""The first weights of a model, which are the same in every layout."""
+"""Initialization of a model with the same weights in every layout."""
 
 from collections.abc import Callable
 
@@ -8,20 +8,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.sync.shards import local, plain_name
+from torchtitan_scape.core.parameters import local, plain_name
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, draw: Callable[[], None], whole: Callable[[], nn.Module]) -> None:
-    """Fills the model's parameters and its own buffers, which have memory already.
+    """Initialize the model's parameters and direct buffers, whose memory exists already.
 
     DTensor draws no random numbers on a CPU: every rank would fill its shard from the same seed, so that all shards
-    are alike. There each rank draws the whole model and keeps its part, which bounds the size of models to the host's
-    memory. A GPU draws in place.
+    were equal. On a CPU each rank therefore draws the whole model and keeps its shards, which limits the model size to
+    the host's memory. A GPU draws in place.
 
     Args:
-        draw: draws in place.
-        whole: a model of the same kind on the CPU, not cut and drawn.
+        model: The model.
+        draw: Initializes the model in place.
+        whole: Returns an initialized, unsharded model of the same kind on the CPU.
     """
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))
@@ -29,7 +30,7 @@ def initialise(model: nn.Module, draw: Callable[[], None], whole: Callable[[], n
         draw()
         return
     if isinstance(local(first), FakeTensor):
-        return  # a dry run has no values
+        return  # A dry run has no values.
     drawn = whole()
     for name, buffer in drawn.named_buffers(recurse=False):
         setattr(model, name, buffer)
@@ -40,9 +41,9 @@ def initialise(model: nn.Module, draw: Callable[[], None], whole: Callable[[], n
 
 
 def _local_part(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of `full`, laid out as `like`.
+    """Return this rank's shard of `full` with the layout of `like`.
 
-    The innermost mesh axis cuts first: FSDP shards what tensor parallelism left on this rank.
+    The innermost mesh axis is applied first: FSDP shards the tensor-parallel shard of this rank.
     """
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -52,7 +53,7 @@ def _local_part(full: Tensor, like: DTensor) -> Tensor:
         if placement.is_replicate():
             continue
         dim = placement.dim  # type: ignore[attr-defined]
-        pieces = part.chunk(like.device_mesh.size(axis), dim)
+        chunks = part.chunk(like.device_mesh.size(axis), dim)
         index = coordinate[axis]
-        part = pieces[index] if index < len(pieces) else part.narrow(dim, 0, 0)
+        part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
     return part

@@ -1,1 +1,1 @@
-"""What Section III of the SCAPE paper looks at in a run: gradients and first moments of a few tensors."""
+"""Observations of Section III of the SCAPE paper: gradients and first moments of a few tensors during a run."""

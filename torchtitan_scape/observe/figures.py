@@ -1,4 +1,4 @@
-"""Figures of one tensor: histograms whose edges are the same for all runs, moments, the largest entries.
+"""Statistics of one tensor: histograms with the same edges in all runs, moments, and the largest entries.
 
 Pure functions on whole tensors, FP32 (n,).
 """
@@ -12,22 +12,25 @@ from torch import Tensor
 
 from kernels.scape.reference import select_largest
 
-LINEAR = 4096  # bins over [-2^e, 2^e): those of another e join in pairs, in fours, ...
-PER_OCTAVE = 4  # bins of log2 |x|
-LOWEST, HIGHEST = -149, 128  # of FP32: 2^-149 is the smallest, and all lie below 2^128
-_CHUNK = 1 << 22  # entries that are in FP64 at a time
+LINEAR = 4096  # Bins over [-2^e, 2^e). Histograms of different e can be merged by joining 2, 4, ... bins.
+PER_OCTAVE = 4  # Bins per unit of log2 |x|.
+LOWEST, HIGHEST = -149, 128  # Range of FP32: 2^-149 is the smallest magnitude, and all are below 2^128.
+_CHUNK = 1 << 22  # Entries converted to FP64 at a time.
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of the values of a tensor.
+    """Distribution of the values of a tensor.
 
-    entries, zeros: how many there are, and how many of them are 0.
-    exponent: e, the smallest with all |x| < 2^e.
-    linear: int64 (LINEAR,), entries from -2^e on, each bin 2^(e+1) / LINEAR wide.
-    log2: int64 ((HIGHEST - LOWEST) * PER_OCTAVE,), entries of |x| from 2^LOWEST on, zeros in none.
-    mean, deviation, kurtosis: FP64; the fourth central moment over the square of the second, 3 of a normal one.
-    within_tenth: share of the entries with |x| <= deviation / 10.
+    Attributes:
+        entries, zeros: Number of entries, and of those equal to 0.
+        exponent: The smallest e with all |x| < 2^e.
+        linear: int64 (LINEAR,), counts in bins of width 2^(e+1) / LINEAR from -2^e.
+        log2: int64 ((HIGHEST - LOWEST) * PER_OCTAVE,), counts of |x| in logarithmic bins from 2^LOWEST; zeros are not
+            counted.
+        mean, deviation, kurtosis: FP64. Kurtosis is the fourth central moment over the square of the second: 3 for a
+            normal distribution.
+        within_tenth: Share of the entries with |x| <= deviation / 10.
     """
 
     entries: int
@@ -42,14 +45,17 @@ class Distribution:
 
 
 def distribution(values: Tensor) -> Distribution:
-    """Of finite values; counts are exact. All of a tensor of zeros are within a tenth, and it has no kurtosis."""
+    """Return the distribution of finite values. Counts are exact.
+
+    For a tensor of zeros, all entries are within a tenth of the deviation and the kurtosis is NaN.
+    """
     mantissas, exponents = torch.frexp(values.abs())
     zero = values == 0
     zeros, entries = int(zero.sum()), values.numel()
     exponent = int(exponents[~zero].max()) if zeros < entries else 0
     half = LINEAR // 2
-    # A product with a power of two is exact, and so is floor; in FP64, whose range holds the power.
-    places = torch.cat([(part.double() * (half * 2.0**-exponent)).floor().int() for part in values.split(_CHUNK)])
+    # Multiplication by a power of two and floor are exact. FP64 has the range of that power.
+    bins = torch.cat([(part.double() * (half * 2.0**-exponent)).floor().int() for part in values.split(_CHUNK)])
     edges = torch.tensor([2.0 ** (i / PER_OCTAVE - 1) for i in range(1, PER_OCTAVE)], device=values.device)
     parts = torch.bucketize(mantissas, edges, right=True, out_int32=True)
     octaves = (exponents - 1 - LOWEST) * PER_OCTAVE + parts
@@ -59,7 +65,7 @@ def distribution(values: Tensor) -> Distribution:
         entries,
         zeros,
         exponent,
-        torch.bincount(places + half, minlength=LINEAR),
+        torch.bincount(bins + half, minlength=LINEAR),
         torch.bincount(octaves[~zero], minlength=(HIGHEST - LOWEST) * PER_OCTAVE),
         mean,
         deviation,
@@ -73,7 +79,7 @@ def _doubled(values: Tensor) -> Iterator[Tensor]:
 
 
 def _central_moments(values: Tensor) -> tuple[float, float, float]:
-    """Mean, second and fourth central moment."""
+    """Return the mean, and the second and fourth central moments."""
     n = max(1, values.numel())
     mean = sum(float(part.sum()) for part in _doubled(values)) / n
     second = fourth = 0.0
@@ -85,32 +91,37 @@ def _central_moments(values: Tensor) -> tuple[float, float, float]:
 
 
 def norm(values: Tensor) -> float:
-    """L2, added in FP64."""
+    """Return the L2 norm, summed in FP64."""
     return sum(float(part.square().sum()) for part in _doubled(values)) ** 0.5
 
 
 def largest(values: Tensor, density: float) -> Tensor:
-    """bool (n,): the max(1, round(density n)) largest |x|, ties to the lower index. A zero is never among them."""
+    """Return bool (n,): the max(1, round(density n)) largest |x|, ties to the lower index, zeros excluded."""
     return select_largest(values, max(1, round(density * values.numel()))) & (values != 0)
 
 
-def overlap(before: Tensor, now: Tensor) -> float:
-    """Entries in both, over those of the larger one; NaN where `before` has none, as before the first step."""
-    first, second = int(before.sum()), int(now.sum())
-    return int((before & now).sum()) / max(first, second) if first else math.nan
+def overlap(before: Tensor, after: Tensor) -> float:
+    """Return the number of entries in both masks over that of the larger mask; NaN if `before` is empty (first
+    step).
+    """
+    first, second = int(before.sum()), int(after.sum())
+    return int((before & after).sum()) / max(first, second) if first else math.nan
 
 
 class ShadowResidual:
-    """Error feedback on gradients that were exchanged whole: e += g, the largest of e go out, the rest stays.
+    """Hypothetical error feedback of a full exchange: e += g, the largest entries of e are sent, the rest remains.
 
-    Nothing in training reads it. sent: FP32 (n,), what the last step took out; kept: FP32 (n,), e after it. At every
-    entry one of them is 0, so that sent + kept is the e before, exactly.
+    Training does not use it. At every entry one of the two attributes is 0, so sent + residual is exactly the e before.
+
+    Attributes:
+        sent: FP32 (n,), entries sent by the last step.
+        residual: FP32 (n,), e after the last step.
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.sent, self.kept = torch.zeros_like(like), torch.zeros_like(like)
+        self.sent, self.residual = torch.zeros_like(like), torch.zeros_like(like)
 
     def add(self, gradient: Tensor, density: float) -> None:
-        total = self.kept + gradient
-        out = largest(total, density)
-        self.sent, self.kept = torch.where(out, total, 0.0), torch.where(out, 0.0, total)
+        total = self.residual + gradient
+        mask = largest(total, density)
+        self.sent, self.residual = torch.where(mask, total, 0.0), torch.where(mask, 0.0, total)

@@ -1,6 +1,7 @@
-"""observations.npz in the dump folder: series and histograms, no entry of any tensor."""
+"""The file observations.npz in the dump folder: series and histograms, but no tensor entries."""
 
 import io
+import logging
 import math
 import zipfile
 import zlib
@@ -10,22 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
-from torchtitan_scape.files import write_whole
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.observe.figures import Distribution
+
+logger = logging.getLogger(__name__)
 
 FILE = "observations.npz"
 
 
 @dataclass
 class Row:
-    """Of one tensor at one step of a window; NaN where there is no such figure, and all of them at a skipped step.
+    """Figures of one tensor at one step of a window, NaN where undefined, and all NaN for a skipped step.
 
-    density: that of the overlap and of a shadow residual. overlap: of the largest |m| of this step with those of the
-    step before. gradient, sent, residual: norms of the synchronised gradient, of what went out and of what is left,
-    before clipping. shadow: whether the last two are of a shadow residual; else sent is the synchronised gradient, and
-    residual the root mean square over the replicas of the first process.
+    Attributes:
+        step: The step.
+        tensor: Label of the tensor.
+        density: Density of the overlap and of a shadow residual.
+        overlap: Overlap of the largest |m| of this step with those of the previous step.
+        gradient, sent, residual: Norms, before clipping, of the synchronized gradient, the sent entries and the
+            residual.
+        shadow: `sent` and `residual` are those of a shadow residual. Otherwise `sent` is the norm of the synchronized
+            gradient, and `residual` is the root mean square over the replicas of the first process.
     """
 
     step: int
@@ -39,9 +46,12 @@ class Row:
 
 
 class Record:
-    """What the writing rank has seen.
+    """Records of the writing rank.
 
-    rows: a `Row` each. histograms: (step, tensor, distribution of the synchronised gradient). facts: of the run, text.
+    Attributes:
+        rows: All `Row`s.
+        histograms: (step, tensor, distribution of the synchronized gradient) each.
+        facts: Properties of the run, as text.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, str]) -> None:
@@ -51,13 +61,13 @@ class Record:
         self._changed = False
 
     def begin(self, after: int) -> None:
-        """Goes on from a file that is there, but for what it has of steps beyond `after`, which come again."""
+        """Continue an existing file, without its records of steps beyond `after`, which will be repeated."""
         if after == 0 or not self.path.exists():
             return
         try:
             self.rows, self.histograms = read(self.path)
         except (OSError, ValueError, KeyError) as error:
-            logger.warning(f"{self.path} cannot be read ({' '.join(str(error).split())}), and begins anew")
+            logger.warning(f"{self.path} cannot be read ({' '.join(str(error).split())}), and is overwritten")
         self.rows = [row for row in self.rows if row.step <= after]
         self.histograms = [one for one in self.histograms if one[0] <= after]
 
@@ -71,7 +81,7 @@ class Record:
         self._changed = True
 
     def write(self) -> None:
-        """All of it, as a whole or not at all, where something is new. That it cannot be is no reason to end a run."""
+        """Write the file atomically if there are new records. A failure is only logged."""
         if not self._changed:
             return
         self._changed = False
@@ -94,24 +104,33 @@ class Record:
 
 
 def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
-    """Rows and histograms of a file. Raises OSError, ValueError or KeyError for one that is none of ours."""
+    """Return the rows and histograms of a file.
+
+    Raises:
+        OSError, ValueError, KeyError: The file cannot be read or has another format.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:  # which are none of the three
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:  # None of them is a subclass of the documented errors.
         raise ValueError(str(error)) from None
     columns = {key: arrays[f"series.{key}"].tolist() for key in Row.__dataclass_fields__ if "series.step" in arrays}
     rows = [Row(*values) for values in zip(*columns.values(), strict=True)]
     keys = [key for key in Distribution.__dataclass_fields__ if "histogram.step" in arrays]
-    of = {key: arrays[f"histogram.{key}"] for key in ("step", "tensor", *keys)} if keys else {}
-    count = len(of["step"]) if of else 0
+    columns_by_key = {key: arrays[f"histogram.{key}"] for key in ("step", "tensor", *keys)} if keys else {}
+    count = len(columns_by_key["step"]) if columns_by_key else 0
     return rows, [
-        (int(of["step"][i]), str(of["tensor"][i]), {key: _plain(of[key][i]) for key in keys}) for i in range(count)
+        (
+            int(columns_by_key["step"][i]),
+            str(columns_by_key["tensor"][i]),
+            {key: _plain(columns_by_key[key][i]) for key in keys},
+        )
+        for i in range(count)
     ]
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """What a file says of the run that wrote it."""
+    """Return the properties of the run that wrote a file."""
     with np.load(path, allow_pickle=False) as file:
         return {key.removeprefix("fact."): str(file[key]) for key in file.files if key.startswith("fact.")}
 

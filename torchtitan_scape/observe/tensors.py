@@ -1,4 +1,4 @@
-"""Which tensors are observed, and how one of them is put together from its shards."""
+"""Selection of the observed tensors, and their assembly from shards."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.sync.shards import Shard, is_slice, layer_of
+from torchtitan_scape.core.parameters import Shard, is_slice
+from torchtitan_scape.core.workloads import layer_of
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _ALL = "layers.*."
-# By [model] name: layers of the paper's model, and the tensors of its Figures 4 and 5.
+# By [model] name: number of layers of the paper's model, and the tensors of its Figures 4 and 5.
 PAPER: dict[str, tuple[int, tuple[str, ...]]] = {
     "gpt2": (
         24,
@@ -38,32 +39,41 @@ PAPER: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Observed:
-    """What counts as one tensor: a parameter, or several joined. label: their names, in short."""
+    """One observed tensor: a parameter, or several parameters concatenated.
+
+    Attributes:
+        label: Short form of the parameters' names.
+        shards: This rank's shards.
+    """
 
     label: str
     shards: tuple[Shard, ...]
 
 
 def chosen(names: Sequence[str], shards: Sequence[Shard], family: str) -> list[Observed]:
-    """The tensors that `names` ask for; without any the paper's, in layers of the same depth.
+    """Return the tensors that `names` select; by default those of the paper, in layers of the same relative depth.
 
-    names: patterns of parameters' names, "*" for anything; each parameter is a tensor of its own, those of patterns
-        with + between them are one together. family: as in `[model] name`.
+    Args:
+        names: Patterns of parameter names with "*" as wildcard. Each matching parameter is a separate tensor; those of
+            patterns joined by "+" form one tensor.
+        shards: Shards of all parameters.
+        family: Model family, as `[model] name`.
 
-    Raises ValueError for a pattern that matches nothing, with the names that there are.
+    Raises:
+        ValueError: A pattern matches no parameter; the message lists the names.
     """
-    found: dict[str, Observed] = {}
+    tensors: dict[str, Observed] = {}
     for name in names or _of_paper(family, shards):
         matches = [_matching(pattern.strip(), shards) for pattern in name.split("+")]
-        joined = tuple(shard for some in matches for shard in some)
+        joined = tuple(shard for match in matches for shard in match)
         for one in [joined] if len(matches) > 1 else [(shard,) for shard in joined]:
             label = label_of([shard.name for shard in one])
-            found.setdefault(label, Observed(label, one))
-    return list(found.values())
+            tensors.setdefault(label, Observed(label, one))
+    return list(tensors.values())
 
 
 def label_of(names: Sequence[str]) -> str:
-    """`layers.0.feed_forward.w1+w3`: without "weight", and what is common but once."""
+    """Return a label such as `layers.0.feed_forward.w1+w3`: without "weight", and with the common prefix once."""
     parts = [name.removesuffix(".weight").split(".") for name in names]
     common = 0
     while len(parts) > 1 and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
@@ -72,51 +82,57 @@ def label_of(names: Sequence[str]) -> str:
 
 
 def _of_paper(family: str, shards: Sequence[Shard]) -> Iterator[str]:
-    theirs, names = PAPER[family]
+    paper_layers, names = PAPER[family]
     layers = 1 + max(layer_of(shard.name) or 0 for shard in shards)
     for name in names:
-        yield _LAYER.sub(lambda number: str(int(number[0]) * layers // theirs), name)
+        yield _LAYER.sub(lambda number: str(int(number[0]) * layers // paper_layers), name)
 
 
 def _matching(pattern: str, shards: Sequence[Shard]) -> list[Shard]:
     found = [shard for shard in shards if fnmatchcase(shard.name, pattern)]
     if not found:
         raise ValueError(
-            f"[observe] names: {pattern!r} matches no parameter; there are {', '.join(_forms(shards))}, and * stands "
-            "for anything"
+            f"[observe] names: {pattern!r} matches no parameter; the parameters are "
+            f"{', '.join(_name_patterns(shards))}, and * is a wildcard"
         )
     return found
 
 
-def _forms(shards: Sequence[Shard]) -> list[str]:
-    """The names, those of all layers as one: `layers.{0-5}.attention.wq.weight`."""
+def _name_patterns(shards: Sequence[Shard]) -> list[str]:
+    """Return the parameter names, with those of all layers merged: `layers.{0-5}.attention.wq.weight`."""
     layers: dict[str, list[int]] = {}
     for shard in shards:
         number = layer_of(shard.name)
         layers.setdefault(_LAYER.sub("*", shard.name), []).append(-1 if number is None else number)
-    spans = {form: f"layers.{{{min(n)}-{max(n)}}}." for form, n in layers.items()}
-    return [form.replace(_ALL, spans[form]) for form in layers]
+    spans = {pattern: f"layers.{{{min(n)}-{max(n)}}}." for pattern, n in layers.items()}
+    return [pattern.replace(_ALL, spans[pattern]) for pattern in layers]
 
 
 def whole(shard: Shard, values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """FP32 (entries,), of which this rank has `values` (n,) as it has the parameter. A collective call.
+    """Assemble a whole tensor from shards, bitwise. Collective.
 
-    group: the ranks that hold one replica together. Bits stay what they are.
+    Args:
+        shard: Shard of the parameter.
+        values: This rank's entries, FP32 (n,), laid out like its shard.
+        group: The ranks that hold one replica together.
+
+    Returns:
+        FP32 (entries,).
     """
     parameter = shard.parameter
     if is_slice(parameter):
-        found = torch.zeros(parameter.whole.numel(), dtype=torch.float32, device=values.device)
-        found[parameter.start : parameter.start + values.numel()] = values
+        total = torch.zeros(parameter.whole.numel(), dtype=torch.float32, device=values.device)
+        total[parameter.start : parameter.start + values.numel()] = values
         if group is not None:
-            dist.all_reduce(found.view(torch.int32), group=group)  # all others add zeros
-        return found
+            dist.all_reduce(total.view(torch.int32), group=group)  # The other ranks add zeros.
+        return total
     if isinstance(parameter, DTensor):
-        made = DTensor.from_local(
+        distributed = DTensor.from_local(
             values.view(shard.local_shape),
             parameter.device_mesh,
             parameter.placements,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return made.full_tensor().reshape(-1)
+        return distributed.full_tensor().reshape(-1)
     return values

@@ -1,36 +1,39 @@
-"""Forms of the shard axis beside each other: FSDP's own collectives, ZeRO++, three levels, and why not more is gained.
-
-Plain arithmetic: no torch.
-"""
+"""Comparison of the shard axis with FSDP's own collectives, ZeRO++ and three levels. Plain arithmetic: no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from topology.layout import Layout, plan_layout
-from torchtitan_scape.planner.advice import SPARSE, Candidate, Case, bandwidth_of, of_largest_micro_batch
-from torchtitan_scape.planner.cost import Prediction, predict
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
-from torchtitan_scape.planner.volumes import Method
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.candidates import Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Prediction, predict
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 
-WANTED = 1.5  # of a gain: below it the report says what stands against it
-SCAPE = next(m for m in SPARSE if (m.density, m.wire) == (0.05, "int4"))  # 1.1 % of the bytes
+WANTED = 1.5  # the report explains a smaller gain
+DENSE = PlannedRun(DenseOptions(), overlap=True)
+SCAPE = PlannedRun(ScapeOptions(density=0.05, wire="int4"))  # 1.1 % of the bytes
 FSDP, LEVELS = "FSDP", "three levels"
 
 
 @dataclass(frozen=True)
-class Form:
-    """A shard axis with a method between replicas.
+class ShardAxisVariant:
+    """A configuration of the shard axis, with a method between replicas.
 
-    title: of the shard axis; detail: what it is set to. network: bytes that a rank sends between nodes in a step.
+    Attributes:
+        title: Name of the shard axis.
+        detail: Its options.
+        network: Bytes that a rank sends between nodes per step.
     """
 
     title: str
     detail: str
     candidate: Candidate
     network: float
-    predict: Callable[[Case], Prediction]
+    predict: Callable[[PlanRequest], Prediction]
 
     @property
     def prediction(self) -> Prediction:
@@ -40,35 +43,37 @@ class Form:
     def name(self) -> str:
         return f"{self.title}{' ' if self.detail else ''}{self.detail}, {self.prediction.method.name}"
 
-    def memory_short(self, case: Case) -> bool:
+    def memory_short(self, case: PlanRequest) -> bool:
         return self.candidate.memory > case.capacity
 
 
-def forms(case: Case, shard: int) -> list[Form]:
-    """Of one replica on every `shard` ranks that follow each other, with the largest micro-batch that fits.
+def forms(case: PlanRequest, shard: int) -> list[ShardAxisVariant]:
+    """Return all variants with one replica on `shard` consecutive ranks and the largest micro-batch that fits.
 
-    The first is dense with FSDP's own collectives, gradients of replicas overlapped. Three levels want a shard axis in
-    a node, and are there with every degree of weights. Raises ValueError for a degree that does not divide the ranks.
+    The first is dense training with FSDP's own collectives and overlap between replicas. Three levels need a shard axis
+    within a node, and are listed for every degree of weights.
+
+    Raises:
+        ValueError: The degree does not divide the ranks.
     """
     if shard < 2:
         raise ValueError(f"a shard axis of {shard} rank(s): nothing is sent there; take 2 or more")
     layout = plan_layout(
         case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
     )
-    dense = Method("adams", overlap=True)
-    found = [_of(case, layout, FSDP, "", method) for method in (dense, SCAPE)]
+    found = [_of(case, layout, FSDP, "", method) for method in (DENSE, SCAPE)]
     plan, detail = _zeropp(layout)
-    found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (dense, SCAPE)]
+    found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (DENSE, SCAPE)]
     if case.ranks_per_node % shard == 0:
         for w in (w for w in range(1, shard) if shard % w == 0):
-            # On levels gradients are summed before an optimizer sees them: there is no overlap.
-            for method, summed in ((replace(dense, overlap=False), 4.0), (SCAPE, 0.0)):
+            # Three levels sum gradients before the optimizer, without overlap.
+            for method, summed in ((replace(DENSE, overlap=False), 4.0), (SCAPE, 0.0)):
                 found.append(_of(case, layout, LEVELS, *_levels(layout, w, summed, method)))
     return found
 
 
 def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
-    """As `[sharding]` has it with all parts that there are for this axis."""
+    """Return the plan of `[sharding]` with all features of ZeRO++ that this axis supports, and their names."""
     nodes = layout.by_node(layout.shard_group(0))
     if len(nodes) == 1:
         return ShardPlan(weights="int8", gradients=("int8",)), "int8, int8"
@@ -77,24 +82,24 @@ def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
     return ShardPlan("int8", secondary=True, gradients=codes, hops=1 + two), f"int8 + secondary, {'+'.join(codes)}"
 
 
-def _levels(layout: Layout, w: int, summed: float, method: Method) -> tuple[str, Method, None, LevelsPlan]:
-    gathered, told = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
-    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, told)
+def _levels(layout: Layout, w: int, summed: float, method: PlannedRun) -> tuple[str, PlannedRun, None, LevelsPlan]:
+    gathered, update = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
+    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, update)
     return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, None, plan
 
 
 def _of(
-    case: Case,
+    case: PlanRequest,
     layout: Layout,
     title: str,
     detail: str,
-    method: Method,
+    method: PlannedRun,
     sharding: ShardPlan | None = None,
     levels: LevelsPlan | None = None,
-) -> Form:
+) -> ShardAxisVariant:
     rows = flat_rows(case.workload, layout.shard)
 
-    def predicted(case: Case, micro_batch: int) -> Prediction:
+    def predicted(case: PlanRequest, micro_batch: int) -> Prediction:
         options: dict[str, Any] = {"assumptions": case.assumptions, "sharding": sharding, "levels": levels}
         found = predict(method, case.workload, layout, case.links, batch=case.batch, micro_batch=micro_batch, **options)
         kept = shard_memory(sharding, rows, layout) if sharding is not None else {}
@@ -109,11 +114,11 @@ def _of(
         sent = shard_bytes(sharding or ShardPlan(), rows, layout, micro_batches)
     network = chosen.prediction.sent.get("network", 0.0)
     network += sum(nbytes for (level, _), nbytes in sent.items() if level == "network")
-    return Form(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
+    return ShardAxisVariant(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
 
 
-def lines(case: Case, found: Sequence[Form]) -> Iterator[str]:
-    """The forms as a table, and what three levels with SCAPE gain on the first of them, or do not."""
+def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]:
+    """Return the variants as a table, and the gain of three levels with SCAPE over the first of them."""
     layout, first = found[0].candidate.layout, found[0].prediction
     yield (
         f"Forms of the shard axis, {layout.replicate} replica(s) of {layout.shard} ranks (ms a step; shards: FSDP's "
@@ -138,8 +143,8 @@ def lines(case: Case, found: Sequence[Form]) -> Iterator[str]:
         yield from _why(case, found[0], min(sparse, key=lambda form: (form.memory_short(case), form.prediction.step)))
 
 
-def _why(case: Case, base: Form, form: Form) -> Iterator[str]:
-    """What stands against a gain of `WANTED`, where it is less."""
+def _why(case: PlanRequest, base: ShardAxisVariant, form: ShardAxisVariant) -> Iterator[str]:
+    """Return the gain, and the reasons if it is below `WANTED`."""
     p, q = base.prediction, form.prediction
     gain = p.step / q.step
     yield f"{form.name}, against {base.name}: {1e3 * q.step:.1f} ms to {1e3 * p.step:.1f} ms, {gain:.2f} x"

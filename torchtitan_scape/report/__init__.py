@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, stragglers, interfaces, memory, forecast, summary, and text that they share."""
+"""Reports of a run: memory, forecast, stragglers, interface traffic, samples and the summary."""

@@ -1,41 +1,41 @@
-"""What a run with simulated replicas says beside its loss: whether it fits here, and what a step would take there."""
+"""Memory check of simulated replicas, and the predicted step time of the real run."""
 
-from dataclasses import dataclass, replace
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.logging import logger
 
 from topology.layout import Layout, simulated_layout
 from topology.links import Links
-from torchtitan_scape import device
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.planner.cost import Assumptions, Prediction, predict
-from torchtitan_scape.planner.levels_volumes import LevelsPlan
-from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
-from torchtitan_scape.planner.volumes import Method, simulated_memory_bytes
-from torchtitan_scape.planner.workloads import Shape, Workload, local_shapes
-from torchtitan_scape.report.text import kinds_text, seconds_text, size_text
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
+from torchtitan_scape.core.workloads import Shape, Workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
+from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.titan import device
+from torchtitan_scape.titan.models import get_train_spec
+
+logger = logging.getLogger(__name__)
 
 
-def method_of(config: JobConfig) -> Method:
-    """The config's method as the cost model knows it. Its TrainSpec must be registered."""
-    options = options_of(config.sync)
-    names = getattr(options, "dense_names", None)  # of some methods
-    dense = tuple(i for i, name in enumerate(_model_of(config)[1]) if name in names) if names else ()
-    return replace(options.planned(config.optimizer.name), overlap=config.sync.overlap, dense=dense)
+def method_of(config: JobConfig) -> PlannedRun:
+    """Return the config's method, optimizer and overlap for the planner."""
+    return PlannedRun(options_of(config.sync), config.optimizer.name, config.sync.overlap)
 
 
 def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
-    """The config's three levels as the closed forms know them; None for none."""
-    sums = METHODS[config.sync.method].adds_up
+    """Return the closed form of the configured three-level sharding, or None."""
+    sums = METHODS[config.sync.method].is_linear
     return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
 
 
 def _model_of(config: JobConfig) -> tuple[Any, dict[str, Shape]]:
-    """Its arguments, and its parameters in their order."""
+    """Return the model's arguments and the shapes of its parameters, in order."""
     spec = get_train_spec(config.model.name)
     args = spec.model_args[config.model.flavor]
     args.update_from_config(config)
@@ -44,7 +44,7 @@ def _model_of(config: JobConfig) -> tuple[Any, dict[str, Shape]]:
 
 
 def workload_of(config: JobConfig) -> Workload:
-    """The config's model as the cost model knows it. Its TrainSpec must be registered; nothing is allocated."""
+    """Return the configured model for the cost model. Its TrainSpec must be registered; nothing is allocated."""
     args, parameters = _model_of(config)
     workload = Workload(
         name=f"{config.model.name} {config.model.flavor}",
@@ -63,39 +63,44 @@ def workload_of(config: JobConfig) -> Workload:
 
 
 def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[ShardPlan, tuple[FlatRow, ...]]:
-    """The config's shard axis as the planner knows it."""
+    """Return the configured shard axis for the planner."""
     reshard = config.parallelism.fsdp_reshard_after_forward
     rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor, reshard)
     return config.sharding.planned(layout, config.training.mixed_precision_param, on_cpu), rows
 
 
 def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int) -> None:
-    """Logs what the simulated replicas need. Raises ValueError where it is more than there is, with the fix.
+    """Log the memory that the simulated replicas need.
 
-    Activations, and what FSDP gathers, come on top: they are those of one replica.
+    Activations and FSDP's gathered weights come on top: they are those of one replica.
+
+    Raises:
+        ValueError: The memory exceeds the free memory; the message contains a fix.
     """
     simulated, method = config.topology.simulate_replicas, method_of(config)
-    shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
+    model = workload_of(config).local(layout.shard * layout.context * layout.tensor)
 
     def needed(replicas: int) -> dict[str, float]:
-        return simulated_memory_bytes(method, shapes, replicas)
+        return method.simulated_memory(model, replicas)
 
     kinds, free = needed(simulated), device.free_memory(device_type, rank, layout.ranks_per_node)
     total = sum(kinds.values())
-    text = (
-        f"{simulated} simulated replicas need {size_text(total)} a rank without activations "
+    message = (
+        f"{simulated} simulated replicas need {size_text(total)} per rank without activations "
         f"({kinds_text(kinds)}); {size_text(free)} are free"
     )
-    logger.info(text)
+    logger.info(message)
     if total > free and config.comm.mode != "fake_backend":
         fits = next((n for n in range(simulated - 1, 1, -1) if sum(needed(n).values()) <= free), None)
-        advice = "take a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")
-        raise ValueError(f"[topology] simulate_replicas = {simulated}: {text}; {advice}")
+        advice = "use a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")
+        raise ValueError(f"[topology] simulate_replicas = {simulated}: {message}; {advice}")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step of the real run on the config's machine, beside dense AdamS, from nominal links and assumed rates."""
+    """Predicted step of the real run on the configured machine, and of dense AdamS, from nominal links and assumed
+    rates.
+    """
 
     layout: Layout
     run: Prediction
@@ -103,7 +108,7 @@ class Forecast:
 
     @classmethod
     def of(cls, config: JobConfig, layout: Layout) -> "Forecast":
-        """layout: of the process or group of shards that plays the replicas."""
+        """Return the forecast. `layout` is that of the process, or group of shards, that simulates the replicas."""
         simulated = simulated_layout(layout, config.topology.simulate_replicas)
         workload, links = workload_of(config), Links.from_machine(layout.machine)
         plan, _ = shard_axis_of(config, layout, on_cpu=False)
@@ -117,7 +122,7 @@ class Forecast:
                 micro_batch=config.training.local_batch_size,
                 sharding=sharding,
             )
-            for method, sharding in ((method_of(config), plan), (Method("adams"), None))
+            for method, sharding in ((method_of(config), plan), (PlannedRun(DenseOptions(), "AdamS"), None))
         )
         return cls(simulated, run, dense)
 
@@ -126,25 +131,25 @@ class Forecast:
         return self.dense.step / self.run.step
 
     def line(self) -> str:
-        """For every log line."""
+        """Return the part of a log line."""
         run, dense = seconds_text(self.run.step), seconds_text(self.dense.step)
         return (
-            f"predicted on {self.layout.machine.name} (nominal): {self.run.method.name} {run} a step, "
+            f"predicted on {self.layout.machine.name} (nominal): {self.run.method.name} {run} per step, "
             f"dense AdamS {dense}, {self.speedup:.2f} x"
         )
 
     def lines(self) -> list[str]:
-        """For the summary."""
+        """Return the lines for the summary."""
         layout = self.layout
         rows = [("this run", self.run), ("dense AdamS", self.dense)]
         return [
             f"predicted on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) "
-            f"of {layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f} x against dense AdamS",
+            f"of {layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f} x as fast as dense AdamS",
             *(f"  {name:<12} {_parts(p)}" for name, p in rows),
         ]
 
     def figures(self) -> dict[str, Any]:
-        """For summary.json; seconds and bytes a step, of one rank."""
+        """Return the entries of summary.json: seconds and bytes per step, of one rank."""
         layout, assumed = self.layout, Assumptions()
         return {
             "machine": layout.machine.name,
@@ -160,8 +165,8 @@ class Forecast:
 def _parts(p: Prediction) -> str:
     parts = {"compute": p.compute, "exchange": p.exchange, "optimizer": p.optimizer}
     parts |= {"shard axis": p.shard} if p.shard else {}
-    told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
-    return f"{seconds_text(p.step)} a step: {told}"
+    listed = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+    return f"{seconds_text(p.step)} per step: {listed}"
 
 
 def _figures(p: Prediction) -> dict[str, Any]:

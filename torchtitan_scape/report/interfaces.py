@@ -1,39 +1,41 @@
-"""Counted bytes beside those of the nodes' network interfaces, over the training steps alone."""
+"""Counted bytes compared with the nodes' network interfaces, during training steps only."""
 
+import logging
 import os
 from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from topology.interfaces import RankBytes, compare, read_interfaces
 from topology.layout import Layout
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.report.text import size_text
+from torchtitan_scape.core.text import size_text
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 class InterfaceCount:
-    """What the node's interfaces sent over the training steps, beside what its ranks counted for the same steps.
+    """Bytes sent by the node's interfaces during training steps, and bytes that its ranks counted for the same steps.
 
-    On with SCAPE_COUNT_INTERFACES=1, with gloo, where the system has /proc/net/dev. It holds only where nothing else
-    uses the interfaces: scripts/emulated_cluster.py sees to that and sets the variable.
+    Enabled by SCAPE_COUNT_INTERFACES=1, with gloo, on systems with /proc/net/dev. The comparison is valid only if
+    nothing else uses the interfaces: scripts/emulated_cluster.py ensures this and sets the variable.
 
-    The first step stays outside: process groups, connections and the broadcast of the start come before. From then
-    on one window stays open over as many steps as follow each other directly. It is closed before a validation, a
-    checkpoint and the end, and opens again with the next step. At both ends the masks in flight are settled and all
-    ranks wait for each other, so that every byte that is counted has left, and none of another step has. Inside,
-    nothing is waited for: the overlap of exchange and compute stays as it is.
+    The first step is excluded, because it includes process groups, connections and the initial broadcast. From then on
+    one window stays open over consecutive steps. It is closed before a validation, a checkpoint and the end, and
+    reopened with the next step. At both ends pending mask exchanges are completed and all ranks synchronize, so that
+    every counted byte has been sent and no byte of another step. Within a window there is no additional
+    synchronization, so exchange and compute still overlap.
 
-    What no rank counts but the wires carry: headers and acknowledgements (1 %), gloo's own messages (2 to 5 kB a
-    collective on four nodes, whatever its size), TorchTitan's scalars (a token count at every step, 0.6 kB; losses
-    and our figures where it logs, 7 kB), and torchrun's heartbeat. Where a step sends a few hundred kB or more all this
-    is below 5 %; below that it is not.
+    The interfaces also carry bytes that no rank counts: headers and acknowledgements (1 %), gloo's own messages (2 to 5
+    kB per collective on four nodes, whatever its size), TorchTitan's scalars (a token count per step, 0.6 kB; losses
+    and metrics in logged steps, 7 kB), and torchrun's heartbeat. If a step sends a few hundred kB or more, all of them
+    together are below 5 %.
     """
 
-    def __init__(self, layout: Layout, optimizers: ReplicaOptimizers) -> None:
+    def __init__(self, layout: Layout, optimizers: ReplicaOptimizer) -> None:
         self._layout, self._optimizers = layout, optimizers
-        self.first = 1  # steps before it stay outside
+        self.first = 1  # Number of excluded steps at the start.
         self._steps = 0
         self._open: tuple[dict[tuple[str, str], float], dict[str, int]] | None = None
         self._counted: dict[tuple[str, str], float] = defaultdict(float)
@@ -44,27 +46,28 @@ class InterfaceCount:
             self.enabled = False
 
     def before_step(self, steps_taken: int) -> None:
-        """To be called in front of every step, by all ranks. steps_taken: by this process so far."""
+        """Open the window if it is closed. All ranks call it before every step, with the steps that this process has
+        taken.
+        """
         if self.enabled and steps_taken >= self.first and self._open is None:
-            self._open = self._look()
+            self._open = self._read_counters()
 
     def after_step(self, step_follows: bool) -> None:
-        """step_follows: the next thing that this process sends belongs to a step."""
+        """Close the window unless a step follows directly."""
         if self._open is not None:
             self._steps += 1
             if not step_follows:
                 self._close()
 
     def summary(self) -> dict[str, Any] | None:
-        """Bytes sent per step by level and node, as `compare` has them; None where nothing was measured.
-
-        A collective call.
+        """Return bytes sent per step by level and node, as `compare` returns them; None if nothing was measured.
+        Collective.
         """
-        self._close()  # where the data ran out in the middle of a step
+        self._close()  # The window is still open if the data ended within a step.
         if self._steps == 0:
             return None
-        own = RankBytes(self._layout.node(dist.get_rank()), dict(self._counted), dict(self._moved))
-        ranks = self._optimizers.collectives.gather_objects(own)
+        local_bytes = RankBytes(self._layout.node(dist.get_rank()), dict(self._counted), dict(self._moved))
+        ranks = self._optimizers.collectives.gather_objects(local_bytes)
         others = {"context": self._layout.context, "tensor": self._layout.tensor}
         return {
             "steps": self._steps,
@@ -76,26 +79,28 @@ class InterfaceCount:
     def _close(self) -> None:
         if self._open is None:
             return
-        counted, moved = self._look()
+        counted, moved = self._read_counters()
         for kind, sent in counted.items():
             self._counted[kind] += sent - self._open[0].get(kind, 0.0)
         for level, bytes_sent in moved.items():
             self._moved[level] += bytes_sent - self._open[1][level]
         self._open = None
 
-    def _look(self) -> tuple[dict[tuple[str, str], float], dict[str, int]]:
-        """Bytes so far, while all ranks are silent: counted by this rank, by level and kind; sent by its interfaces."""
-        self._optimizers.settle()
+    def _read_counters(self) -> tuple[dict[tuple[str, str], float], dict[str, int]]:
+        """Return the bytes so far, with all ranks idle: counted by this rank, by level and kind; sent by its
+        interfaces.
+        """
+        self._optimizers.finish_previous_step()
         dist.barrier()
         moved = read_interfaces()
         assert moved is not None
-        dist.barrier()  # a twin on this node that ran ahead would send before the counters are read
-        counted = self._optimizers.collectives.traffic.sent_by_level_and_kind()
+        dist.barrier()  # Otherwise another rank of this node could send before the counters are read.
+        counted = self._optimizers.collectives.ledger.sent_by_level_and_kind()
         return counted, {level: sent for level, (sent, _) in moved.items()}
 
 
 def interface_lines(figures: dict[str, Any] | None) -> list[str]:
-    """`InterfaceCount.summary` for the log: all nodes together, and the range of their ratios."""
+    """Return `InterfaceCount.summary` as log lines: totals over nodes, and the range of their ratios."""
     lines = []
     for level, nodes in figures["sent_per_step"].items() if figures else ():
         ratios = [node["ratio"] for node in nodes if node["ratio"] is not None]

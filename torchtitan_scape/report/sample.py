@@ -1,5 +1,6 @@
-"""What the model writes at the end of a run: a person judges it better than a loss."""
+"""Text samples from the model at the end of a run, easier to judge than a loss."""
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -9,17 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.borders import border_ids
 
+logger = logging.getLogger(__name__)
+
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
 
 
-class Run(Protocol):
-    """What is asked of a trainer."""
+class SampleView(Protocol):
+    """The trainer's attributes that sampling uses."""
 
     job_config: JobConfig
     layout: Layout
@@ -33,34 +35,38 @@ class Run(Protocol):
     def _model_shown(self) -> AbstractContextManager[None]: ...
 
 
-def log_samples(trainer: Run) -> None:
-    """Logs `sample.characters` characters of each kind, from what is validated. A collective call over all ranks."""
+def log_samples(trainer: SampleView) -> None:
+    """Log `sample.characters` characters of each kind, generated with the weights that are validated. Collective."""
     n = trainer.job_config.sample.characters
     if n and trainer.layout.context > 1:
-        logger.info("No sample is written with context parallelism: each rank has a part of the sequence only")
+        logger.info("No sample is generated with context parallelism, because each rank has only part of the sequence")
     elif n:
         with trainer._model_shown():
             texts = _sample(trainer, n)
         for kind, text in zip(TEMPERATURES, texts, strict=True):
-            logger.info(f"Sample of what the model writes, {kind}:\n{text}")
+            logger.info(f"Sample from the model, {kind}:\n{text}")
 
 
 @torch.no_grad()
-def _sample(trainer: Run, characters: int) -> list[str]:
-    """Text of that many characters for each of TEMPERATURES, the same on all ranks.
+def _sample(trainer: SampleView, characters: int) -> list[str]:
+    """Return a text of `characters` characters for each of TEMPERATURES, equal on all ranks.
 
-    A row of tokens each, from a document's beginning; no document ends in it. All ranks take the same forward passes,
-    which gather what is sharded, and go on with the tokens that rank 0 has chosen.
+    Each text starts as a document and contains no document border. All ranks run the same forward passes, which gather
+    sharded weights, and use the tokens that rank 0 has drawn.
     """
     model, tokenizer, config = trainer.model_parts[0], trainer.tokenizer, trainer.job_config
     borders = [i for i in (getattr(tokenizer, "bos_id", None), tokenizer.eos_id) if i is not None]
     tokens = torch.tensor([_begin(tokenizer, config.data.border)] * len(TEMPERATURES))
-    generator = torch.Generator().manual_seed(config.debug.seed or 0)  # of its own: the run's stay as they are
+    generator = torch.Generator().manual_seed(
+        config.debug.seed or 0
+    )  # Separate, so that the run's generators do not change.
     texts, length = [""], 2 * trainer.layout.tensor
     model.eval()
-    while min(map(len, texts)) < characters and tokens.shape[1] <= 4 * characters:  # of four bytes at most
+    while (
+        min(map(len, texts)) < characters and tokens.shape[1] <= 4 * characters
+    ):  # A character has at most four bytes.
         window = tokens[:, -config.training.seq_len :]
-        while length < window.shape[1]:  # few shapes; what is attended to lies to the left of what is added
+        while length < window.shape[1]:  # Few shapes; causal attention ignores the padding on the right.
             length = min(2 * length, config.training.seq_len)
         padded = pad(window, (0, length - window.shape[1])).to(trainer.device)
         inputs, _, more, masks = trainer.post_dataloading_process({"input": padded}, padded)
@@ -76,19 +82,19 @@ def _sample(trainer: Run, characters: int) -> list[str]:
         texts = [tokenizer.decode(row[1:]) for row in tokens.tolist()]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what a forward pass alone leaves gathered
+            module.reshard()  # A forward pass without a backward pass leaves weights gathered.
     model.train()
     return [text[:characters] for text in texts]
 
 
 def _begin(tokenizer: Any, border: str) -> list[int]:
-    """What the model has seen in front of every document: BOS, or the end of the one before."""
+    """Return the tokens before the first document: BOS, or the EOS of a previous document."""
     before, after = border_ids(tokenizer, border)
     return before or after or [0]
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """The likeliest entry at temperature 0, else one at random. Shape (1,), int64."""
+    """Return the most likely entry at temperature 0, else a random one; int64 (1,)."""
     if temperature == 0:
         return logits.argmax().view(1)
     return torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)

@@ -1,35 +1,36 @@
-"""What a run says of itself at its end."""
+"""Summary of a run at its end."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
-from torchtitan_scape.optimizer.container import ReplicaOptimizers
-from torchtitan_scape.planner.sharding import dealt_stages, mean_gathers, shard_bytes
-from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
+from torchtitan_scape.core.text import sent_text, shards_text, size_text
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
-from torchtitan_scape.report.metrics import ReplicaMetrics
-from torchtitan_scape.report.text import sent_text, shards_text, size_text
 from torchtitan_scape.sharding.base import UPDATE
+from torchtitan_scape.sharding.cost import matrix_stages, mean_gathers, shard_bytes
+
+logger = logging.getLogger(__name__)
 
 
-class Run(Protocol):
-    """What is asked of a trainer."""
+class SummaryView(Protocol):
+    """The trainer's attributes that the summary uses."""
 
     job_config: JobConfig
     layout: Layout
     device: torch.device
     gradient_accumulation_steps: int
-    optimizers: ReplicaOptimizers
-    metrics_processor: ReplicaMetrics
+    replica_optimizer: ReplicaOptimizer
+    metrics_processor: Any
     interfaces: InterfaceCount
     forecast: Forecast | None
     memory: MemoryReport | None
@@ -47,15 +48,15 @@ class Run(Protocol):
     def described(self) -> str: ...
 
 
-def summarise(trainer: Run) -> None:
-    """A short account on rank 0, also as summary.json in the dump folder. A collective call."""
-    trainer.optimizers.settle()
-    traffic = trainer.optimizers.collectives.traffic
+def summarise(trainer: SummaryView) -> None:
+    """Log a summary on rank 0, and write it to summary.json in the dump folder. Collective."""
+    trainer.replica_optimizer.finish_previous_step()
+    traffic = trainer.replica_optimizer.collectives.ledger
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
-    own = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
-    read = torch.tensor(own, dtype=torch.float64, device=trainer.optimizers.grad_norm.device)
-    # Ranks of one data-parallel index read the same tokens.
-    read = trainer.optimizers.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
+    local = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
+    read = torch.tensor(local, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)
+    # Ranks with the same data-parallel index read the same tokens.
+    read = trainer.replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
     steps, total = trainer.steps_taken, trainer.step
     shards = _planned_on_shard_axis(trainer)
@@ -80,17 +81,17 @@ def summarise(trainer: Run) -> None:
         "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
         "bytes_sent_per_step_and_rank": sent.replicas,
         "shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in sent.shards.items()},
-        "payload_parts": trainer.optimizers.payload_parts(),
-        "planned_bytes_per_step_and_rank": trainer.optimizers.planned_bytes(),
+        "payload_parts": trainer.replica_optimizer.methods[0].payload_chunks(),
+        "planned_bytes_per_step_and_rank": trainer.replica_optimizer.planned_bytes(),
         "dense_bytes_per_step_and_rank": sent.dense,
         "planned_shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in shards.items()},
         "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
         "messages_per_step": {" ".join(entry): calls / steps for entry, calls in sorted(traffic.calls.items())},
         "interfaces": interfaces,
-        "skipped_steps": trainer.optimizers.guard.skipped,
+        "skipped_steps": trainer.replica_optimizer.guard.skipped,
         "layout": trainer.described,
     }
-    unsent = trainer.optimizers.statistics().get("residual_norm")
+    unsent = trainer.replica_optimizer.metrics().get("residual_norm")
     if unsent is not None:
         summary["residual_norm"] = unsent
     peak = trainer.metrics_processor.take_peak()
@@ -107,10 +108,10 @@ def summarise(trainer: Run) -> None:
     for line in (
         f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}"
         + (f", {trainer.simulated} simulated replicas)" if trainer.simulated > 1 else ")")
-        + (f": the data ran out after {total} steps" if trainer.ran_out else ""),
+        + (f": end of data after {total} steps" if trainer.ran_out else ""),
         f"  layout            {trainer.described}",
-        f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} a second",
-        f"  empty documents   {empty:,.0f} passed over",
+        f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} per second",
+        f"  empty documents   {empty:,.0f} skipped",
         f"  training loss     {_loss_text(trainer.metrics_processor.last_loss)} (last logged step)",
         f"  validation loss   {_loss_text(validation)}{_figures_text(figures)}",
         f"  sent per step and rank, replicate axis: {sent_text(sent.replicas, sent.dense)}",
@@ -119,29 +120,29 @@ def summarise(trainer: Run) -> None:
         *(f"  {line}" for line in (trainer.forecast.lines() if trainer.forecast else ())),
         *([f"  {trainer.memory.line(peak)}"] if trainer.memory else ()),
         *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
-        f"  skipped steps     {trainer.optimizers.guard.skipped}",
+        f"  skipped steps     {trainer.replica_optimizer.guard.skipped}",
         f"  written to        {folder / 'summary.json'}",
         *_to_export(trainer.job_config, folder),
     ):
         logger.info(line)
 
 
-def report_dry_run(trainer: Run) -> None:
-    """What a step of this run would send, known without taking one."""
-    sent, dense = trainer.optimizers.planned_bytes(), trainer.optimizers.dense_bytes()
-    logger.info("Dry run: everything was built, nothing was trained")
+def report_dry_run(trainer: SummaryView) -> None:
+    """Log the planned bytes per step of a dry run."""
+    sent, dense = trainer.replica_optimizer.planned_bytes(), trainer.replica_optimizer.dense_bytes()
+    logger.info("Dry run: everything was built, no step was taken")
     logger.info(
-        f"Payload and masks of a step, per rank on the replicate axis: {size_text(sent)} sent, "
+        f"Payload and masks per step and rank on the replicate axis: {size_text(sent)} sent, "
         f"dense {size_text(dense)}" + (f", {dense / sent:.1f} x" if sent else "")
     )
     if shards := _planned_on_shard_axis(trainer):
-        logger.info(f"Weights, gradients and updates of a step, per rank on the shard axis: {shards_text(shards)}")
+        logger.info(f"Weights, gradients and updates per step and rank on the shard axis: {shards_text(shards)}")
     for line in trainer.forecast.lines() if trainer.forecast else ():
         logger.info(line)
 
 
-def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
-    """Bytes a step and rank, by level and kind, in closed form."""
+def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]:
+    """Return the planned bytes per step and rank, by level and kind."""
     on_cpu = trainer.device.type == "cpu" and trainer.job_config.comm.mode != "fake_backend"
     plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)
     micro_batches = trainer.gradient_accumulation_steps // trainer.simulated
@@ -149,18 +150,18 @@ def _planned_on_shard_axis(trainer: Run) -> dict[tuple[str, str], float]:
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
-    method, shapes = method_of(trainer.job_config), workload_of(trainer.job_config).shapes()
-    for stage in dealt_stages(method, shapes, trainer.layout):
+    optimizer, shapes = trainer.job_config.optimizer.name, workload_of(trainer.job_config).shapes()
+    for stage in matrix_stages(optimizer, shapes, trainer.layout):
         sent[stage.level, UPDATE] = stage.sent
     return sent
 
 
 def _to_export(config: JobConfig, folder: Path) -> list[str]:
-    """The command that hands over what was saved."""
+    """Return lines with the export command, if there is a checkpoint."""
     if not config.checkpoint.enable or config.checkpoint.load_only:
         return []
-    told = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
-    return ["To load the model elsewhere:", f"  python -m torchtitan_scape.export {told}"]
+    arguments = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
+    return ["To export the model:", f"  python -m torchtitan_scape.export {arguments}"]
 
 
 def _figures_text(figures: dict[str, float]) -> str:

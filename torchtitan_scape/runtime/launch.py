@@ -1,13 +1,14 @@
-"""torchrun, for runs that are stopped, that break, and that are started again.
+"""torchrun with support for stopping, failing and restarting runs.
 
 python -m torchtitan_scape.runtime.launch --nproc_per_node=2 ... -m torchtitan_scape.train ...
 
-SIGTERM, SIGINT, SIGUSR1 and SIGHUP reach the ranks, which write a checkpoint and end by themselves. A run that broke is
-started again up to MAX_RESTARTS times in a row without progress; this process then replaces itself, so that nothing
-of the old start is left. The report of a failed rank is one line instead of a traceback.
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP are forwarded to the ranks, which write a checkpoint and end by themselves. A failed
+run is restarted up to MAX_RESTARTS times in a row without progress. This process then replaces itself, so that no state
+of the old start remains. The report of a failed rank is one line instead of a traceback.
 
-MAX_RESTARTS   restarts without progress before giving up; 0 for none         STOP_SECONDS   for the ranks to end by
-               themselves after a signal, 1800 unless set                     SCAPE_*        between starts of one run
+MAX_RESTARTS   restarts without progress before giving up; 0 for none
+STOP_SECONDS   time for the ranks to end by themselves after a signal, by default 1800
+SCAPE_*        internal state between the starts of one run
 """
 
 import contextlib
@@ -22,7 +23,6 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,65 +30,68 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 
-from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, tell_for
+from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, report_failure_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# What a rank ends with of its own accord, having told the others why.
+# Exit codes of a rank that has reported its reason to the other ranks.
 OWN_CODES = (WRONG_INPUT, LOST, NOT_SAVED, STOPPED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-END_SECONDS = 10.0  # for the other ranks of a node to say who is lost; one that is halted never would
-AGENT_SECONDS = 20.0  # for torchrun's agent to return when its ranks have ended
-PAUSE_SECONDS = 3.0  # before this process goes: ranks elsewhere read from its store who was lost
-REJOIN_SECONDS = 600.0  # after a failure, until the launchers of all nodes have found each other again
+END_SECONDS = 10.0  # Time for the other ranks of a node to report the lost rank and end; a halted one never would.
+AGENT_SECONDS = 20.0  # Time for torchrun's agent to return after its ranks have ended.
+PAUSE_SECONDS = 3.0  # Delay before this process exits, in which ranks of other nodes read the reason from its store.
+REJOIN_SECONDS = 600.0  # Time after a failure for the launchers of all nodes to rendezvous again.
 
 
 class Ranks:
-    """The processes that this launcher has started, and what it was asked to do with them.
+    """The ranks that this launcher has started, and the signals to forward to them.
 
-    The signals are blocked, in this process and in the ranks until they listen: torchrun's own handlers would end
-    the ranks at once, and one that arrives while they start would be lost.
+    The signals are blocked in this process, and in the ranks until these install their handlers. Otherwise torchrun's
+    own handlers would end the ranks immediately, and a signal that arrives during startup would be lost.
     """
 
     def __init__(self, stop_seconds: float, finish: Callable[[int], Any]) -> None:
         self._finish = finish
-        self.asked: signal.Signals | None = None
+        self.requested: signal.Signals | None = None
         self.pids: list[int] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.across_nodes, self.store = False, ("", 0)
         self._stop_seconds = stop_seconds
         hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
-        self._waited_for = SIGNALS if hang_up else SIGNALS[:-1]
+        self._forwarded = SIGNALS if hang_up else SIGNALS[:-1]
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=self._forward, name="signals", daemon=True).start()
+        threading.Thread(target=self._forward_signals, name="signals", daemon=True).start()
 
-    def _forward(self) -> None:
+    def _forward_signals(self) -> None:
         while True:
-            number = signal.Signals(signal.sigwait(self._waited_for))
+            number = signal.Signals(signal.sigwait(self._forwarded))
             number = signal.SIGTERM if number == signal.SIGHUP else number
             if not self.pids:
-                _say(f"{number.name}: stopped while no ranks were running")
+                _print_line(f"{number.name}: stopped while no ranks were running")
                 os._exit(STOPPED if "SCAPE_RESTARTS" in os.environ else 128 + number)
-            if self.asked is None:
+            if self.requested is None:
                 self.send_later(signal.SIGKILL, self._stop_seconds)
-            self.asked = number
+            self.requested = number
             self.send(number)
 
     def codes(self) -> set[int | None]:
-        """Exit codes of the ranks; None for one that runs."""
+        """Return the exit codes of the ranks; None for a running one."""
         return {process.poll() for process in self.processes}
 
     def watch(self) -> None:
-        """Ends this launcher some time after the ranks: the agent may be asking a node that does not answer."""
+        """End this launcher some time after its ranks, because the agent may be waiting for a node that does not
+        respond.
+        """
         known, since = failure_known(*self.store) if self.across_nodes else lambda: False, 0.0
         while None in self.codes():
             time.sleep(1.0)
             if since == 0.0 and known():
                 since = time.monotonic()
-            if since and time.monotonic() - since > END_SECONDS:  # they had time to say it and end
+            if since and time.monotonic() - since > END_SECONDS:  # They had time to report it and to end.
                 self.send(signal.SIGKILL)
         if self.codes() != {0}:
             time.sleep(AGENT_SECONDS)
-            _say("the ranks have ended, and the other nodes' launchers do not answer")
-            self._finish(_final(self.codes()))
+            _print_line("the ranks have ended, and the other nodes' launchers do not respond")
+            self._finish(_exit_code(self.codes()))
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids:
@@ -101,7 +104,9 @@ class Ranks:
         timer.start()
 
     def agent(self) -> type[LocalElasticAgent]:
-        """torchrun's agent, which tells us what it starts, and tells the other ranks which of its own has died."""
+        """Return torchrun's agent class, extended to record started ranks and to report a dead rank to the other
+        ranks.
+        """
         ranks = self
 
         class Agent(LocalElasticAgent):
@@ -110,23 +115,23 @@ class Ranks:
                 ranks.pids = list(found.values())
                 ranks.across_nodes = worker_group.group_world_size > 1
                 ranks.store = worker_group.master_addr, worker_group.master_port
-                if ranks.asked is not None:
-                    ranks.send(ranks.asked)
+                if ranks.requested is not None:
+                    ranks.send(ranks.requested)
                 ranks.processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
                 threading.Thread(target=ranks.watch, name="watch", daemon=True).start()
                 return found
 
             def _monitor_workers(self, worker_group: Any) -> Any:
-                # Before the parent sees it, asks the others to end and waits until they have.
+                # The parent class would first terminate the other ranks and wait for them.
                 for worker in worker_group.workers:
                     process = self._pcontext.subprocess_handlers[worker.local_rank].proc
                     if not (code := process.poll()):
                         continue
                     ranks.send_later(signal.SIGKILL, END_SECONDS)
                     if code not in OWN_CODES and worker.world_size > 1:
-                        place = worker_group.master_addr, worker_group.master_port
-                        with contextlib.suppress(RuntimeError):  # the store's host is gone: they know
-                            tell_for(worker.global_rank, process.pid, _ended(code), *place)
+                        store = worker_group.master_addr, worker_group.master_port
+                        with contextlib.suppress(RuntimeError):  # The store is gone, which the other ranks detect.
+                            report_failure_of(worker.global_rank, process.pid, _exit_text(code), *store)
                     break
                 return super()._monitor_workers(worker_group)
 
@@ -135,22 +140,22 @@ class Ranks:
 
 def main() -> None:
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
-        # Their reports of a failed rank, of several lines, would stand around ours.
+        # Suppress their multi-line reports of a failed rank.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     limit, stop_seconds = _number("MAX_RESTARTS", 0), _number("STOP_SECONDS", 1800)
     if not {"SCAPE_RESTARTS", "SCAPE_PROGRESS_FILE"} <= os.environ.keys():
         number, os.environ["SCAPE_PROGRESS_FILE"] = tempfile.mkstemp(prefix="scape-")
         os.close(number)
     progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
-    # Where the ranks can wait for a link to come back, the launchers can, too: torchrun gives up after 60 s.
+    # Launchers tolerate an interrupted link as long as ranks do; torchrun's default is 60 s.
     options = os.environ.get("PET_RDZV_CONF", "")
     if "read_timeout" not in options:
         os.environ["PET_RDZV_CONF"] = ",".join(filter(None, (options, f"read_timeout={REJOIN_SECONDS:.0f}")))
     finished = threading.Lock()
 
     def finish(code: int) -> NoReturn:
-        with finished:  # for good
-            if code == LOST and ranks.asked is None and limit:
+        with finished:  # Never released: this process exits or is replaced.
+            if code == LOST and ranks.requested is None and limit:
                 _restart(limit, progress)
             progress.unlink(missing_ok=True)
             sys.stdout.flush()
@@ -160,77 +165,82 @@ def main() -> None:
     ranks = Ranks(stop_seconds, finish)
     code = 0
     try:
-        with patch.object(launcher_api, "LocalElasticAgent", ranks.agent()):
+        with replaced(launcher_api, "LocalElasticAgent", ranks.agent()):
             torchrun(sys.argv[1:])
     except ChildFailedError as error:
         ranks.pids = []
-        code, line = _judged(error, ranks)
-        _say(line, error=code != STOPPED)
+        code, line = _outcome(error, ranks)
+        _print_line(line, error=code != STOPPED)
         if ranks.across_nodes:
-            time.sleep(PAUSE_SECONDS)  # the exception holds the store
+            time.sleep(PAUSE_SECONDS)  # The exception keeps the store alive.
     except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
-        code = _final(ranks.codes())  # the agent has waited for them, if there are any
+        code = _exit_code(ranks.codes())  # The agent has waited for the ranks, if any were started.
         if ranks.processes or not _may_rejoin():
-            _say(f"the launchers did not find each other, or lost each other: {' '.join(str(error).split())}")
+            _print_line(f"the rendezvous of the launchers failed or was lost: {' '.join(str(error).split())}")
         elif limit:
             time.sleep(1.0)
-            _start_again()
+            _reexecute()
     finish(code)
 
 
-def _judged(error: ChildFailedError, ranks: Ranks) -> tuple[int, str]:
-    """The exit code of the run on this node, and what to say."""
+def _outcome(error: ChildFailedError, ranks: Ranks) -> tuple[int, str]:
+    """Return the exit code of the run on this node, and the line to print."""
     codes = {failure.exitcode for failure in error.failures.values()}
     if STOPPED in codes:
-        return STOPPED, f"stopped early, with a checkpoint: start the same again to go on (exit code {STOPPED})"
-    if ranks.asked is not None and -ranks.asked in codes:
-        return 128 + ranks.asked, f"stopped by {ranks.asked.name} before the ranks listened; nothing was saved"
+        return STOPPED, f"stopped early, with a checkpoint: run the same command again (exit code {STOPPED})"
+    if ranks.requested is not None and -ranks.requested in codes:
+        return (
+            128 + ranks.requested,
+            f"stopped by {ranks.requested.name} before the ranks handled signals; nothing was saved",
+        )
     rank, failure = error.get_first_failure()
-    told: Any = failure.message
-    if isinstance(told, dict):  # the exception that the rank left behind
-        message = told["message"].partition(": ")[2]
+    report: Any = failure.message
+    if isinstance(report, dict):  # The exception that the rank recorded.
+        message = report["message"].partition(": ")[2]
     elif failure.exitcode > 0:
-        message = "its message stands above"
+        message = "see its message above"
     else:
-        message = told  # which signal ended it
-    return _final(codes), f"rank {rank} {_ended(failure.exitcode)}: {message}"
+        message = report  # Names the signal.
+    return _exit_code(codes), f"rank {rank} {_exit_text(failure.exitcode)}: {message}"
 
 
-def _final(codes: Collection[int | None]) -> int:
-    """The exit code of a launcher whose ranks ended with these."""
+def _exit_code(codes: Collection[int | None]) -> int:
+    """Return the exit code of a launcher from those of its ranks."""
     decisive = (STOPPED, WRONG_INPUT, NOT_SAVED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
     return next((code for code in decisive if code in codes), LOST)
 
 
-def _ended(code: int) -> str:
+def _exit_text(code: int) -> str:
+    """Return an exit code in words."""
     return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
 
 
 def _restart(limit: int, progress: Path) -> None:
-    """Starts all again, unless the last `limit` starts have come no further. Returns if so."""
-    taken, before = (int(word) for word in os.environ.get("SCAPE_RESTARTS", "0 -1").split())
+    """Restart the run, unless the last `limit` restarts made no progress. Returns only if the limit is reached."""
+    restarts, best = (int(word) for word in os.environ.get("SCAPE_RESTARTS", "0 -1").split())
     steps = [line.split()[1] for line in progress.read_text().splitlines()] if progress.exists() else []
     reached = int(steps[-1]) if steps else -1
-    if reached > before:
-        taken = 0  # this start resumed later than the one before: its predecessor had saved something new
-    if taken >= limit:
-        _say(f"not started again: {limit} restarts (MAX_RESTARTS) have not come further than step {max(reached, 0)}")
+    if reached > best:
+        restarts = 0  # This start resumed from a newer checkpoint than the previous one.
+    if restarts >= limit:
+        _print_line(f"not restarted: {limit} restarts (MAX_RESTARTS) made no progress beyond step {max(reached, 0)}")
         return
-    os.environ["SCAPE_RESTARTS"] = f"{taken + 1} {max(reached, before)}"
+    os.environ["SCAPE_RESTARTS"] = f"{restarts + 1} {max(reached, best)}"
     os.environ["SCAPE_REJOIN_SINCE"] = str(time.time())
-    _say(f"starting again, restart {taken + 1} of {limit} without progress", error=False)
+    _print_line(f"restarting, restart {restarts + 1} of {limit} without progress", error=False)
     time.sleep(1.0)
-    _start_again()
+    _reexecute()
 
 
 def _may_rejoin() -> bool:
-    """Whether other nodes may still be on their way back from a failure."""
+    """Return whether other nodes may still be restarting after a failure."""
     return time.time() - float(os.environ.get("SCAPE_REJOIN_SINCE", "0")) < REJOIN_SECONDS
 
 
-def _start_again() -> NoReturn:
-    # The signals stay blocked over exec: one that arrives meanwhile waits.
+def _reexecute() -> NoReturn:
+    # Signals stay blocked across exec, so one that arrives in between stays pending.
+    """Replace this process by a new launcher with the same arguments."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -239,12 +249,12 @@ def _start_again() -> NoReturn:
 def _number(name: str, default: int) -> int:
     value = os.environ.get(name) or str(default)
     if not value.isdigit():
-        _say(f"{name}={value}; it must be a number, 0 or more")
+        _print_line(f"{name}={value}; it must be a number, 0 or more")
         sys.exit(WRONG_INPUT)
     return int(value)
 
 
-def _say(line: str, error: bool = True) -> None:
+def _print_line(line: str, error: bool = True) -> None:
     print(f"error: {line}" if error else line, file=sys.stderr, flush=True)
 
 

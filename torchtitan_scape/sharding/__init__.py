@@ -1,1 +1,1 @@
-"""The shard axis: what stands in for FSDP2's own collectives, and what all of that has in common."""
+"""The shard axis: replacements for FSDP2's own collectives."""

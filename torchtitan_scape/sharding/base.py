@@ -1,9 +1,10 @@
-"""The seam of the shard axis: FSDP2's parameter groups and their rows, who moves them, and the ledger of bytes.
+"""Interface to FSDP2's collectives on the shard axis: parameter groups and their rows, collective hooks, byte ledger.
 
-FSDP2 gathers and reduces a parameter group as one flat, (S, m) of S ranks, rank-major: a row is what a rank keeps, the
-padded local shards of the group's parameters end to end. It calls a stand-in for its all-gather before every forward
-pass of a module and every backward pass of a resharded one, and one for its reduce-scatter after every backward pass,
-of every micro-batch, on a stream of its own. A stand-in does all its work in the call and returns None, or a `Work`.
+FSDP2 all-gathers and reduce-scatters a parameter group as one flat buffer of shape (S, m) for S ranks, rank-major. One
+row is a rank's share: the padded local shards of the group's parameters, concatenated. FSDP2 calls the all-gather hook
+before every forward pass of a module and before every backward pass of a resharded module. It calls the reduce-scatter
+hook after the backward pass of every micro-batch, on a separate stream. A hook completes its work within the call and
+returns None, or returns a `Work` handle.
 """
 
 import hashlib
@@ -21,20 +22,28 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from topology.circles import Circle, ShardLedger
 from topology.groups import LevelGroups, ShardGroups
 from topology.primitives import all_gather_into, reduce_scatter_into
-from topology.traffic import Traffic
-from torchtitan_scape.sharding.unsent import Unsent
-from torchtitan_scape.sync.shards import plain_name
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.parameters import plain_name
+from torchtitan_scape.sharding.unsent import ResidualStore
 
 # Kinds of bytes in the ledger.
 WEIGHTS, GRADIENTS, UPDATE, INDEX = KINDS = ("weights", "gradients", "update", "index")
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A parameter's stretch of a row: `size` entries from `start` on, padding included. dims: of the parameter."""
+class ParameterSlice:
+    """The slice of a row that belongs to one parameter.
+
+    Attributes:
+        name: Name of the parameter.
+        start: First entry in the row.
+        size: Number of entries, padding included.
+        dims: Number of dimensions of the parameter.
+    """
 
     name: str
     start: int
@@ -43,90 +52,98 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class FlatGroup:
-    """One of FSDP2's parameter groups.
+class ShardedParamGroup:
+    """One parameter group of FSDP2.
 
-    name: of its modules, for messages. number: among the model's groups, in the order of the modules.
-    gathered: the row that is gathered. reduced: the row that is reduced; what is not trained has no place in it.
-    modules: any one of them takes the group's stand-ins.
+    Attributes:
+        name: Names of the group's modules, for messages.
+        number: Index among the model's groups, in module order.
+        gathered: Layout of the row that is all-gathered.
+        reduced: Layout of the row that is reduce-scattered; parameters that are not trained are absent.
+        modules: Modules of the group. Hooks are registered on any one of them.
     """
 
     name: str
     number: int
-    gathered: tuple[Segment, ...]
-    reduced: tuple[Segment, ...]
+    gathered: tuple[ParameterSlice, ...]
+    reduced: tuple[ParameterSlice, ...]
     modules: tuple[FSDPModule, ...]
 
-    def check_gather(self, output: Tensor, own: Tensor, group: ProcessGroup, ranks: int) -> None:
-        """Raises RuntimeError, on every rank, where FSDP2 gathers something else than this group's row."""
-        self._check("all-gather", ranks, group, entries(self.gathered), own.numel(), output.numel())
+    def check_gather(self, output: Tensor, local: Tensor, group: ProcessGroup, ranks: int) -> None:
+        """Raise RuntimeError, on every rank, if FSDP2 all-gathers anything other than this group's row."""
+        self._check("all-gather", ranks, group, entries(self.gathered), local.numel(), output.numel())
 
     def check_reduce(self, output: Tensor, flat: Tensor, group: ProcessGroup, op: Any, ranks: int) -> None:
-        """Raises RuntimeError, on every rank, where FSDP2 reduces something else than this group's flat by a sum."""
+        """Raise RuntimeError, on every rank, if FSDP2 does not reduce-scatter this group's flat buffer by a sum."""
         if op != dist.ReduceOp.SUM:
-            raise RuntimeError(f"FSDP's reduce-scatter of {self.name} has op {op}; what stands in for it sums")
+            raise RuntimeError(f"FSDP's reduce-scatter of {self.name} has op {op}; its replacement only supports SUM")
         self._check("reduce-scatter", ranks, group, entries(self.reduced), output.numel(), flat.numel())
 
     def check_row(self, reduced: Tensor) -> None:
-        """As `check_reduce`, of what FSDP2 over one rank hands its all-reduce hook."""
+        """Apply `check_reduce` to the tensor that FSDP2 passes to its all-reduce hook on a shard axis of one rank."""
         self._check_sizes("reduce-scatter", 1, entries(self.reduced), reduced.numel(), reduced.numel())
 
-    def _check(self, what: str, ranks: int, group: ProcessGroup, row: int, own: int, whole: int) -> None:
+    def _check(self, collective: str, ranks: int, group: ProcessGroup, row: int, local: int, total: int) -> None:
         if group.size() != ranks:
-            raise RuntimeError(f"FSDP's {what} of {self.name} is over {group.size()} ranks, and {ranks} are expected")
-        self._check_sizes(what, ranks, row, own, whole)
+            raise RuntimeError(f"FSDP's {collective} of {self.name} is over {group.size()} ranks; expected {ranks}")
+        self._check_sizes(collective, ranks, row, local, total)
 
-    def _check_sizes(self, what: str, ranks: int, row: int, own: int, whole: int) -> None:
-        if (own, whole) != (row, ranks * row):
-            segments = self.gathered if what == "all-gather" else self.reduced
+    def _check_sizes(self, collective: str, ranks: int, row: int, local: int, total: int) -> None:
+        if (local, total) != (row, ranks * row):
+            slices = self.gathered if collective == "all-gather" else self.reduced
             raise RuntimeError(
-                f"FSDP's {what} of {self.name} has {own} of {whole} entries, and {row} of {ranks * row} are expected "
-                f"({', '.join(segment.name for segment in segments)}); a parameter that a micro-batch did not use, or "
-                "one frozen later, leaves the flat: freeze it from the start, or leave [sharding] out"
+                f"FSDP's {collective} of {self.name} has {local} of {total} entries; expected {row} of {ranks * row} "
+                f"({', '.join(slice_.name for slice_ in slices)}). A parameter that a micro-batch did not use, or "
+                "that was frozen later, is missing from the flat buffer: freeze it from the start, or omit [sharding]"
             )
 
 
-def entries(segments: Sequence[Segment]) -> int:
-    """Of a row."""
-    return sum(segment.size for segment in segments)
+def entries(slices: Sequence[ParameterSlice]) -> int:
+    """Return the number of entries of a row."""
+    return sum(slice_.size for slice_ in slices)
 
 
-def flat_groups(model: nn.Module) -> list[FlatGroup]:
-    """The parameter groups of a model after `fully_shard`, each once: modules that were sharded together share one."""
+def flat_groups(model: nn.Module) -> list[ShardedParamGroup]:
+    """Return the parameter groups of a model after `fully_shard`, each once; modules sharded together share one."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters(remove_duplicate=False)}
-    found: dict[int, tuple[Any, list[str], list[FSDPModule]]] = {}
+    modules_by_state: dict[int, tuple[Any, list[str], list[FSDPModule]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            _, titles, modules = found.setdefault(id(state), (state, [], []))
-            titles.append(plain_name(f"{name}.").rstrip(".") or "the model's root")
+            _, module_names, modules = modules_by_state.setdefault(id(state), (state, [], []))
+            module_names.append(plain_name(f"{name}.").rstrip(".") or "the model's root")
             modules.append(module)
-    groups: list[FlatGroup] = []
-    for state, titles, modules in found.values():
-        # None for a module without parameters of its own. torch 2.13 has a list besides, of one where no shard
-        # placement of one's own is used.
+    groups: list[ShardedParamGroup] = []
+    for state, module_names, modules in modules_by_state.values():
+        # None for a module without direct parameters. torch 2.13 also has the list `_fsdp_param_groups`, which has one
+        # element unless a custom shard placement is used.
         if (group := state._fsdp_param_group) is not None:
             gathered = _row(group.fsdp_params, names)
             reduced = _row([p for p in group.fsdp_params if p.sharded_param.requires_grad], names)
-            groups.append(FlatGroup("+".join(titles), len(groups), gathered, reduced, tuple(modules)))
+            groups.append(ShardedParamGroup("+".join(module_names), len(groups), gathered, reduced, tuple(modules)))
     return groups
 
 
-def _row(parameters: Sequence[Any], names: dict[int, str]) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
+def _row(parameters: Sequence[Any], names: dict[int, str]) -> tuple[ParameterSlice, ...]:
+    slices: list[ParameterSlice] = []
     start = 0
-    for one in parameters:
-        size, own = one.padded_sharded_param_size.numel(), one.sharded_param
-        segments.append(Segment(names.get(id(own), "?"), start, size, own.ndim))
+    for parameter in parameters:
+        size, sharded = parameter.padded_sharded_param_size.numel(), parameter.sharded_param
+        slices.append(ParameterSlice(names.get(id(sharded), "?"), start, size, sharded.ndim))
         start += size
-    return tuple(segments)
+    return tuple(slices)
 
 
 @dataclass
-class Moment:
-    """Where the run is: by it keys are made that a resumed run repeats, and some send with the last micro-batch alone.
+class TrainPosition:
+    """Position of training. It determines random keys, which a resumed run repeats, and identifies the last
+    micro-batch.
 
-    step: from 1 on. micro_batch: of the step, from 0 on. last: whether it is the step's last one.
+    Attributes:
+        seed: Seed of the run.
+        step: Number of the step, from 1.
+        micro_batch: Index of the micro-batch within the step, from 0.
+        last: Whether this is the last micro-batch of the step.
     """
 
     seed: int = 0
@@ -135,160 +152,169 @@ class Moment:
     last: bool = True
 
     def key(self, *others: int) -> int:
-        """62 bits of the moment and of what tells keys of it apart, with a one in front."""
+        """Return a 62-bit key with bit 62 set, derived from the position and from the numbers that identify the
+        message.
+        """
         numbers = (self.seed, self.step, self.micro_batch, *others)
         digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2 | 1 << 62
 
 
-class Gather(Protocol):
-    """What stands in for FSDP2's all-gather of one group."""
+class AllGatherHook(Protocol):
+    """Replacement for FSDP2's all-gather of one parameter group."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        """output (S * m,) becomes the rows of all ranks, the own one, `input` (m,), which lies in it, included.
+        """Write the rows of all ranks into `output_tensor` (S * m,), bitwise equal on every rank.
 
-        All ranks must come to the same bits.
+        `input_tensor` (m,), the row of this rank, is a view of `output_tensor` and is overwritten.
         """
 
 
-class Reduce(Protocol):
-    """What stands in for FSDP2's reduce-scatter of one group."""
+class ReduceScatterHook(Protocol):
+    """Replacement for FSDP2's reduce-scatter of one parameter group."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """output (m,) becomes this rank's row of the sum over ranks of `input` (S * m,)."""
+        """Write this rank's row of the sum over ranks of `input_tensor` (S * m,) into `output_tensor` (m,)."""
 
 
 class Allocates:
-    """Buffers as FSDP2's own collectives have them."""
+    """Mixin that allocates buffers in the same way as FSDP2's own collectives."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class DenseGather(Allocates):
-    """FSDP2's own all-gather, counted."""
+class CountedAllGather(Allocates):
+    """FSDP2's own all-gather, with its bytes counted."""
 
-    def __init__(self, circle: Circle, ledger: ShardLedger) -> None:
-        self._circle, self._ledger = circle, ledger
+    def __init__(self, rank_group: RankGroup, ledger: ShardLedger) -> None:
+        self._rank_group, self._ledger = rank_group, ledger
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        self._circle.count_gather(input_tensor.nbytes, self._ledger, WEIGHTS)
+        self._ledger.count_all_gather(self._rank_group, input_tensor.nbytes, WEIGHTS)
         return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class DenseReduce(Allocates):
-    """FSDP2's own reduce-scatter, counted.
+class CountedReduceScatter(Allocates):
+    """FSDP2's own reduce-scatter, with its bytes counted.
 
-    gloo's moves as many bytes as an all-reduce: on a CPU parts are exchanged, and FP32 is added in rank order.
+    On gloo a reduce-scatter moves as many bytes as an all-reduce. On a CPU, FP32 therefore uses an all-to-all and a
+    local sum in rank order.
     """
 
-    def __init__(self, circle: Circle, ledger: ShardLedger) -> None:
-        self._circle, self._ledger = circle, ledger
+    def __init__(self, rank_group: RankGroup, ledger: ShardLedger) -> None:
+        self._rank_group, self._ledger = rank_group, ledger
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         if input_tensor.is_cpu and input_tensor.dtype == torch.float32 and op == dist.ReduceOp.SUM:
-            self._circle.count_exchange(input_tensor.nbytes, self._ledger, GRADIENTS)
+            self._ledger.count_all_to_all(self._rank_group, input_tensor.nbytes, GRADIENTS)
             parts = torch.empty_like(input_tensor)
             dist.all_to_all_single(parts, input_tensor, group=group)
             add_rows(parts.view(group.size(), -1), output_tensor)
             return None
-        self._circle.count_scatter(input_tensor.nbytes, self._ledger, GRADIENTS)
+        self._ledger.count_reduce_scatter(self._rank_group, input_tensor.nbytes, GRADIENTS)
         return reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def add_rows(rows: Tensor, out: Tensor) -> None:
-    """out (n,) becomes the sum of rows (k, n), in their order, in FP32."""
+    """Write the FP32 sum of `rows` (k, n), in row order, into `out` (n,)."""
     out.copy_(rows[0])
     for row in rows[1:]:
         out += row
 
 
-class Version:
-    """Which weights there are: what is kept of another version is stale. The same on all ranks, at the same place."""
+class WeightsVersion:
+    """Version number of the weights. It invalidates caches and advances at the same points on all ranks."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._in_doubt: Callable[[], bool] | None = None
+        self._pending_change: Callable[[], bool] | None = None
 
     def now(self) -> int:
-        """May wait for the device, where it is in doubt."""
-        changed, self._in_doubt = self._in_doubt, None
+        """Return the version. This may wait for the device if a conditional change is pending."""
+        changed, self._pending_change = self._pending_change, None
         if changed is not None and changed():
             self._number += 1
         return self._number
 
     def changed(self) -> None:
-        self._number, self._in_doubt = self._number + 1, None
+        """Record that the weights have changed."""
+        self._number, self._pending_change = self._number + 1, None
 
     def changed_if(self, changed: Callable[[], bool]) -> None:
-        """`changed` is asked when somebody wants to know."""
-        if self._in_doubt is None:
-            self._in_doubt = changed
-        else:  # two doubts are not kept apart
+        """Record a change that took place only if `changed()` is true. `now` calls it at the next read."""
+        if self._pending_change is None:
+            self._pending_change = changed
+        else:  # Two conditional changes cannot be told apart: assume a change.
             self.changed()
 
 
-class Kept:
-    """What was received, for as long as the weights are of the version that it was received of."""
+class WeightsCache:
+    """Cache of a received message, valid for one version of the weights."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: WeightsVersion) -> None:
         self._version = version
-        self._kept: tuple[int, Tensor] | None = None
+        self._entry: tuple[int, Tensor] | None = None
 
     def get(self) -> Tensor | None:
-        """None where there is none; what is stale is let go of, before there is another."""
-        if self._kept is not None and self._kept[0] == self._version.now():
-            kept = self._kept[1]
-            if kept.is_cuda:  # it may be of another stream than this gather
-                kept.record_stream(torch.cuda.current_stream(kept.device))
-            return kept
-        self._kept = None
+        """Return the cached message, or None. A stale message is freed before another one is received."""
+        if self._entry is not None and self._entry[0] == self._version.now():
+            cached = self._entry[1]
+            if cached.is_cuda:  # It may have been allocated on another stream than this all-gather's.
+                cached.record_stream(torch.cuda.current_stream(cached.device))
+            return cached
+        self._entry = None
         return None
 
     def keep(self, received: Tensor) -> None:
-        self._kept = self._version.now(), received
+        """Store a message received with the current weights."""
+        self._entry = self._version.now(), received
 
 
 class Sharding:
-    """What is installed on a model's parameter groups; on none by default.
+    """Collective hooks and their shared state for the parameter groups of a model; without hooks by default.
 
-    groups: of processes. moment, version: what the trainer and the optimizer keep up to date. ledger: of bytes.
-    unsent: what stand-ins keep between steps.
+    Attributes:
+        groups: Process groups of the hooks.
+        ledger: Byte ledger of the shard axis.
+        position: Training position, updated by the trainer.
+        version: Version of the weights, updated by the optimizer.
+        unsent: Residuals that hooks keep between steps.
     """
 
     def __init__(
         self, groups: ShardGroups | LevelGroups | None = None, ledger: ShardLedger | None = None, seed: int = 0
     ) -> None:
-        self.groups, self.ledger = groups, ledger or ShardLedger(Traffic())
-        self.moment, self.version, self.unsent = Moment(seed), Version(), Unsent()
+        self.groups, self.ledger = groups, ledger or ShardLedger(TrafficLedger())
+        self.position, self.version, self.unsent = TrainPosition(seed), WeightsVersion(), ResidualStore()
 
     def before_micro_batch(self, step: int, micro_batch: int, last: bool) -> None:
-        """To be called before every forward pass of training."""
-        self.moment.step, self.moment.micro_batch, self.moment.last = step, micro_batch, last
+        """Update the training position. Call it before every forward pass of training."""
+        self.position.step, self.position.micro_batch, self.position.last = step, micro_batch, last
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of its process groups."""
+        """Set the timeout of the hooks' process groups."""
         if self.groups is not None:
             self.groups.set_timeout(timeout)
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Inside, bytes do not count: a validation is no part of a step."""
+        """Return a context in which no bytes are counted, because a validation is not part of a step."""
         return self.ledger.uncounted()
 
 
-def install(flat: FlatGroup, gather: Gather, reduce: Reduce) -> None:
-    """Hands a group its stand-ins. Modules of one group share them, so that nothing is done twice."""
+def install(flat: ShardedParamGroup, gather: AllGatherHook, reduce: ReduceScatterHook) -> None:
+    """Register the hooks of a parameter group. Modules of one group share them, so that no work is done twice."""
     module: Any = flat.modules[0]
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(reduce)
     if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-        # What a micro-batch did not use stays in the flat, as zeros: its size is that of the table.
+        # Parameters that a micro-batch did not use stay in the flat buffer, as zeros, so that its size is constant.
         module.set_reduce_scatter_unused_params(True, recurse=False)

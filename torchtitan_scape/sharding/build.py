@@ -1,4 +1,4 @@
-"""What `[sharding]` asks for, put in the place of FSDP2's own collectives."""
+"""Construction of the collective hooks that `[sharding]` selects."""
 
 from datetime import timedelta
 
@@ -7,30 +7,30 @@ import torch.nn as nn
 
 from kernels import block_code
 from kernels.codec.codes import BlockCode
-from topology.circles import ShardLedger
 from topology.groups import ShardGroups, build_shard_groups
 from topology.layout import Layout
-from topology.traffic import Traffic
+from topology.shard_collectives import ShardLedger
+from topology.traffic import TrafficLedger
+from torchtitan_scape.core.parameters import local
 from torchtitan_scape.sharding.base import (
-    DenseGather,
-    DenseReduce,
-    FlatGroup,
-    Gather,
-    Reduce,
+    AllGatherHook,
+    CountedAllGather,
+    CountedReduceScatter,
+    ReduceScatterHook,
+    ShardedParamGroup,
     Sharding,
     flat_groups,
     install,
 )
-from torchtitan_scape.sharding.messages import RowMessages
+from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
-from torchtitan_scape.sharding.unsent import Residuals
-from torchtitan_scape.sharding.zeropp import MessageGather, MessageReduce
-from torchtitan_scape.sync.shards import local
+from torchtitan_scape.sharding.unsent import ShardResiduals
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 
 
 def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> ShardGroups:
-    """The process groups that these options need, which have been checked. A collective call."""
+    """Return the process groups that checked options need. Collective."""
     hops = options.hops_over(layout) if options.active else 0
     gathers = hops if options.weights != "dense" or options.secondary else 0
     reductions = 0 if options.gradients == "dense" else 1 if options.sparse else hops
@@ -38,42 +38,48 @@ def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> 
 
 
 def build_sharding(
-    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: Traffic, *, kernels: str, seed: int
+    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: TrafficLedger, *, kernels: str, seed: int
 ) -> Sharding:
-    """Installs the stand-ins on a model after `fully_shard`, before its first forward pass.
+    """Install the collective hooks on a model after `fully_shard`, before its first forward pass.
 
-    kernels: "triton" or "torch". seed: of stochastic rounding.
+    Args:
+        model: The sharded model.
+        options: Section [sharding], checked.
+        groups: Process groups from `groups_for`.
+        traffic: Byte ledger of the run.
+        kernels: "triton" or "torch".
+        seed: Seed of stochastic rounding.
     """
     sharding = Sharding(groups, ShardLedger(traffic), seed)
     ledger, device = sharding.ledger, local(next(model.parameters())).device
 
-    def gather(flat: FlatGroup) -> Gather:
+    def gather(flat: ShardedParamGroup) -> AllGatherHook:
         if not groups.gathers:
-            return DenseGather(groups.whole, ledger)
+            return CountedAllGather(groups.whole, ledger)
         code = None if options.weights == "dense" else _code(kernels, options.weights, options.weights_block)
-        rows, keeps = RowMessages(flat.gathered, code), sharding.version if options.secondary else None
-        return MessageGather(flat, groups.gathers, rows, ledger, keeps)
+        rows, cache_version = RowCodec(flat.gathered, code), sharding.version if options.secondary else None
+        return QuantizedAllGather(flat, groups.gathers, rows, ledger, cache_version)
 
-    def reduce(flat: FlatGroup) -> Reduce:
+    def reduce(flat: ShardedParamGroup) -> ReduceScatterHook:
         if not groups.reductions:
-            return DenseReduce(groups.whole, ledger)
+            return CountedReduceScatter(groups.whole, ledger)
         if options.sparse:
-            (circle,) = groups.reductions
-            return TagcReduce(flat, circle, options.tagc, ledger, sharding.moment, kernels, device)
+            (rank_group,) = groups.reductions
+            return TagcReduce(flat, rank_group, options.tagc, ledger, sharding.position, kernels, device)
         names = (*options.gradient_codes, options.gradient_codes[-1])
         codes = [
             _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
         ]
-        rows = [RowMessages(flat.reduced, code, options.turns) for code in codes]
-        keyed = sharding.moment if options.rounding == "stochastic" else None
-        return MessageReduce(flat, groups.reductions, rows, ledger, keyed)
+        rows = [RowCodec(flat.reduced, code, options.turns) for code in codes]
+        position = sharding.position if options.rounding == "stochastic" else None
+        return QuantizedReduceScatter(flat, groups.reductions, rows, ledger, position)
 
     reductions = []
     for flat in flat_groups(model):
         reductions.append(reduce(flat))
         install(flat, gather(flat), reductions[-1])
     if options.sparse:
-        sharding.unsent = Residuals(reductions)
+        sharding.unsent = ShardResiduals(reductions)
     return sharding
 
 

@@ -1,9 +1,9 @@
-"""Three levels on a model: weights on w ranks, gradients on g, masters and the optimizer's states on all.
+"""Three-level sharding of a model: weights over w ranks, gradients over g, masters and optimizer states over all.
 
-FSDP2 shards over the innermost w ranks and knows nothing of the rest. The optimizer gets slices of FP32 masters as its
-parameters, by the names of the model's: of a sub-piece, whose gradient has been summed over all ranks, or of a piece,
-where a method of the replicate axis exchanges what nodes have. A step is: `before_step`, the optimizer's own step,
-`after_step`.
+FSDP2 shards over the innermost w ranks only. The optimizer receives slices of the FP32 masters as its parameters, under
+the names of the model's parameters. If gradients are summed between nodes here, each rank owns one row slice. If a
+method of the replicate axis exchanges between nodes, each rank owns a node slice (see `levels_layout`). A step consists
+of `before_step`, the optimizer's own step, and `after_step`.
 
 Source: arXiv 2501.04266, Section V.
 """
@@ -16,15 +16,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from topology.circles import Circle
 from topology.collectives import ReplicaCollectives
+from topology.rank_group import RankGroup
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
+from torchtitan_scape.core.parameters import SliceParameter, stored
 from torchtitan_scape.sharding.base import Sharding
-from torchtitan_scape.sharding.levels_gradients import PieceReduce
-from torchtitan_scape.sharding.levels_layout import RowLayout, Slice
-from torchtitan_scape.sharding.levels_update import UpdateGather
-from torchtitan_scape.sync.consistency import Shared, check_replicas_equal
-from torchtitan_scape.sync.scape.weights import hold_in_bfloat16
-from torchtitan_scape.sync.shards import SliceParameter, stored
+from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
+from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
+from torchtitan_scape.sharding.levels_update import WeightAllGather
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -33,66 +33,81 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class LevelGroup:
     """One parameter group.
 
-    parameters: the model's, those that are trained. cut: of the row, this rank's; place: of its row among the w.
-    update: brings the weights up to date after a step. whole: the same by values, whatever the weights were.
+    Attributes:
+        layout: Layout of the row.
+        parameters: Trained parameters of the model with their names.
+        slice_index: Index of this rank's slice of the row.
+        group_rank: Position of this rank's row among the w rows.
+        reduce: Reduce-scatter hook.
+        update: Updates the weights after a step.
+        full_update: Updates the weights by values, whatever they contained before.
     """
 
     layout: RowLayout
     parameters: Named
-    cut: int
-    place: int
-    reduce: PieceReduce
-    update: UpdateGather
-    whole: UpdateGather
+    slice_index: int
+    group_rank: int
+    reduce: SliceReduceScatter
+    update: WeightAllGather
+    full_update: WeightAllGather
 
     def weights(self) -> list[Tensor]:
-        """Flat, of what FSDP2 keeps."""
+        """Return the local shards that FSDP2 stores, flat."""
         return [stored(parameter).view(-1) for _, parameter in self.parameters]
 
-    def slices(self) -> list[Slice]:
-        return self.layout.slices(self.cut, [weight.numel() for weight in self.weights()])
+    def slices(self) -> list[MasterSlice]:
+        """Return each parameter's part of this rank's row slice."""
+        return self.layout.slices(self.slice_index, [weight.numel() for weight in self.weights()])
 
 
 class Master:
-    """Of one parameter group: this rank's cut in FP32, and its slices as the optimizer's parameters.
+    """FP32 master of this rank's row slice of one parameter group.
 
-    values: (sub_piece,), of a piece where a cut is one. slices: of the parameters, in their order.
+    Attributes:
+        group: The parameter group.
+        parts: Each parameter's part of the row slice.
+        values: FP32 (slice_size,).
+        slices: Views of `values` as parameters of the optimizer, in the order of the group's parameters.
     """
 
     def __init__(self, group: LevelGroup) -> None:
-        self.group, self.places = group, group.slices()
+        self.group, self.parts = group, group.slices()
         weights = group.weights()
-        self.values = torch.zeros(group.layout.sub_piece, dtype=torch.float32, device=weights[0].device)
-        for one, weight in zip(self.places, weights, strict=True):
-            self.values[one.at : one.at + one.stop - one.start] = weight[one.start : one.stop]
+        self.values = torch.zeros(group.layout.slice_size, dtype=torch.float32, device=weights[0].device)
+        for part, weight in zip(self.parts, weights, strict=True):
+            self.values[part.at : part.at + part.stop - part.start] = weight[part.start : part.stop]
         self.slices = [
-            SliceParameter(values, tuple(parameter.shape), group.place * size + one.start)
-            for values, (_, parameter), size, one in zip(
-                self.views(self.values), group.parameters, group.layout.sizes, self.places, strict=True
+            SliceParameter(values, tuple(parameter.shape), group.group_rank * size + part.start)
+            for values, (_, parameter), size, part in zip(
+                self.views(self.values), group.parameters, group.layout.sizes, self.parts, strict=True
             )
         ]
 
-    def views(self, of: Tensor) -> list[Tensor]:
-        """Each parameter's entries in a cut (sub_piece,), with as many dimensions as the parameter."""
+    def views(self, row_slice: Tensor) -> list[Tensor]:
+        """Return each parameter's entries of a row slice (slice_size,), with the parameter's number of dimensions."""
         return [
-            of[one.at : one.at + one.stop - one.start].view(*(1,) * (parameter.ndim - 1), one.stop - one.start)
-            for one, (_, parameter) in zip(self.places, self.group.parameters, strict=True)
+            row_slice[part.at : part.at + part.stop - part.start].view(
+                *(1,) * (parameter.ndim - 1), part.stop - part.start
+            )
+            for part, (_, parameter) in zip(self.parts, self.group.parameters, strict=True)
         ]
 
 
-class Levels:
-    """All groups of a model.
+class ThreeLevelState:
+    """State of three-level sharding of a model.
 
     Args:
-        sharding: what is installed on the model.
-        nodes: over which gradients are summed here; None where a method of the replicate axis does it.
-        holders: the ranks that hold the same weights, as replicas.
-        keeps_bits: whether weights do not follow from the masters, so that a checkpoint needs both.
-        bf16: FSDP2 is to keep weights in BF16. Masters start from what was before.
+        model: The sharded model.
+        groups: Parameter groups.
+        sharding: Hooks installed on the model.
+        nodes: Rank group over which gradients are summed here; None if a method of the replicate axis exchanges them.
+        weight_peers: Collectives over the ranks that hold the same weights.
+        keeps_bits: The weights cannot be derived from the masters, so a checkpoint contains both.
+        bf16: Convert FSDP2's weights to BF16. Masters are initialized from the weights before the conversion.
 
     Attributes:
-        groups, masters: of the parameter groups.
-        parameters: of the optimizer, by the names and in the order of the model's.
+        groups, masters: One entry per parameter group.
+        parameters: The optimizer's parameters, with the names and in the order of the model's.
     """
 
     def __init__(
@@ -100,25 +115,27 @@ class Levels:
         model: nn.Module,
         groups: Sequence[LevelGroup],
         sharding: Sharding,
-        nodes: Circle | None,
-        holders: ReplicaCollectives,
+        nodes: RankGroup | None,
+        weight_peers: ReplicaCollectives,
         keeps_bits: bool,
         bf16: bool,
     ) -> None:
-        self.groups, self.sharding, self._nodes, self._holders = groups, sharding, nodes, holders
+        self.groups, self.sharding, self._nodes, self._weight_peers = groups, sharding, nodes, weight_peers
         self._keeps_bits = keeps_bits
         self._model = {name: parameter for group in groups for name, parameter in group.parameters}
-        holders.broadcast_from_first([stored(parameter) for parameter in self._model.values()])
+        weight_peers.broadcast_from_first([stored(parameter) for parameter in self._model.values()])
         self.masters = [Master(group) for group in groups]
         if bf16:
             hold_in_bfloat16(model, scaled=False)
-        found = {
+        by_name = {
             name: part
             for master in self.masters
             for (name, _), part in zip(master.group.parameters, master.slices, strict=True)
         }
         order = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        self.parameters = [(name, found[name]) for name in sorted(found, key=lambda name: order[id(self._model[name])])]
+        self.parameters = [
+            (name, by_name[name]) for name in sorted(by_name, key=lambda name: order[id(self._model[name])])
+        ]
         for parameter in self._model.values():
             parameter.register_post_accumulate_grad_hook(_drop)
 
@@ -126,7 +143,7 @@ class Levels:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Gives the optimizer's parameters their gradients. A collective call."""
+        """Set the gradients of the optimizer's parameters. Collective."""
         for group, master in zip(self.groups, self.masters, strict=True):
             total = group.reduce.buffer[0] if self._nodes is None else group.reduce.across_nodes(self._nodes)
             for part, gradient in zip(master.slices, master.views(total), strict=True):
@@ -134,10 +151,10 @@ class Levels:
 
     @torch.no_grad()
     def after_step(self, applied: Tensor | None) -> None:
-        """Brings the weights up to date, unless not `applied`, and clears the gradients. A collective call."""
+        """Update the weights, unless `applied` is false, and clear the gradients. Collective."""
         for group, master in zip(self.groups, self.masters, strict=True):
-            group.update(master.values, master.places, group.weights(), applied)
-            group.reduce.buffer.zero_()  # of a skipped step too: it may hold its NaN
+            group.update(master.values, master.parts, group.weights(), applied)
+            group.reduce.buffer.zero_()  # Also after a skipped step: the buffer may contain its NaN.
             for part in master.slices:
                 part.grad = None
         self.sharding.version.changed()
@@ -145,37 +162,41 @@ class Levels:
     # -------------------------------------------------------------------- checkpoints and consistency
 
     def model_saved(self) -> dict[str, Tensor]:
-        """The model as it is saved and exported: slices of FP32 masters, by name."""
+        """Return the model that is saved and exported: slices of the FP32 masters, by name."""
         return {name: part.detach() for name, part in self.parameters}
 
     @torch.no_grad()
     def masters_loaded(self) -> None:
-        """Makes the weights of the masters anew. A collective call; not counted."""
+        """Recompute the weights from loaded masters. Collective; its bytes are not counted."""
         with self.sharding.uncounted():
             for group, master in zip(self.groups, self.masters, strict=True):
-                group.whole(master.values, master.places, group.weights(), None)
+                group.full_update(master.values, master.parts, group.weights(), None)
         self.sharding.version.changed()
 
     def bits(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """(a parameter, what FSDP2 keeps of it), where that is no function of the masters: for a checkpoint besides."""
+        """Return (parameter, FSDP2's local shard) by name if the weights cannot be derived from the masters, for
+        checkpoints.
+        """
         return {name: (p, stored(p)) for name, p in self._model.items()} if self._keeps_bits else {}
 
     def check_consistency(self, device: torch.device, step: int, repair: bool) -> None:
-        """Compares weights over all ranks that hold the same. Raises ReplicasDifferError as `check_replicas_equal`."""
-        if self._holders.replicas == 1 or self._holders.is_fake:
+        """Compare the weights of all ranks that hold the same ones. Raises ReplicasDifferError as
+        `check_replicas_equal` does.
+        """
+        if self._weight_peers.replicas == 1 or self._weight_peers.is_fake:
             return
-        shared = [Shared(name, [(None, stored(parameter))]) for name, parameter in self._model.items()]
-        if not check_replicas_equal(self._holders, shared, device, step, repair):
+        shared = [ReplicatedTensors(name, [(None, stored(parameter))]) for name, parameter in self._model.items()]
+        if not check_replicas_equal(self._weight_peers, shared, device, step, repair):
             self.sharding.version.changed()
 
 
 def _drop(parameter: Tensor) -> None:
-    """FSDP2 calls it as soon as it has set a gradient, which has gone into a buffer: what it holds is freed."""
+    """Free a gradient as soon as FSDP2 has set it; the reduce-scatter hook has already added it to the buffer."""
     parameter.grad = None
 
 
 def holder_of(parameters: Sequence[tuple[str, nn.Parameter]]) -> nn.Module:
-    """A module whose named parameters these are: for who asks a model for its own."""
+    """Return a module whose named parameters are `parameters`, for functions that expect a model."""
     root = nn.Module()
     for name, parameter in parameters:
         *path, last = name.split(".")

@@ -1,7 +1,7 @@
-"""Three levels, weights: a gather over the w ranks that keeps a secondary partition for the gathers that follow.
+"""All-gather of weights in three-level sharding, with a secondary partition for the following all-gathers.
 
-Source: arXiv 2501.04266, Section V-A. With weights on a pair of GCDs a partition over the pair saves a pass of the
-quantiser, and one over the node sends more, over slower links: it is here to reproduce the paper.
+Source: arXiv 2501.04266, Section V-A. With weights on a pair of GCDs, a partition over the pair saves one pass of the
+quantizer, and a partition over the node sends more bytes over slower links. It is implemented to reproduce the paper.
 """
 
 import torch
@@ -9,51 +9,62 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.common.wire import on_wire
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import WEIGHTS, Allocates, FlatGroup, Kept, Version
-from torchtitan_scape.sharding.messages import RowMessages
+from kernels.common.wire import padded_bytes
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from torchtitan_scape.sharding.base import WEIGHTS, Allocates, ShardedParamGroup, WeightsCache, WeightsVersion
+from torchtitan_scape.sharding.messages import RowCodec
 
 
-class KeptGather(Allocates):
-    """Of one parameter group.
+class SecondaryAllGather(Allocates):
+    """All-gather of one parameter group with a secondary partition.
 
     Args:
-        circle: the ranks over which FSDP2 shards. rows: how each codes its own.
-        keepers: ranks that hold the same weights, or shards of them, together: after the first gather each keeps its
-            part of all messages, and they gather these until parameters change.
-        version: of the parameters.
+        flat: The parameter group.
+        rank_group: Ranks over which FSDP2 shards.
+        rows: Codec of the rows.
+        keepers: Ranks that share the secondary partition. After the first all-gather each stores its part of all
+            messages; later all-gathers are over these ranks until the parameters change.
+        ledger: Byte ledger.
+        version: Version of the weights.
     """
 
     def __init__(
         self,
-        flat: FlatGroup,
-        circle: Circle,
-        rows: RowMessages,
-        keepers: Circle,
+        flat: ShardedParamGroup,
+        rank_group: RankGroup,
+        rows: RowCodec,
+        partition: RankGroup,
         ledger: ShardLedger,
-        version: Version,
+        version: WeightsVersion,
     ) -> None:
-        self._flat, self._circle, self._rows, self._keepers, self._ledger = flat, circle, rows, keepers, ledger
-        self._kept = Kept(version)
+        self._flat, self._rank_group, self._rows, self._partition, self._ledger = (
+            flat,
+            rank_group,
+            rows,
+            partition,
+            ledger,
+        )
+        self._cache = WeightsCache(version)
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        """For FSDP2; see `base.Gather`."""
-        ranks, size = self._circle.size, self._rows.bytes_of(input_tensor.dtype)
+        """All-gather the row; see `base.AllGatherHook`."""
+        ranks, size = self._rank_group.size, self._rows.message_bytes(input_tensor.dtype)
         self._flat.check_gather(output_tensor, input_tensor, group, ranks)
-        part = on_wire(-(-ranks * size // self._keepers.size))
-        every = torch.zeros(part * self._keepers.size, dtype=torch.uint8, device=input_tensor.device)
-        if (part_kept := self._kept.get()) is None:
-            own = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)
-            self._rows.encode(self._rows.cut(input_tensor), own)
-            self._circle.gather(own, every[: ranks * size], self._ledger, WEIGHTS)
-            self._kept.keep(every.view(-1, part)[self._keepers.place].clone())
+        part_bytes = padded_bytes(-(-ranks * size // self._partition.size))
+        gathered = torch.zeros(part_bytes * self._partition.size, dtype=torch.uint8, device=input_tensor.device)
+        if (cached_part := self._cache.get()) is None:
+            message = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)
+            self._rows.encode(self._rows.split(input_tensor), message)
+            shard_collectives.all_gather(gathered[: ranks * size], message, self._rank_group, self._ledger, WEIGHTS)
+            self._cache.keep(gathered.view(-1, part_bytes)[self._partition.group_rank].clone())
         else:
-            self._keepers.gather(part_kept, every, self._ledger, WEIGHTS)
-        if dist.get_backend() == "fake":  # what has been received is no message
+            shard_collectives.all_gather(gathered, cached_part, self._partition, self._ledger, WEIGHTS)
+        if dist.get_backend() == "fake":  # The received bytes are not valid messages.
             output_tensor.zero_()
             return
-        self._rows.unpack(every[: ranks * size].view(ranks, size), output_tensor.view(ranks, -1))
+        self._rows.unpack(gathered[: ranks * size].view(ranks, size), output_tensor.view(ranks, -1))

@@ -1,9 +1,9 @@
-"""Three levels, gradients: what stands in for FSDP2's reduce-scatter, and the sum across nodes.
+"""Gradients in three-level sharding: the reduce-scatter hook within the node, and the sum between nodes.
 
-After every backward pass the flat of a group, (w, m), goes to the g ranks of the node in codes: the rank of pair p and
-place q gets piece p of row q, adds what came in rank order, and adds that to a buffer of its own, in FP32. FSDP2 keeps
-no gradient. Once a step the buffers are summed across nodes, coded or not: a reduce-scatter, of which each rank keeps
-its sub-piece, where the paper all-reduces and throws (N - 1) / N of the sums away.
+After every backward pass the flat buffer of a group, (w, m), is encoded and exchanged over the g ranks of the node. The
+rank with index q in pair p receives node slice p of row q, sums the contributions in rank order and adds the sum to its
+FP32 buffer. FSDP2 keeps no gradient. Once per step the buffers are summed between nodes, quantized or not, by a
+reduce-scatter, of which each rank keeps its row slice. The paper all-reduces and discards (N - 1) / N of the sums.
 
 Source: arXiv 2501.04266, Sections V-B and V-C.
 """
@@ -18,110 +18,124 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.codec.codes import BlockCode
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, Allocates, FlatGroup, Moment
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from torchtitan_scape.sharding.base import GRADIENTS, Allocates, ShardedParamGroup, TrainPosition
 from torchtitan_scape.sharding.levels_layout import RowLayout
-from torchtitan_scape.sharding.levels_messages import CutMessages
-from torchtitan_scape.sharding.messages import Parts, RowMessages, hop
+from torchtitan_scape.sharding.levels_messages import SliceCodec
+from torchtitan_scape.sharding.messages import Parts, RowCodec, hop
 
 
-class PieceReduce(Allocates):
-    """Of one parameter group: its piece of the gradient of all micro-batches of a step.
+class SliceReduceScatter(Allocates):
+    """Reduce-scatter of one parameter group to node slices, accumulated over the micro-batches of a step.
 
     Args:
-        ranks: w, over which FSDP2 shards.
-        hops: (circle, code of its messages): all g ranks at once, or the w ranks of a pair, then the pairs; a circle of
-            one rank is left out. The place of a rank among all g is that of its pair times w, plus its own in the pair.
-        across: the code of the sum across nodes; None for FP32.
-        turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before the first hop; turned back
-            after the last one, as that is linear.
-        stochastic: rounding by keys of the moment, else to the nearest.
+        flat: The parameter group.
+        layout: Layout of the row.
+        ranks: Degree w over which FSDP2 shards.
+        hops: (rank group, code of its messages): all g ranks at once, or the w ranks of a pair and then the pairs. A
+            group of one rank is omitted. The index of a rank among all g ranks is (index of its pair) * w + (index in
+            the pair).
+        ledger: Byte ledger.
+        position: Source of the keys of stochastic rounding.
+        device: Device of the buffer.
+        node_code: Code of the sum between nodes; None for FP32.
+        hadamard: Apply a Hadamard transform to every 32 quantized entries before the first hop, and invert it after the
+            last one, which is possible because the transform is linear.
+        stochastic: Use stochastic rounding; else round to nearest.
 
     Attributes:
-        buffer: FP32 (N, sub_piece), to be zeroed after every step, a skipped one too: it may hold its NaN.
+        buffer: FP32 (N, slice_size). Zero it after every step, including a skipped one, because it may contain NaN.
     """
 
     def __init__(
         self,
-        flat: FlatGroup,
+        flat: ShardedParamGroup,
         layout: RowLayout,
         ranks: int,
-        hops: Sequence[tuple[Circle, BlockCode | None]],
+        hops: Sequence[tuple[RankGroup, BlockCode | None]],
         ledger: ShardLedger,
-        moment: Moment,
+        position: TrainPosition,
         device: torch.device,
-        across: BlockCode | None = None,
-        turned: bool = False,
+        node_code: BlockCode | None = None,
+        hadamard: bool = False,
         stochastic: bool = False,
     ) -> None:
         self._flat, self._layout, self._ranks = flat, layout, ranks
-        self._ledger, self._moment, self._stochastic = ledger, moment, stochastic
-        self._turned = next((code for _, code in hops if code is not None), None) if turned else None
-        self._hops: list[tuple[Circle, RowMessages]] = []
-        cuts, rows = layout.cuts, ranks
-        for circle, code in hops:
-            # Of every row so many parts go out, and what comes in is a part of one row.
-            cuts, rows = cuts // (circle.size // rows), 1
-            self._hops.append((circle, CutMessages(layout, cuts, code)))
-        self._across = CutMessages(layout, 1, across)
-        self.buffer = torch.zeros(layout.nodes, layout.sub_piece, dtype=torch.float32, device=device)
+        self._ledger, self._position, self._stochastic = ledger, position, stochastic
+        self._hadamard_code = next((code for _, code in hops if code is not None), None) if hadamard else None
+        self._hops: list[tuple[RankGroup, RowCodec]] = []
+        slice_count, rows = layout.slice_count, ranks
+        for rank_group, code in hops:
+            # A hop sends this many parts of every row, and its result is one part of one row.
+            slice_count, rows = slice_count // (rank_group.size // rows), 1
+            self._hops.append((rank_group, SliceCodec(layout, slice_count, code)))
+        self._node_codec = SliceCodec(layout, 1, node_code)
+        self.buffer = torch.zeros(layout.nodes, layout.slice_size, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """For FSDP2. What `output` gets means nothing: the gradient that is made of it is dropped."""
+        """Add the gradients of a micro-batch to the buffer. `output_tensor` stays undefined, because its gradient is
+        dropped.
+        """
         self._flat.check_reduce(output_tensor, input_tensor, group, op, self._ranks)
         self._add(input_tensor.view(self._ranks, -1))
 
     @torch.no_grad()
     def hook(self, reduced: Tensor) -> None:
-        """For FSDP2 over one rank, where it calls nothing else: its all-reduce hook."""
+        """Handle FSDP2's all-reduce hook, the only one that FSDP2 calls if it shards over one rank."""
         self._flat.check_row(reduced)
         if reduced.is_cuda:
-            # It is of another stream than the hook's, and FSDP2 counts on gradients, views of it that are dropped here,
-            # to hold it until the backward pass is over.
+            # `reduced` was allocated on another stream. FSDP2 relies on the gradients, which are views of it, to keep
+            # it alive until the end of the backward pass, but they are dropped here.
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         self._add(reduced.view(1, -1))
 
-    def across_nodes(self, nodes: Circle) -> Tensor:
-        """FP32 (sub_piece,): the sum over nodes, in their order. A collective call."""
+    def across_nodes(self, nodes: RankGroup) -> Tensor:
+        """Return the sum over nodes, in node order, FP32 (slice_size,). Collective."""
         if nodes.size == 1:
             return self.buffer[0]
         parts = list(zip(*self._layout.parts(self.buffer), strict=True))
         key = partial(self._key, len(self._hops))
-        (own,) = hop(partial(_of, parts), 1, nodes, self._across, self.buffer.device, self._ledger, GRADIENTS, key)
+        (result,) = hop(
+            partial(_of, parts), 1, nodes, self._node_codec, self.buffer.device, self._ledger, GRADIENTS, key
+        )
         if dist.get_backend() == "fake":
-            return self.buffer[nodes.place]  # what has been received is no message
-        return torch.cat(own)
+            return self.buffer[nodes.group_rank]  # The received bytes are not valid messages.
+        return torch.cat(result)
 
     def _add(self, flat: Tensor) -> None:
         layout = self._layout
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
-        if self._turned is not None:
-            self._turned.turn(coded)
-        for number, (circle, rows) in enumerate(self._hops):
-            parts = list(zip(_by_rank(coded, circle), _by_rank(raw, circle), strict=True))
+        if self._hadamard_code is not None:
+            self._hadamard_code.hadamard_(coded)
+        for number, (rank_group, rows) in enumerate(self._hops):
+            parts = list(zip(_by_rank(coded, rank_group), _by_rank(raw, rank_group), strict=True))
             key = partial(self._key, number)
-            (own,) = hop(partial(_of, parts), 1, circle, rows, flat.device, self._ledger, GRADIENTS, key)
-            coded, raw = own[0][None], own[1][None]
+            (result,) = hop(partial(_of, parts), 1, rank_group, rows, flat.device, self._ledger, GRADIENTS, key)
+            coded, raw = result[0][None], result[1][None]
         if dist.get_backend() == "fake":
-            return  # what has been received is no message
-        if self._turned is not None:
-            self._turned.turn(coded)
-        for into, what in zip(layout.parts(self.buffer), (coded, raw), strict=True):
-            into += what.reshape(into.shape)
+            return  # The received bytes are not valid messages.
+        if self._hadamard_code is not None:
+            self._hadamard_code.hadamard_(coded)
+        for target, values in zip(layout.parts(self.buffer), (coded, raw), strict=True):
+            target += values.reshape(target.shape)
 
     def _key(self, number: int, message: int) -> int | None:
-        return self._moment.key(number, dist.get_rank(), self._flat.number, message) if self._stochastic else None
+        return self._position.key(number, dist.get_rank(), self._flat.number, message) if self._stochastic else None
 
 
 def _of(parts: Sequence[Parts], rank: int, _: int) -> Parts:
     return parts[rank]
 
 
-def _by_rank(rows: Tensor, circle: Circle) -> Tensor:
-    """(circle.size, n): of rows (w, m), cut into equal parts, part p of row q is for rank p * w + q of the circle."""
-    parts = circle.size // len(rows)
-    cut = rows.view(len(rows), parts, rows.shape[1] // parts)
-    return cut.transpose(0, 1).reshape(circle.size, cut.shape[2])
+def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:
+    """Split rows (w, m) into equal parts and return (group size, n), ordered by receiving rank.
+
+    Part p of row q is for rank p * w + q of the group.
+    """
+    parts = rank_group.size // len(rows)
+    parts_by_row = rows.view(len(rows), parts, rows.shape[1] // parts)
+    return parts_by_row.transpose(0, 1).reshape(rank_group.size, parts_by_row.shape[2])

@@ -1,6 +1,6 @@
-"""[sharding.levels]: weights, gradients and optimizer states on three levels of links.
+"""TOML section [sharding.levels]: weights, gradients and optimizer states sharded over three levels of links.
 
-No `from __future__ import annotations` in a file with a section: TorchTitan tells sections apart by
+No `from __future__ import annotations` in a file with a section: TorchTitan recognizes sections by
 `is_dataclass(field.type)`.
 """
 
@@ -8,35 +8,37 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from topology.layout import Layout
-from torchtitan_scape.sync.options import Options
+from torchtitan_scape.core.options import Options
 
-STEP_BLOCK = 256  # entries that share a scale in what goes over the wire once a step
+STEP_BLOCK = 256  # Entries that share a scale in the messages sent once per step.
 
 
 @dataclass
 class LevelsOptions(Options):
-    """[sharding.levels]: the low-bandwidth partition of Frontier (arXiv:2501.04266). Weights lie on few ranks with the
-    fastest links, gradients on those of a node, FP32 masters and the optimizer's states on all."""
+    """[sharding.levels]: the low-bandwidth partition of Frontier (arXiv:2501.04266). Weights are sharded over a few
+    ranks with the fastest links, gradients over those of a node, FP32 masters and optimizer states over all.
+    """
 
     section: ClassVar[str] = "sharding.levels"
 
     weights: int = 0
-    """Ranks over which weights are sharded, and gathered: 2 for the GCDs of an MI250X; 0 turns the levels off"""
+    """Ranks over which weights are sharded and all-gathered: 2 for the GCDs of an MI250X; 0 disables the levels"""
 
     gradients: int = 0
-    """Ranks over which gradients are sharded: the degree of the shard axis, all of a node; 0 turns the levels off"""
+    """Ranks over which gradients are sharded: the degree of the shard axis, which spans a node; 0 disables the
+    levels"""
 
     sum: Literal["float32", "int8"] = "float32"
-    """How gradients are summed across nodes, once a step: as they are, or in a block code of 8 bits, decoded and added
-    in node order. For [sync] method = "dense"; others exchange what nodes have in their own way"""
+    """Encoding of the sum of gradients between nodes, once per step: FP32, or an 8-bit block code, decoded and summed
+    in node order. For [sync] method = "dense"; other methods use their own exchange between nodes"""
 
     update: Literal["int8", "bfloat16", "float32"] = "int8"
-    """How weights follow the masters after a step: by differences in a block code of 8 bits, whose rounding error is in
-    the next difference, or by values. What FSDP keeps of weights is in [training] mixed_precision_param"""
+    """Update of the weights from the masters after a step: by differences in an 8-bit block code, whose rounding error
+    is part of the next difference, or by values. The dtype of the weights is [training] mixed_precision_param"""
 
     secondary: int = 0
-    """Ranks over which the weights of a forward pass are kept, as coded, for the backward pass: 0 for none, which
-    gathers them again from the same ranks; else `weights` or `gradients`, as the paper has it"""
+    """Ranks over which the encoded weights of a forward pass are kept for the backward pass: 0 gathers them again from
+    the same ranks; else `weights` or `gradients`, as in the paper"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,9 +46,9 @@ class LevelsOptions(Options):
             self.require(getattr(self, name) >= 0, name, "it must be 0 (no levels) or more")
         if bool(self.weights) != bool(self.gradients):
             off = "weights" if not self.weights else "gradients"
-            self.require(False, off, "both degrees are wanted, or none of them")
+            self.require(False, off, "set both degrees, or set both to 0")
         if self.gradients == 1:
-            self.require(False, "gradients", "one rank has nobody to share with; set the ranks of a node, 2 or more")
+            self.require(False, "gradients", "one rank shards nothing; set the number of ranks of a node, 2 or more")
         if self.secondary not in (0, self.weights, self.gradients):
             rule = f"it must be 0, or one of the degrees {self.weights} and {self.gradients}"
             self.require(False, "secondary", rule)
@@ -58,15 +60,19 @@ class LevelsOptions(Options):
         return self.weights > 0
 
     def check(self, layout: Layout) -> None:
-        """Whether units nest, and stay inside nodes. Raises ValueError with the degrees that would do."""
+        """Check that the sharding groups nest and stay within nodes.
+
+        Raises:
+            ValueError: They do not; the message lists degrees that are valid.
+        """
         if layout.context * layout.tensor * layout.pipeline > 1:
             raise ValueError(
-                f"[{self.section}] weights = {self.weights} with context, tensor or pipeline parallelism: three levels "
-                "shard by data alone; set their degrees to 1"
+                f"[{self.section}] weights = {self.weights} with context, tensor or pipeline parallelism: three-level "
+                "sharding supports only data parallelism; set the other degrees to 1"
             )
         node = layout.ranks_per_node
         if node % self.gradients:
-            rule = f"units of it must not span nodes: with {node} ranks each, {_divisors(node)} would do"
+            rule = f"sharding groups must not span nodes: with {node} ranks per node, set one of {_divisors(node)}"
             self.require(False, "gradients", rule)
         if layout.shard != self.gradients:
             rule = (
@@ -76,11 +82,11 @@ class LevelsOptions(Options):
             )
             self.require(False, "gradients", rule)
         if self.gradients % self.weights:
-            rule = f"it must divide gradients = {self.gradients}: {_divisors(self.gradients)} would do"
+            rule = f"it must divide gradients = {self.gradients}: set one of {_divisors(self.gradients)}"
             self.require(False, "weights", rule)
 
     def inner(self, layout: Layout) -> Layout:
-        """As FSDP2 sees it: weights on the shard axis, all that hold the same ones on the replicate axis."""
+        """Return FSDP2's layout: weights on the shard axis, all ranks with the same weights on the replicate axis."""
         if not self.active:
             return layout
         return replace(layout, replicate=layout.world_size // self.weights, shard=self.weights)

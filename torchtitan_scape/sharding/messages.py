@@ -1,8 +1,8 @@
-"""A row of an FSDP2 flat as one message of bytes, and messages on their way over one or two circles of ranks.
+"""Encoding of one row of an FSDP2 flat buffer as a byte message, and the exchange of messages over one or two hops.
 
-A message has the block codes of all segments that are coded, all their scales, then what goes raw, each part padded to
-16 bytes. A block never crosses a parameter,
-nor a row: every coded segment is filled up with zeros to whole blocks, in the message only.
+A message contains the block codes of all quantized slices, then their scales, then the raw slices, each part padded to
+16 bytes. A block spans neither two parameters nor two rows: in the message, every quantized slice is zero-padded to
+whole blocks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,76 +12,85 @@ import torch
 from torch import Tensor
 
 from kernels.codec.codes import BlockCode
-from kernels.common.wire import on_wire
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import Segment, add_rows, entries
+from kernels.common.wire import padded_bytes
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 
 Parts = tuple[Tensor, Tensor]
-"""Of a row: what is coded, FP32 (q,), filled up to whole blocks, and what goes raw, (r,)."""
+"""The two parts of a row: the quantized part, FP32 (q,), padded to whole blocks, and the raw part, (r,)."""
 
 
-class RowMessages:
-    """Rows, (m,) each, to messages and back.
+class RowCodec:
+    """Codec between rows, (m,) each, and messages.
+
+    1-dimensional parameters (norms, biases) are always sent raw, because their magnitudes differ from those of
+    matrices.
 
     Args:
-        segments: of the row, in their order.
-        code: of those of 2 or more dimensions; None for messages that are raw throughout.
-        turned: what is coded is turned by a Hadamard matrix, 32 entries at a time, before it is; `paste` turns back.
-
-    Norms and biases, of 1 dimension, always go raw: their entries are of another size than a matrix's.
+        segments: Slices of the row, in order.
+        code: Block code of the parameters with 2 or more dimensions; None to send everything raw.
+        turned: Apply a Hadamard transform to every 32 entries before encoding; `assemble` inverts it.
     """
 
-    def __init__(self, segments: Sequence[Segment], code: BlockCode | None = None, turned: bool = False) -> None:
-        self.code, self._turned, self._row = code, turned, entries(segments)
-        unit = code.unit if code else 1
-        self._coded: list[tuple[int, int, int, int]] = []  # place in the row and in what is coded, entries, filled up
-        self._raw: list[tuple[int, int]] = []  # place in the row, entries
+    def __init__(self, slices: Sequence[ParameterSlice], code: BlockCode | None = None, hadamard: bool = False) -> None:
+        self.code, self._hadamard, self._row = code, hadamard, entries(slices)
+        block_size = code.block_size if code else 1
+        self._coded: list[tuple[int, int, int, int]] = []  # offsets in the row and in the coded part, size, padded size
+        self._raw: list[tuple[int, int]] = []  # offset in the row, size
         self.coded_entries = 0
-        for segment in (segment for segment in segments if segment.size):
-            if code is not None and segment.dims > 1:
-                filled = -(-segment.size // unit) * unit
-                self._coded.append((segment.start, self.coded_entries, segment.size, filled))
-                self.coded_entries += filled
-            elif self._raw and sum(self._raw[-1]) == segment.start:
-                self._raw[-1] = self._raw[-1][0], self._raw[-1][1] + segment.size
+        for slice_ in (slice_ for slice_ in slices if slice_.size):
+            if code is not None and slice_.dims > 1:
+                padded_size = -(-slice_.size // block_size) * block_size
+                self._coded.append((slice_.start, self.coded_entries, slice_.size, padded_size))
+                self.coded_entries += padded_size
+            elif self._raw and sum(self._raw[-1]) == slice_.start:
+                self._raw[-1] = self._raw[-1][0], self._raw[-1][1] + slice_.size
             else:
-                self._raw.append((segment.start, segment.size))
+                self._raw.append((slice_.start, slice_.size))
         self.raw_entries = sum(size for _, size in self._raw)
-        self._coded_bytes = code.bytes_of(self.coded_entries) if code else 0
+        self._coded_bytes = code.message_bytes(self.coded_entries) if code else 0
 
-    def bytes_of(self, dtype: torch.dtype) -> int:
-        """Of a message of a row of this dtype."""
-        return self._coded_bytes + on_wire(self.raw_entries * dtype.itemsize)
+    def message_bytes(self, dtype: torch.dtype) -> int:
+        """Return the size in bytes of the message of a row of this dtype."""
+        return self._coded_bytes + padded_bytes(self.raw_entries * dtype.itemsize)
 
-    def cut(self, row: Tensor) -> Parts:
-        """The parts of a row (m,); what is raw may be the row itself."""
+    def split(self, row: Tensor) -> Parts:
+        """Return the parts of a row (m,). The raw part may be a view of the row."""
         coded = torch.empty(self.coded_entries, dtype=torch.float32, device=row.device)
         if self._coded:
             torch._foreach_copy_(
                 [coded[at : at + size] for _, at, size, _ in self._coded],
                 [row[start : start + size] for start, _, size, _ in self._coded],
             )
-            for _, at, size, filled in self._coded:
-                if filled > size:
-                    coded[at + size : at + filled].zero_()
-            self._turn(coded)
+            for _, at, size, padded_size in self._coded:
+                if padded_size > size:
+                    coded[at + size : at + padded_size].zero_()
+            self._transform(coded)
         if self.raw_entries == self._row:
             return coded, row
         return coded, torch.cat([row[start : start + size] for start, size in self._raw] or [row[:0]])
 
-    def paste(self, parts: Parts, row: Tensor) -> None:
-        """row (m,) becomes what the parts, which may be overwritten, say."""
+    def assemble(self, parts: Parts, row: Tensor) -> None:
+        """Write the row (m,) that the parts represent. The parts may be overwritten."""
         coded, raw = parts
         targets = [row[start : start + size] for start, size in self._raw]
         sources = list(raw.split([size for _, size in self._raw])) if self._raw else []
         if self._coded:
-            self._turn(coded)
+            self._transform(coded)
             targets += [row[start : start + size] for start, _, size, _ in self._coded]
             sources += [coded[at : at + size] for _, at, size, _ in self._coded]
         torch._foreach_copy_(targets, sources)
 
     def encode(self, parts: Parts, message: Tensor, key: int | None = None) -> None:
-        """message, uint8 (bytes_of(raw's dtype),), becomes that of the parts. key: of stochastic rounding."""
+        """Encode the parts into `message`, uint8 (message_bytes(dtype of the raw part),).
+
+        Args:
+            parts: Quantized and raw part.
+            message: Output.
+            key: Key of stochastic rounding; None rounds to nearest.
+        """
         coded, raw = parts
         at = self._coded_bytes
         if self.code is not None and coded.numel():
@@ -91,23 +100,23 @@ class RowMessages:
         message[end:].zero_()
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:
-        """What a message (bytes,) says, or each of (k, bytes), what is raw being of this dtype."""
+        """Decode a message (bytes,), or each of several (k, bytes), whose raw part has the given dtype."""
         coded = torch.empty(*messages.shape[:-1], self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
-            told = messages[..., : self._coded_bytes]
-            self.code.decode(told if told.ndim > 1 else told[None], coded.view(-1, self.coded_entries))
+            codes = messages[..., : self._coded_bytes]
+            self.code.decode(codes if codes.ndim > 1 else codes[None], coded.view(-1, self.coded_entries))
         return coded, self._raw_of(messages, dtype)
 
     def unpack(self, messages: Iterable[Tensor], rows: Tensor) -> None:
-        """rows (k, m) become what as many messages say. One after the other: decoded, a row takes 4 bytes an entry."""
+        """Decode k messages into `rows` (k, m), one at a time, because a decoded row takes 4 bytes per entry."""
         for message, row in zip(messages, rows, strict=True):
-            self.paste(self.decode(message, row.dtype), row)
+            self.assemble(self.decode(message, row.dtype), row)
 
-    def add_up(self, messages: Tensor) -> Parts:
-        """The sum of messages (k, bytes), in FP32 and in their order; what is raw there is FP32."""
+    def decode_and_sum(self, messages: Tensor) -> Parts:
+        """Return the FP32 sum of messages (k, bytes), in row order; the raw part of the messages is FP32."""
         coded = torch.empty(self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
-            self.code.add_up(messages[:, : self._coded_bytes], coded)
+            self.code.decode_and_sum(messages[:, : self._coded_bytes], coded)
         raw = torch.empty(self.raw_entries, dtype=torch.float32, device=messages.device)
         if self.raw_entries:
             add_rows(self._raw_of(messages, torch.float32), raw)
@@ -117,58 +126,76 @@ class RowMessages:
         at = self._coded_bytes
         return messages[..., at : at + self.raw_entries * dtype.itemsize].view(dtype)
 
-    def _turn(self, coded: Tensor) -> None:
-        if self._turned and self.code is not None:
-            self.code.turn(coded)
+    def _transform(self, coded: Tensor) -> None:
+        if self._hadamard and self.code is not None:
+            self.code.hadamard_(coded)
 
 
-def gather_across(own: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> Tensor:
-    """The messages, (members of the last circle, bytes), of the ranks of this one's place across nodes, or of all."""
-    outermost = circles[-1]
-    output = torch.empty(outermost.size, own.numel(), dtype=own.dtype, device=own.device)
-    outermost.gather(own, output.view(-1), ledger, kind)
+def gather_between_nodes(message: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str) -> Tensor:
+    """All-gather the message over the outermost hop.
+
+    Returns:
+        uint8 (group size, bytes): the messages of the ranks with this rank's position in every node, or, with one hop,
+            of all ranks.
+    """
+    outermost = rank_groups[-1]
+    output = torch.empty(outermost.size, message.numel(), dtype=message.dtype, device=message.device)
+    shard_collectives.all_gather(output.view(-1), message, outermost, ledger, kind)
     return output
 
 
-def gather_inside(messages: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> list[Tensor]:
-    """The messages of all ranks in their order, from what `gather_across` has brought: they go round the node."""
-    if len(circles) == 1:
+def gather_within_node(
+    messages: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str
+) -> list[Tensor]:
+    """All-gather the output of `gather_between_nodes` within the node. Return the messages of all ranks."""
+    if len(rank_groups) == 1:
         return list(messages)
-    inside = circles[0]
-    output = torch.empty(inside.size, *messages.shape, dtype=messages.dtype, device=messages.device)
-    inside.gather(messages.view(-1), output.view(-1), ledger, kind)
-    return [output[place, node] for node in range(len(messages)) for place in range(inside.size)]
+    intra_node = rank_groups[0]
+    output = torch.empty(intra_node.size, *messages.shape, dtype=messages.dtype, device=messages.device)
+    shard_collectives.all_gather(output.view(-1), messages.view(-1), intra_node, ledger, kind)
+    return [output[group_rank, node] for node in range(len(messages)) for group_rank in range(intra_node.size)]
 
 
 def sum_over(
     flat: Tensor,
-    circles: Sequence[Circle],
-    rows: Sequence[RowMessages],
+    rank_groups: Sequence[RankGroup],
+    rows: Sequence[RowCodec],
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int, int], int | None],
 ) -> Parts:
-    """This rank's parts of the sum over all ranks of `flat`, FP32 (S, m): a hop over each circle, from the inside out.
+    """Reduce-scatter `flat`, FP32 (S, m), with one hop per rank group, innermost first.
 
-    In each, what is meant for a rank goes to it, which decodes and adds in the order of the ranks; no code is ever
-    added to a code. rows: of the hops; all cut alike. key: of (hop, which of its messages).
+    In each hop a rank receives the messages addressed to it, decodes them and sums them in rank order. Codes are never
+    summed.
+
+    Args:
+        flat: One row per rank.
+        circles: Rank groups of the hops.
+        rows: Codec of each hop; all have the same layout.
+        ledger: Byte ledger.
+        kind: Kind of the bytes in the ledger.
+        key: Key of stochastic rounding as a function of (hop, index of the message).
+
+    Returns:
+        The parts of this rank's row of the sum.
     """
-    inside, *across = circles
-    # The ranks of this one's place in other nodes get theirs by way of it.
+    intra_node, *between_nodes = rank_groups
+    # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
     sums = hop(
-        lambda place, node: rows[0].cut(flat[node * inside.size + place]),
-        flat.shape[0] // inside.size,
-        inside,
+        lambda group_rank, node: rows[0].split(flat[node * intra_node.size + group_rank]),
+        flat.shape[0] // intra_node.size,
+        intra_node,
         rows[0],
         flat.device,
         ledger,
         kind,
         partial(key, 0),
     )
-    for circle, code in zip(across, rows[1:], strict=True):
-        sums = hop(partial(_of, sums), 1, circle, code, flat.device, ledger, kind, partial(key, 1))
-    (own,) = sums
-    return own
+    for rank_group, code in zip(between_nodes, rows[1:], strict=True):
+        sums = hop(partial(_of, sums), 1, rank_group, code, flat.device, ledger, kind, partial(key, 1))
+    (result,) = sums
+    return result
 
 
 def _of(sums: Sequence[Parts], node: int, _: int) -> Parts:
@@ -178,19 +205,32 @@ def _of(sums: Sequence[Parts], node: int, _: int) -> Parts:
 def hop(
     part: Callable[[int, int], Parts],
     count: int,
-    circle: Circle,
-    rows: RowMessages,
+    rank_group: RankGroup,
+    rows: RowCodec,
     device: torch.device,
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int], int | None],
 ) -> list[Parts]:
-    """The sums over a circle of what each of its ranks has for this one. part: of (rank, which of its `count` rows)."""
-    size = rows.bytes_of(torch.float32)
-    messages = torch.empty(circle.size, count, size, dtype=torch.uint8, device=device)
-    for place in range(circle.size):
+    """Exchange rows over one rank group and return the sums of the rows addressed to this rank.
+
+    Args:
+        part: Parts to send, as a function of (receiving rank, index of the row).
+        count: Number of rows per receiving rank.
+        rank_group: The rank group.
+        rows: Codec of the messages.
+        device: Device of the messages.
+        ledger: Byte ledger.
+        kind: Kind of the bytes in the ledger.
+        key: Key of stochastic rounding as a function of the index of the message.
+    """
+    size = rows.message_bytes(torch.float32)
+    messages = torch.empty(rank_group.size, count, size, dtype=torch.uint8, device=device)
+    for group_rank in range(rank_group.size):
         for number in range(count):
-            rows.encode(part(place, number), messages[place, number], key(place * count + number))
+            rows.encode(part(group_rank, number), messages[group_rank, number], key(group_rank * count + number))
     received = torch.empty_like(messages)
-    circle.exchange(messages.view(circle.size, -1), received.view(circle.size, -1), ledger, kind)
-    return [rows.add_up(received[:, number]) for number in range(count)]
+    shard_collectives.all_to_all(
+        received.view(rank_group.size, -1), messages.view(rank_group.size, -1), rank_group, ledger, kind
+    )
+    return [rows.decode_and_sum(received[:, number]) for number in range(count)]

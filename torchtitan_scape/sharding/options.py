@@ -1,6 +1,6 @@
-"""[sharding]: what FSDP2's own collectives become.
+"""TOML section [sharding]: replacements for FSDP2's own collectives.
 
-No `from __future__ import annotations` in a file with a section: TorchTitan tells sections apart by
+No `from __future__ import annotations` in a file with a section: TorchTitan recognizes sections by
 `is_dataclass(field.type)`.
 """
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from topology.layout import Layout
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.sharding import ShardPlan
+from torchtitan_scape.core.options import Options
+from torchtitan_scape.sharding.cost import ShardPlan
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK, LevelsOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
-from torchtitan_scape.sync.options import Options
 
 CODES = {"dense": (), "int8": ("int8",), "int4": ("int4",), "int8+int4": ("int8", "int4")}
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -20,36 +20,40 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 @dataclass
 class ShardingOptions(Options):
-    """[sharding]: what FSDP2's own collectives become. Nothing by default; ZeRO++ (arXiv:2306.10209) by its parts."""
+    """[sharding]: replacements for FSDP2's own collectives. Off by default. The parts of ZeRO++ (arXiv:2306.10209) are
+    separate options.
+    """
 
     section: ClassVar[str] = "sharding"
 
     weights: Literal["dense", "int8"] = "dense"
-    """How matrices are gathered: as FSDP2 does, or in a block code of 8 bits (qwZ). A validation sees what was coded;
-    checkpoints have the FP32 shards"""
+    """Encoding of all-gathered matrices: that of FSDP2, or an 8-bit block code (qwZ). Validation uses the quantized
+    weights; checkpoints contain the FP32 shards"""
 
     weights_block: int = 256
     """Entries that share a scale, a power of two from 32 to 1024"""
 
     secondary: bool = False
-    """Weights cross nodes once an update, and every rank keeps what came to it, as coded, until the next (hpZ)"""
+    """Send weights between nodes once per update; every rank keeps the encoded messages until the next update (hpZ)"""
 
     gradients: Literal["dense", "int8", "int4", "int8+int4", "tagc"] = "dense"
-    """How gradients of matrices are reduced: as FSDP2 does, or in a block code, decoded and added in rank order (qgZ);
-    "int8+int4" has 8 bits inside the node and 4 across nodes; "tagc" sends the largest, and keeps the rest"""
+    """Encoding of reduce-scattered gradients of matrices: that of FSDP2, or a block code, decoded and summed in rank
+    order (qgZ); "int8+int4" uses 8 bits within the node and 4 bits between nodes; "tagc" sends the largest entries and
+    keeps the rest as a residual"""
 
     gradients_block: int = 128
-    """As `weights_block`"""
+    """Entries of a gradient that share a scale, a power of two from 32 to 1024"""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Of gradients; stochastic rounding has no bias and 1.4 to 1.6 times the error, and a resumed run repeats it"""
+    """Rounding of gradients. Stochastic rounding is unbiased, has 1.4 to 1.6 times the error, and is reproduced by a
+    resumed run"""
 
     hadamard: bool = True
-    """With 4 bits, gradients are turned by a Hadamard matrix, 32 entries at a time, before they are coded"""
+    """With 4 bits, apply a Hadamard transform to every 32 entries of a gradient before encoding"""
 
     hops: Literal["auto", 1, 2] = "auto"
-    """2 goes by way of the ranks of a node, 1 over all ranks at once; "auto" is 2 where a node holds several ranks of
-    several nodes"""
+    """2 communicates within the node and then between nodes, 1 over all ranks at once; "auto" is 2 if the shard axis
+    spans several nodes with several ranks each"""
 
     tagc: TagcShardingOptions = field(default_factory=TagcShardingOptions)
 
@@ -62,12 +66,12 @@ class ShardingOptions(Options):
 
     @property
     def active(self) -> bool:
-        """Whether anything but FSDP2's own collectives is asked for."""
+        """Whether any of FSDP2's own collectives is replaced."""
         return self.weights != "dense" or self.gradients != "dense" or self.secondary
 
     @property
     def gradient_codes(self) -> tuple[str, ...]:
-        """Of the hops, from the inside out; the last one of those that follow."""
+        """Names of the gradient codes per hop, innermost first; the last one also applies to the hops after it."""
         return CODES.get(self.gradients, ())
 
     @property
@@ -77,72 +81,90 @@ class ShardingOptions(Options):
 
     @property
     def turns(self) -> bool:
+        """Whether gradients are Hadamard-transformed before encoding."""
         return self.hadamard and "int4" in self.gradient_codes
 
     @property
     def cut_block(self) -> int:
-        """Entries that no cut of a row divides, where there are three levels."""
-        coded = [self.gradients_block] if self.gradients != "dense" else []
-        return max([*coded, STEP_BLOCK if "int8" in (self.levels.sum, self.levels.update) else 1])
+        """Alignment, in entries, of the row slices of three-level sharding: no slice boundary divides a block."""
+        blocks = [self.gradients_block] if self.gradients != "dense" else []
+        return max([*blocks, STEP_BLOCK if "int8" in (self.levels.sum, self.levels.update) else 1])
 
     def plan(self, nodes: int, sums: bool, dtype: str) -> LevelsPlan | None:
-        """Three levels as the closed forms know them; None where there are none.
+        """Return the closed form of three-level sharding, or None if it is off.
 
-        sums: gradients are summed across nodes here, not by a method of the replicate axis. dtype: of FSDP's weights.
+        Args:
+            nodes: Number of nodes.
+            sums: Gradients are summed between nodes by the hooks, not by a method of the replicate axis.
+            dtype: Dtype in which FSDP2 stores the weights.
         """
         if not self.levels.active:
             return None
         codes = tuple(coded(int(name.removeprefix("int")), self.gradients_block) for name in self.gradient_codes)
-        kept, told = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
+        stored, update = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
         return LevelsPlan(
             self.levels.weights,
             self.levels.gradients,
             nodes,
-            gathered=kept if self.weights == "dense" else coded(8, self.weights_block),
+            gathered=stored if self.weights == "dense" else coded(8, self.weights_block),
             reduced=(codes or (4.0,)) * (2 if self.hops == 2 and len(codes) < 2 else 1),
             summed=(coded(8, STEP_BLOCK) if self.levels.sum == "int8" else 4.0) if sums else 0.0,
-            told=told.get(self.levels.update, coded(8, STEP_BLOCK)),
+            update=update.get(self.levels.update, coded(8, STEP_BLOCK)),
             secondary=self.levels.secondary,
-            kept=kept,
+            stored=stored,
         )
 
     def hops_over(self, layout: Layout) -> int:
-        """Circles that rows go over: 1 or 2. Raises ValueError where they cannot, or where there is nothing to do."""
+        """Return the number of hops, 1 or 2.
+
+        Raises:
+            ValueError: `hops = 2`, but the shard axis does not have several ranks on each of several nodes.
+        """
         nodes = layout.by_node(layout.shard_group(0))
         even = len({len(ranks) for group in layout.shard_groups() for ranks in layout.by_node(group)}) == 1
         two = even and len(nodes) > 1 and len(nodes[0]) > 1
         if self.hops == 2 and not two:
-            rule = f"two need several ranks on each of several nodes; {_lie(nodes)}; set 1 or 'auto'"
+            rule = f"two hops need several ranks on each of several nodes; {_describe(nodes)}; set 1 or 'auto'"
             self.require(False, "hops", rule)
         return 1 if self.hops == 1 or not two else 2
 
     def check(self, layout: Layout) -> None:
-        """Refuses what these degrees leave nothing to do for. Raises ValueError with the degree to raise."""
+        """Check the options against the parallelism degrees.
+
+        Raises:
+            ValueError: An option has no effect with these degrees; the message names the degree to change.
+        """
         if not self.active:
             return
         nodes, ranks = layout.by_node(layout.shard_group(0)), layout.shard * layout.context
         if ranks == 1:
             raise ValueError(
                 f"[sharding] weights = {self.weights!r}, gradients = {self.gradients!r} with one rank on the shard "
-                "axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or leave [sharding] out"
+                "axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit [sharding]"
             )
         hops = self.hops_over(layout)
         if self.secondary:
             if len(nodes) == 1:
-                rule = f"it saves bytes between nodes, and {_lie(nodes)}; raise data_parallel_shard_degree"
+                rule = f"it saves bytes between nodes, but {_describe(nodes)}; raise data_parallel_shard_degree"
                 self.require(False, "secondary", rule)
             if hops == 1 and len(nodes[0]) > 1:
-                self.require(False, "secondary", f"it needs two hops, and {_lie(nodes)}; leave hops at 'auto'")
+                self.require(False, "secondary", f"it needs two hops, and {_describe(nodes)}; leave hops at 'auto'")
         if len(self.gradient_codes) > hops:
-            self.require(False, "gradients", f"two codes need two hops, and {_lie(nodes)}; set 'int8' or 'int4'")
+            self.require(False, "gradients", f"two codes need two hops, but {_describe(nodes)}; set 'int8' or 'int4'")
         if self.sparse:
-            rule = f"what is kept differs from replica to replica, and there are {layout.replicate}"
+            rule = f"the residuals differ between replicas, so one replica is supported, not {layout.replicate}"
             fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients = 'dense'"
             self.require(layout.replicate == 1, "gradients", f"{rule}; {fix}")
             self.tagc.check_among(ranks)
 
     def planned(self, layout: Layout, param_dtype: str, on_cpu: bool) -> ShardPlan:
-        """What the planner knows of these options. param_dtype: in which weights are computed with."""
+        """Return the closed form of the shard axis for the planner.
+
+        Args:
+            layout: Layout of the run.
+            param_dtype: Dtype of the weights in the forward pass.
+            on_cpu: Dense gradients use an all-to-all instead of a ring, as on gloo.
+        """
         return ShardPlan(
             weights=self.weights,
             weights_block=self.weights_block,
@@ -156,17 +178,18 @@ class ShardingOptions(Options):
         )
 
     def remarks(self, layout: Layout, validates: bool) -> list[str]:
-        """What a run should say at its start."""
-        said = []
+        """Return the lines about sharding to log at the start of a run."""
+        lines = []
         dense = [name for name in ("weights", "gradients") if getattr(self, name) == "dense"]
         if not layout.shard_axis_inside_node and dense:
-            what = " and ".join(dense)
-            said.append(f"the shard axis crosses nodes: FSDP's dense collectives ({what}) will run over the network")
+            names = " and ".join(dense)
+            lines.append(f"the shard axis crosses nodes: FSDP's dense collectives ({names}) will use the network")
         if self.weights != "dense" and validates:
-            said.append(f"validations see weights as they are gathered, in {self.weights}; checkpoints have FP32")
-        return said
+            lines.append(f"validation uses the weights as all-gathered, in {self.weights}; checkpoints contain FP32")
+        return lines
 
 
-def _lie(nodes: tuple[tuple[int, ...], ...]) -> str:
+def _describe(nodes: tuple[tuple[int, ...], ...]) -> str:
+    """Return the number of nodes of the shard axis and their sizes, in words."""
     sizes = sorted({len(ranks) for ranks in nodes})
     return f"the shard axis has {len(nodes)} node(s) of {' or '.join(map(str, sizes))} rank(s)"

@@ -1,9 +1,9 @@
-"""TAGC in the place of FSDP2's reduce-scatter: sparse gradients at places that all ranks share; the rest waits.
+"""TAGC as the reduce-scatter of the shard axis: sparse gradients at indices shared by all ranks, with error feedback.
 
-Polyakov, Dukhanov, Spirin (arXiv:2504.05638). Ours, by default: exact unions, packed values, one exchange a step; the
-published forms are options.
+Polyakov, Dukhanov, Spirin (arXiv:2504.05638). By default this implementation deviates from the paper: exact unions,
+packed values, one exchange per step. The published variants are options.
 
-Every rank keeps, of every entry of the group and not of its own row alone, what it has not sent.
+Every rank keeps a residual of all entries of the group, not only of its own row.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from kernels import finite_check, tagc_passes
-from kernels.common.wire import on_wire
+from kernels.common.wire import padded_bytes
 from kernels.scape.reference import unpack_bits
 from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
 from kernels.tagc.index import (
@@ -25,50 +25,65 @@ from kernels.tagc.index import (
     sum_bytes,
     to_nibbles,
     to_offsets,
-    unite,
-    unite_offsets,
+    union_of_bitmaps,
+    union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, FlatGroup, Moment, add_rows
-from torchtitan_scape.sharding.tagc_options import LEAST_BLOCKS, TagcShardingOptions
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
+from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
 
-TURNS = 4  # sketches that are used in turn: entries that do not come apart in one do in the next
+TURNS = 4  # Sketches used in rotation: entries that one cannot recover are recovered by the next.
 
 
 class TagcReduce(Allocates):
-    """Stands in for the reduce-scatter of one group. One exchange, with v the residual and the gradients since:
+    """Sparse reduce-scatter of one parameter group. One exchange, with v the residual plus the gradients since the last
+    one:
 
-    1. each rank chooses the largest |v| of every block of 1024 entries, of the rows of all S ranks;
-    2. all learn the union of the choices: the index;
-    3. a rank sends what it has there: packed, or in a count sketch, to the owner of each row, who adds in rank order;
-    4. v without what was sent, to the last bit, is the residual.
+    1. Each rank selects the largest |v| of every block of 1024 entries, in the rows of all S ranks.
+    2. All ranks compute the union of the selections, the index.
+    3. Each rank sends its values at the index, packed or in a count sketch, to the owner of each row, which sums them
+       in rank order.
+    4. The residual is v without the values sent, bitwise exact.
 
-    A block never crosses a parameter. What is not compressed is sent whole, with the same exchange, and waits for it.
-    A row with a number that is not finite is neither added nor taken from; its owner gets NaN, so that the step is
-    skipped. What others have sent in a skipped step is dropped with it, as a dense gradient is; not what a whole
-    exchange has sent, which stays with that step's gradients in it, and is sent again.
+    A block does not span parameters. Parameters that are not compressed are sent whole in the same exchange. A row that
+    contains a non-finite number does not change the residual, and its owner receives NaN, so that the step is skipped.
+    Values sent in a skipped step are dropped with it, like a dense gradient. The values of a full exchange are an
+    exception: they remain in the residual, together with that step's gradients, and are sent again.
 
     Args:
-        circle: all ranks of the shard axis.
+        flat: The parameter group.
+        rank_group: All ranks of the shard axis.
+        options: Section [sharding.tagc].
+        ledger: Byte ledger.
+        position: Training position.
         backend: "torch" or "triton".
+        device: Device of the residual.
     """
 
     def __init__(
         self,
-        flat: FlatGroup,
-        circle: Circle,
+        flat: ShardedParamGroup,
+        rank_group: RankGroup,
         options: TagcShardingOptions,
         ledger: ShardLedger,
-        moment: Moment,
+        position: TrainPosition,
         backend: str,
         device: torch.device,
     ) -> None:
-        self._flat, self._circle, self._options, self._ledger, self._moment = flat, circle, options, ledger, moment
-        # Whether the next exchange is to be whole, and whether this step's was.
-        self.name, self._send_all, self._sent_all = str(flat.number), False, False
+        self._flat, self._rank_group, self._options, self._ledger, self._position = (
+            flat,
+            rank_group,
+            options,
+            ledger,
+            position,
+        )
+        # Whether the next exchange must be complete, and whether that of this step was.
+        self.name, self._full_exchange_requested, self._full_exchange_sent = str(flat.number), False, False
         self._passes, self._finite = tagc_passes(backend), finite_check(backend)
-        ranks = circle.size
+        ranks = rank_group.size
         self.compressed = [s for s in flat.reduced if options.compresses(s.name, s.dims, ranks * s.size) and s.size]
         self._raw = [s for s in flat.reduced if s not in self.compressed]
         self.starts = _starts([-(-s.size // BLOCK) * BLOCK for s in self.compressed])
@@ -77,201 +92,210 @@ class TagcReduce(Allocates):
         self._index = options.index_among(ranks)
         self._capacity = capacity(options.density, ranks)
         self._sketches = self._make_sketches(device) if options.codec == "sketch" and self.blocks else []
-        # Of this step so far: what is not compressed, and which rows had numbers that are not finite.
-        self._waiting: Tensor | None = None
-        self._bad = torch.zeros(ranks, dtype=torch.bool, device=device)
+        # Accumulated in this step: gradients that are not compressed, and the rows with non-finite numbers.
+        self._uncompressed: Tensor | None = None
+        self._nonfinite = torch.zeros(ranks, dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._circle.size)
-        if self._moment.micro_batch == 0:
-            self._forget_step()
-        self._add(input_tensor.float().view(self._circle.size, -1))
-        if self._options.micro == "last" and not self._moment.last:
-            output_tensor.zero_()  # FSDP2 adds up what micro-batches give
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._rank_group.size)
+        if self._position.micro_batch == 0:
+            self._reset_step()
+        self._add(input_tensor.float().view(self._rank_group.size, -1))
+        if self._options.micro == "last" and not self._position.last:
+            output_tensor.zero_()  # FSDP2 sums the outputs of the micro-batches.
             return
-        fake = dist.get_backend(group) == "fake"  # what is received means nothing
-        whole, own = self._send_whole(), self._send_compressed(fake)
-        self._forget_step()
+        fake = dist.get_backend(group) == "fake"  # Received bytes are then meaningless.
+        uncompressed, compressed = self._send_uncompressed(), self._send_compressed(fake)
+        self._reset_step()
         if fake:
             output_tensor.zero_()
             return
-        for s, values in zip(self._raw, whole.split([s.size for s in self._raw]), strict=True):
+        for s, values in zip(self._raw, uncompressed.split([s.size for s in self._raw]), strict=True):
             output_tensor[s.start : s.start + s.size] = values
         for s, at in zip(self.compressed, self.starts, strict=True):
-            output_tensor[s.start : s.start + s.size] = own[at : at + s.size]
+            output_tensor[s.start : s.start + s.size] = compressed[at : at + s.size]
 
     def slices(self, row: Tensor | None = None) -> dict[str, Tensor]:
-        """By parameter, the stretch of a row of the residual, by default of this rank's own."""
-        row = self.residual[self._circle.place] if row is None else row
+        """Return each parameter's slice of a row of the residual, by default of this rank's own row."""
+        row = self.residual[self._rank_group.group_rank] if row is None else row
         return {s.name: row[at : at + s.size] for s, at in zip(self.compressed, self.starts, strict=True)}
 
-    def add_up(self) -> Tensor:
-        """This rank's row of the residuals of all ranks. A collective call, not counted: for checkpoints."""
-        own = torch.empty_like(self.residual[0])
-        with self._ledger.uncounted():
-            self._sum(self.residual, own)
-        return own
-
-    def send_all(self) -> None:
-        """Makes the last exchange of the next step whole."""
-        self._send_all = True
-
-    def all_is_sent(self) -> None:
-        """The residual goes with this step, see `updated`."""
-        self._sent_all = True
-
-    def updated(self, applied: Tensor) -> None:
-        """After a step, bool () whether it was applied: then nothing is left of what was sent whole.
-
-        Waits for the device, where something was.
+    def decode_and_sum(self) -> Tensor:
+        """Return this rank's row of the sum of all ranks' residuals, for checkpoints. Collective; its bytes are not
+        counted.
         """
-        if self._sent_all:
-            self._sent_all, self._send_all = False, not applied
+        row = torch.empty_like(self.residual[0])
+        with self._ledger.uncounted():
+            self._reduce_scatter(self.residual, row)
+        return row
+
+    def request_full_exchange(self) -> None:
+        """Make the last exchange of the next step complete."""
+        self._full_exchange_requested = True
+
+    def mark_full_exchange(self) -> None:
+        """Record that this step sends the complete residual; see `after_optimizer_step`."""
+        self._full_exchange_sent = True
+
+    def after_optimizer_step(self, applied: Tensor) -> None:
+        """Clear the residual after a full exchange if the step was applied, bool ().
+
+        Waits for the device after a full exchange.
+        """
+        if self._full_exchange_sent:
+            self._full_exchange_sent, self._full_exchange_requested = False, not applied
             if applied:
                 self.residual.zero_()
 
     def bytes_sent(self) -> dict[str, float]:
-        """Of an exchange, by kind: arithmetic."""
-        ranks, entries = self._circle.size, self.blocks * BLOCK
+        """Return the bytes that a rank sends per exchange, by kind, computed without communication."""
+        ranks, entries = self._rank_group.size, self.blocks * BLOCK
         if self._index == "offsets":
             index = (ranks - 1) * index_bytes(self._options.density, ranks * self.blocks) if entries else 0
         else:
             index = 2 * (ranks - 1) * self.blocks * BITMAP * (4 if self._index == "nibble_sum" else 1)
         values = self._sketches[0].rows * BLOCK if self._sketches else self.blocks * self._capacity
-        whole = _on_wire(sum(s.size for s in self._raw))
+        whole = _padded_entries(sum(s.size for s in self._raw))
         return {INDEX: float(index), GRADIENTS: 4.0 * (ranks - 1) * (values + whole)}
 
-    # --------------------------------------------------------------------------------------------- the step so far
+    # -------------------------------------------------------------------------------------------- accumulation
 
-    def _forget_step(self) -> None:
-        self._waiting = None
-        self._bad.zero_()
+    def _reset_step(self) -> None:
+        self._uncompressed = None
+        self._nonfinite.zero_()
 
     def _add(self, flat: Tensor) -> None:
-        """Adds a micro-batch's gradients, FP32 (S, m), to what is sent next."""
-        whole = torch.cat([flat[:, s.start : s.start + s.size] for s in self._raw] or [flat[:, :0]], 1)
-        self._waiting = whole if self._waiting is None else self._waiting.add_(whole)
+        """Add a micro-batch's gradients, FP32 (S, m), to the next exchange."""
+        uncompressed = torch.cat([flat[:, s.start : s.start + s.size] for s in self._raw] or [flat[:, :0]], 1)
+        self._uncompressed = uncompressed if self._uncompressed is None else self._uncompressed.add_(uncompressed)
         if not self.compressed:
             return
         parts = [[row[s.start : s.start + s.size] for s in self.compressed] for row in flat]
-        good = self._finite([part for row in parts for part in row]).view(len(flat), -1).all(1)
-        self._bad |= ~good
-        for own, row, fine in zip(self.residual, parts, good, strict=True):
+        finite = self._finite([part for row in parts for part in row]).view(len(flat), -1).all(1)
+        self._nonfinite |= ~finite
+        for residual, row, is_finite in zip(self.residual, parts, finite, strict=True):
             for at, part in zip(self.starts, row, strict=True):
-                own[at : at + part.numel()] += torch.where(fine, part, 0.0)
+                residual[at : at + part.numel()] += torch.where(is_finite, part, 0.0)
 
-    # ------------------------------------------------------------------------------------------------ the exchange
+    # ------------------------------------------------------------------------------------------------ exchange
 
-    def _send_whole(self) -> Tensor:
-        """(entries,): this rank's part of what is not compressed."""
-        waiting = self._waiting
-        assert waiting is not None
-        own = waiting.new_empty(waiting.shape[1])
-        if own.numel():
-            self._sum(waiting, own)
-        return own
+    def _send_uncompressed(self) -> Tensor:
+        """Reduce-scatter the parameters that are not compressed. Return this rank's row, (entries,)."""
+        uncompressed = self._uncompressed
+        assert uncompressed is not None
+        result = uncompressed.new_empty(uncompressed.shape[1])
+        if result.numel():
+            self._reduce_scatter(uncompressed, result)
+        return result
 
     def _send_compressed(self, fake: bool) -> Tensor:
-        """(blocks * 1024,): this rank's row of what is."""
-        ranks, own = self._circle.size, self.residual.new_empty(self.blocks * BLOCK)
+        """Reduce-scatter the compressed parameters. Return this rank's row, (blocks * 1024,)."""
+        ranks, result = self._rank_group.size, self.residual.new_empty(self.blocks * BLOCK)
         if not self.blocks:
-            return own
-        if self._send_all and self._moment.last:
-            return self._all_of_it(own)
+            return result
+        if self._full_exchange_requested and self._position.last:
+            return self._send_full(result)
         if self._options.selection == "table":
             chosen = torch.cat([select_above(row, self._options.sparsity) for row in self.residual])
         else:
             chosen = self._passes.select(self.residual.view(-1), self._options.chosen)
-        index = self._agree(chosen, fake).view(ranks, -1)
+        index = self._all_gather_index(chosen, fake).view(ranks, -1)
         sends = index if self._options.fill else chosen.view(ranks, -1)
         if self._sketches:
-            turn = (self._moment.step + self._moment.micro_batch) % TURNS
-            self._through_sketch(self._sketches[turn], index, sends, own)
+            turn = (self._position.step + self._position.micro_batch) % TURNS
+            self._exchange_sketch(self._sketches[turn], index, sends, result)
         else:
-            self._through_packed(index, self._of_good_rows(sends), own)
-        return own
+            self._exchange_packed(index, self._mask_nonfinite(sends), result)
+        return result
 
-    def _all_of_it(self, own: Tensor) -> Tensor:
-        self.all_is_sent()
-        self._sum(torch.where(self._bad[:, None], torch.nan, self.residual), own)
-        return own
+    def _send_full(self, result: Tensor) -> Tensor:
+        self.mark_full_exchange()
+        self._reduce_scatter(torch.where(self._nonfinite[:, None], torch.nan, self.residual), result)
+        return result
 
-    def _of_good_rows(self, bits: Tensor) -> Tensor:
-        return torch.where(self._bad[:, None], 0, bits)
+    def _mask_nonfinite(self, bits: Tensor) -> Tensor:
+        return torch.where(self._nonfinite[:, None], 0, bits)
 
-    def _agree(self, chosen: Tensor, fake: bool) -> Tensor:
-        """Bits of the index of all rows, from the own choice's."""
-        ranks, circle = self._circle.size, self._circle
+    def _all_gather_index(self, chosen: Tensor, fake: bool) -> Tensor:
+        """Return the bitmaps of the union over all ranks, for all rows, from the bitmaps of this rank's selection."""
+        ranks, rank_group = self._rank_group.size, self._rank_group
         if self._index == "offsets":
             coded = to_offsets(chosen, self._options.chosen)
-            arrived = coded.new_empty(ranks, coded.numel())
-            circle.gather(coded, arrived.view(-1), self._ledger, INDEX)
-            return chosen if fake else unite_offsets(arrived, ranks * self.blocks, self._options.chosen)
-        told = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
-        received, whole = torch.empty_like(told).view(ranks, -1), torch.empty_like(told)
-        circle.exchange(told.view(ranks, -1), received, self._ledger, INDEX)
-        circle.gather((unite if self._index == "bits" else sum_bytes)(received), whole, self._ledger, INDEX)
+            received = coded.new_empty(ranks, coded.numel())
+            shard_collectives.all_gather(received.view(-1), coded, rank_group, self._ledger, INDEX)
+            return chosen if fake else union_of_offsets(received, ranks * self.blocks, self._options.chosen)
+        local = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
+        received, gathered = torch.empty_like(local).view(ranks, -1), torch.empty_like(local)
+        shard_collectives.all_to_all(received, local.view(ranks, -1), rank_group, self._ledger, INDEX)
+        combined = (union_of_bitmaps if self._index == "bits" else sum_bytes)(received)
+        shard_collectives.all_gather(gathered, combined, rank_group, self._ledger, INDEX)
         if fake:
             return chosen
-        return from_nibbles(whole) if self._index == "nibble_sum" else whole
+        return from_nibbles(gathered) if self._index == "nibble_sum" else gathered
 
-    def _through_packed(self, index: Tensor, sends: Tensor, own: Tensor) -> None:
-        ranks = self._circle.size
+    def _exchange_packed(self, index: Tensor, sends: Tensor, result: Tensor) -> None:
+        ranks = self._rank_group.size
         packed = self.residual.new_empty(ranks * self.blocks, self._capacity)
         self._passes.pack(self.residual.view(-1), index.view(-1), sends.view(-1), self._capacity, packed)
-        packed.view(ranks, -1)[:, 0].masked_fill_(self._bad, torch.nan)  # a row's first entry of the index
+        packed.view(ranks, -1)[:, 0].masked_fill_(self._nonfinite, torch.nan)  # Mark the row by its first value.
         received = torch.empty_like(packed)
-        self._circle.exchange(packed.view(ranks, -1), received.view(ranks, -1), self._ledger, GRADIENTS)
-        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.place], own)
+        shard_collectives.all_to_all(
+            received.view(ranks, -1), packed.view(ranks, -1), self._rank_group, self._ledger, GRADIENTS
+        )
+        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._rank_group.group_rank], result)
 
-    def _through_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, own: Tensor) -> None:
+    def _exchange_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, result: Tensor) -> None:
         if self._options.left_over == "keep":
-            # All ranks know what an owner will find; the rest is not sent.
-            found = torch.stack([self._passes.solvable(row, sketch) for row in index])
-            index, sends = index & found, sends & found
-        sends = self._of_good_rows(sends)
-        cells = self.residual.new_empty(self._circle.size, sketch.rows, BLOCK)
+            # All ranks compute which entries the owner can recover; the others are not sent.
+            recoverable = torch.stack([self._passes.solvable(row, sketch) for row in index])
+            index, sends = index & recoverable, sends & recoverable
+        sends = self._mask_nonfinite(sends)
+        cells = self.residual.new_empty(self._rank_group.size, sketch.rows, BLOCK)
         for row, bits, one in zip(self.residual, sends, cells, strict=True):
             self._passes.fold(row, bits, sketch, one)
             row.masked_fill_(unpack_bits(bits, row.numel()), 0.0)
-        cells.masked_fill_(self._bad[:, None, None], torch.nan)
+        cells.masked_fill_(self._nonfinite[:, None, None], torch.nan)
         total = torch.empty_like(cells[0])
-        self._sum(cells.view(len(cells), -1), total.view(-1))
-        poison = total.sum() * 0.0  # NaN where any cell has it, whether an entry is read there or not
+        self._reduce_scatter(cells.view(len(cells), -1), total.view(-1))
+        nan_flag = total.sum() * 0.0  # NaN if any cell is NaN, even a cell that no entry reads.
         estimate = self._options.left_over == "estimate"
-        self._passes.unfold(total, index[self._circle.place], sketch, estimate, own)
-        own[:1] += poison
+        self._passes.unfold(total, index[self._rank_group.group_rank], sketch, estimate, result)
+        result[:1] += nan_flag
 
-    def _sum(self, rows: Tensor, own: Tensor) -> None:
-        """own (n,) becomes this rank's row of the sum over ranks of rows (S, n), in rank order."""
+    def _reduce_scatter(self, rows: Tensor, result: Tensor) -> None:
+        """Write this rank's row of the sum over ranks of `rows` (S, n), in rank order, into `result` (n,)."""
         n = rows.shape[1]
-        rows = pad(rows, (0, _on_wire(n) - n)) if _on_wire(n) > n else rows
+        rows = pad(rows, (0, _padded_entries(n) - n)) if _padded_entries(n) > n else rows
         received = torch.empty_like(rows)
-        self._circle.exchange(rows, received, self._ledger, GRADIENTS)
-        add_rows(received[:, :n], own)
+        shard_collectives.all_to_all(received, rows, self._rank_group, self._ledger, GRADIENTS)
+        add_rows(received[:, :n], result)
 
     def _make_sketches(self, device: torch.device) -> list[Sketch]:
-        """Raises ValueError for a group that has too few blocks of one."""
-        if self.blocks < LEAST_BLOCKS and not self._options.reproduce:
+        """Return the count sketches of the rotation.
+
+        Raises:
+            ValueError: The group has too few blocks for a sketch.
+        """
+        if self.blocks < MIN_BLOCKS and not self._options.reproduce:
             raise ValueError(
-                f"[sharding.tagc] codec = 'sketch': a rank has {self.blocks} blocks of {BLOCK} entries of "
-                f"{self._flat.name} to compress, and a sketch of fewer than {LEAST_BLOCKS} may not come apart; take "
+                f"[sharding.tagc] codec = 'sketch': a rank compresses {self.blocks} blocks of {BLOCK} entries of "
+                f"{self._flat.name}, and a sketch of fewer than {MIN_BLOCKS} blocks may lose entries; set "
                 "codec = 'packed', raise min_entries, or set reproduce = true"
             )
         return [Sketch.of(self.blocks, self._options.ratio, device, turn) for turn in range(TURNS)]
 
 
-def _on_wire(entries: int) -> int:
-    """FP32 entries, filled up."""
-    return on_wire(4 * entries) // 4
+def _padded_entries(entries: int) -> int:
+    """Return the number of FP32 entries including padding."""
+    return padded_bytes(4 * entries) // 4
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each begins, and where all end."""
-    found = [0]
+    """Return the offset of each slice, followed by the total size."""
+    offsets = [0]
     for size in sizes:
-        found.append(found[-1] + size)
-    return found
+        offsets.append(offsets[-1] + size)
+    return offsets

@@ -1,6 +1,6 @@
-"""[sharding.tagc]: what TAGC on the shard axis is told.
+"""TOML section [sharding.tagc]: options of TAGC on the shard axis.
 
-No `from __future__ import annotations` in a file with a section: TorchTitan tells sections apart by
+No `from __future__ import annotations` in a file with a section: TorchTitan recognizes sections by
 `is_dataclass(field.type)`.
 """
 
@@ -9,53 +9,56 @@ from typing import ClassVar, Literal
 
 from kernels.scape.blocks import entries_per_block
 from kernels.tagc.formats import BLOCK, sends_offsets
-from torchtitan_scape.planner.sparse_sharding import SparsePlan
-from torchtitan_scape.sync.options import LAYOUT, Options
+from torchtitan_scape.core.options import LAYOUT, Options
+from torchtitan_scape.sharding.tagc_cost import SparsePlan
 
-FULLEST = 0.6  # share of a sketch's cells that the union may fill; peeling ends at 0.818, in sketches of many blocks
-LEAST_BLOCKS = 512  # of a sketch: few blocks may not come apart though there are cells enough
+MAX_LOAD = 0.6  # Share of a sketch's cells that the union may fill; peeling fails above 0.818 in large sketches.
+MIN_BLOCKS = 512  # Blocks of a sketch: peeling may fail in a smaller sketch even if it has enough cells.
 
 
 @dataclass
 class TagcShardingOptions(Options):
-    """[sharding.tagc]: read with gradients = "tagc" (arXiv:2504.05638)."""
+    """[sharding.tagc]: options of gradients = "tagc" (arXiv:2504.05638)."""
 
     section: ClassVar[str] = "sharding.tagc"
 
     sparsity: float = 0.9
-    """Share of the entries that a rank does not choose, in [0, 1), of every block of 1024; they are kept for later"""
+    """Share of the entries that a rank does not select, in [0, 1), of every block of 1024; they stay in the residual"""
 
     codec: Literal["packed", "sketch"] = "packed"
-    """How values travel: at the places that any rank chose, in their order; or, as published, in a count sketch"""
+    """Encoding of values: packed in the order of the index, or, as published, in a count sketch"""
 
     ratio: float = 10.0
-    """Of a sketch: entries for each of its cells, 1 or more"""
+    """Entries per cell of a sketch, 1 or more"""
 
     index: Literal["auto", "bits", "offsets", "bit_sum", "nibble_sum"] = "auto"
-    """How ranks learn of all choices: bits that owners unite, coded offsets that are gathered, or whichever is shorter;
-    as published, sums of bytes (wrong where two ranks choose the same) or of four bits an entry"""
+    """Encoding of the selections: bitmaps combined by their owners, encoded offsets that are all-gathered, or ("auto")
+    the shorter of the two; as published, sums of bytes (wrong if two ranks select the same entry) or of four bits per
+    entry"""
 
     left_over: Literal["keep", "estimate"] = "keep"
-    """What peeling would not find in a sketch stays with the ranks; or is estimated, as published"""
+    """Entries that peeling cannot recover from a sketch stay in the residual ("keep"), or are estimated, as
+    published"""
 
     fill: bool = True
-    """A rank sends what it has wherever any rank chose; else, as published, its own choice alone"""
+    """A rank sends its values at the whole index; else, as published, only at its own selection"""
 
     micro: Literal["last", "each"] = "last"
-    """The last micro-batch of a step sends the sum of all; or, as published, each its own"""
+    """The last micro-batch of a step sends the sum of all ("last"), or, as published, each sends its own ("each")"""
 
     selection: Literal["block", "table"] = "block"
-    """The largest of every block; or, as published, what is above one of 25 thresholds: with the sketch alone, as its
-    number is not known beforehand"""
+    """The largest entries of every block; or, as published, those above one of 25 thresholds: only with the sketch,
+    because their number is not known in advance"""
 
     layers: Literal["non_attention", "all"] | list[str] = field(default="non_attention", metadata=LAYOUT)
-    """Which matrices are compressed: those outside attention, all, or those with one of these names in their own"""
+    """Matrices that are compressed: those outside attention, all, or those whose name contains one of these
+    components"""
 
     min_entries: int = field(default=65536, metadata=LAYOUT)
     """Smaller parameters are sent whole"""
 
     reproduce: bool = False
-    """Takes published settings that lose entries"""
+    """Allow published settings that lose entries"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,57 +66,65 @@ class TagcShardingOptions(Options):
         self.require(self.ratio >= 1.0, "ratio", "it must be 1 or more, for example 10")
         self.require(self.min_entries >= 1, "min_entries", "it must be 1 (all matrices) or more")
         if self.selection == "table":
-            self.require(self.codec == "sketch", "selection", "it goes with codec = 'sketch' alone; take 'block'")
-            self.require(self.index != "offsets", "index", "offsets need selection = 'block'; take 'auto' or 'bits'")
+            self.require(self.codec == "sketch", "selection", "it requires codec = 'sketch'; set 'block'")
+            self.require(self.index != "offsets", "index", "offsets need selection = 'block'; set 'auto' or 'bits'")
 
     @property
     def density(self) -> float:
-        """Share of the entries that a rank chooses."""
+        """Share of the entries that a rank selects."""
         return 1.0 - self.sparsity
 
     @property
     def chosen(self) -> int:
-        """Entries of a block that a rank chooses."""
+        """Entries of a block that a rank selects."""
         return entries_per_block(self.density, BLOCK)
 
     def index_among(self, ranks: int) -> str:
-        """The form of the index: "bits", "offsets", "bit_sum" or "nibble_sum"."""
+        """Return the encoding of the index: "bits", "offsets", "bit_sum" or "nibble_sum"."""
         if self.index != "auto":
             return self.index
         return "offsets" if self.selection == "block" and sends_offsets(self.density, ranks) else "bits"
 
     def planned(self, ranks: int) -> SparsePlan:
-        """What the planner knows of these options."""
+        """Return the closed form for the planner."""
         index = self.index_among(ranks)
         width, ratio = 4 if index == "nibble_sum" else 1, self.ratio if self.codec == "sketch" else 0.0
         return SparsePlan(self.density, index, width, ratio, self.micro == "each", self.compresses)
 
     def check_among(self, ranks: int) -> None:
-        """Refuses what so many ranks of the shard axis lose entries by. Raises ValueError."""
+        """Refuse options that lose entries with this number of ranks on the shard axis, unless `reproduce` is set.
+
+        Raises:
+            ValueError: With the option's value and the fix.
+        """
         if self.reproduce:
             return
-        unless = "or set reproduce = true to have it as published"
-        self.require(self.index != "bit_sum", "index", f"the sum of bytes loses entries; take 'auto', {unless}")
-        counts = self.index != "nibble_sum" or ranks <= 15
-        self.require(counts, "index", f"four bits count 15 ranks, and there are {ranks}; take 'auto', {unless}")
+        unless = "or set reproduce = true to use the published variant"
+        self.require(self.index != "bit_sum", "index", f"the sum of bytes loses entries; set 'auto', {unless}")
+        fits = self.index != "nibble_sum" or ranks <= 15
+        self.require(fits, "index", f"four bits can count 15 ranks, but there are {ranks}; set 'auto', {unless}")
         if self.codec != "sketch":
             return
-        self.require(self.left_over == "keep", "left_over", f"estimates are not what was sent; take 'keep', {unless}")
-        union = min(1.0, ranks * self.density)
-        fills = union * self.ratio
-        most = FULLEST / self.ratio / ranks
         self.require(
-            fills <= FULLEST,
+            self.left_over == "keep", "left_over", f"estimates differ from what was sent; set 'keep', {unless}"
+        )
+        union = min(1.0, ranks * self.density)
+        load = union * self.ratio
+        max_density = MAX_LOAD / self.ratio / ranks
+        self.require(
+            load <= MAX_LOAD,
             "sparsity",
-            f"{ranks} ranks may choose {union:.3g} of the entries, {fills:.3g} for each cell of a "
-            f"sketch with ratio {self.ratio:g}, which {FULLEST} can be; raise it to {1.0 - most:.4f}, lower ratio, "
-            f"take codec = 'packed', {unless}",
+            f"{ranks} ranks may select {union:.3g} of the entries, {load:.3g} per cell of a sketch with "
+            f"ratio {self.ratio:g}, but at most {MAX_LOAD} is allowed; raise it to {1.0 - max_density:.4f}, "
+            f"lower ratio, set codec = 'packed', {unless}",
         )
 
     def compresses(self, name: str, dims: int, entries: int) -> bool:
-        """Whether a parameter is; dims and entries: of all of it."""
+        """Return whether a parameter is compressed, given its name and the dimensions and entries of the whole
+        parameter.
+        """
         if dims < 2 or entries < self.min_entries:
             return False
         if isinstance(self.layers, list):
-            return any(f".{own}." in f".{name}." for own in self.layers)
+            return any(f".{layer}." in f".{name}." for layer in self.layers)
         return self.layers == "all" or not any("attention" in part or "attn" in part for part in name.split("."))

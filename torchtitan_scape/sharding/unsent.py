@@ -1,6 +1,6 @@
-"""What stand-ins have not sent yet between steps, as checkpoints, the log and a last whole exchange see it.
+"""Residuals of the shard axis between steps: checkpoints, metrics and the final full exchange.
 
-It is FP32, what FSDP2's shards will have added to a gradient some day: the sum over ranks counts.
+Residuals are FP32. Their sum over ranks is the gradient that has not been applied yet.
 """
 
 from collections.abc import Sequence
@@ -9,58 +9,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.sync.base import State
-from torchtitan_scape.sync.pending import Reader
-from torchtitan_scape.sync.shards import Shard, store_gradient
+from torchtitan_scape.core.parameters import Shard, store_gradient
+from torchtitan_scape.methods.interface import State
+from torchtitan_scape.methods.pending import CheckpointReader
 
 KIND = "shard_residual"
 
 
-class Unsent:
-    """Nothing is kept: by FSDP2's own collectives, and by codes."""
+class ResidualStore:
+    """Residual store of hooks without residuals: FSDP2's own collectives and block codes."""
 
     def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
-        """For a checkpoint. A collective call.
+        """Return the states for a checkpoint. Collective.
 
-        residual: "exact", what each rank has, for the same degrees; "mean", the sum over ranks with the owner of each
-        shard, for any degrees; or "drop".
+        Args:
+            residual: "exact" saves the residual of each rank and requires the same degrees on loading; "mean" saves the
+                sum over ranks with the owner of each shard, for any degrees; "drop" saves nothing.
+            shards: Shards of this rank.
         """
         return []
 
     def described(self, residual: str) -> dict[str, dict[str, Any]]:
-        """For a checkpoint's record, see `sync.base.State.describe`."""
+        """Return the description for a checkpoint's record; see `methods.interface.State.describe`."""
         return {}
 
     def sizes(self, residual: str) -> dict[str, int]:
-        """Bytes in a checkpoint, by kind."""
+        """Return the bytes in a checkpoint, by kind."""
         return {}
 
-    def loading(self, reader: Reader, shards: Sequence[Shard]) -> list[State]:
-        """Before a checkpoint is taken: tensors by parameter that receive what is pending there.
+    def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
+        """Return, before a checkpoint is loaded, tensors by parameter that receive its pending residuals.
 
-        Raises ValueError where ranks' own residuals were saved, and cannot be taken.
+        Raises:
+            ValueError: The checkpoint contains per-rank residuals that this run cannot load.
         """
-        refuse_exact(reader.saved["states"], "has no [sharding] that keeps any")
+        refuse_exact(reader.saved["states"], "has no [sharding] option with residuals")
         return []
 
-    def send_all(self) -> None:
-        """Makes the next step's exchange whole, so that nothing is kept after it."""
+    def request_full_exchange(self) -> None:
+        """Make the exchange of the next step complete, so that no residual remains after it."""
 
     def as_gradients(self, shards: Sequence[Shard]) -> None:
-        """Makes it the gradients of a step that has no backward pass. A collective call."""
+        """Store the residuals as the gradients of a step without a backward pass. Collective."""
 
-    def updated(self, applied: Tensor) -> None:
-        """After a step, bool () whether it was applied."""
+    def after_optimizer_step(self, applied: Tensor) -> None:
+        """Update the residuals after a step. `applied`, bool (), is false if the step was skipped."""
 
     def squares(self) -> Tensor | None:
-        """FP64 (): the sum of squares of what this rank keeps; None where none do."""
+        """Return the sum of squares of this rank's residuals, FP64 (), or None without residuals."""
         return None
 
 
-class Residuals(Unsent):
-    """Of the groups of a model: every rank has some of all rows, (S, n) a group.
+class ShardResiduals(ResidualStore):
+    """Residuals of a model's parameter groups. Every rank stores a residual of all rows, (S, n) per group.
 
-    Made of stand-ins as `sharding.tagc.TagcReduce` is.
+    Args:
+        groups: Reduce-scatter hooks with the interface of `sharding.tagc.TagcReduce`.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
@@ -71,37 +75,37 @@ class Residuals(Unsent):
             return []
         if residual == "exact":
             return [self._exact()]
-        sums = {name: one for group in self._groups for name, one in group.slices(group.add_up()).items()}
+        sums = {name: row for group in self._groups for name, row in group.slices(group.decode_and_sum()).items()}
         return [self._by_parameter(sums, shards)]
 
     def described(self, residual: str) -> dict[str, dict[str, Any]]:
         if residual == "drop":
             return {}
-        what = {"own": False, "carries": "gradient", "by_parameter": residual != "exact"}
-        return {KIND: what | ({"lies": self._lies()} if residual == "exact" else {})}
+        record = {"own": False, "carries": "gradient", "by_parameter": residual != "exact"}
+        return {KIND: record | ({"lies": self._row_layout()} if residual == "exact" else {})}
 
     def sizes(self, residual: str) -> dict[str, int]:
-        # Of all ranks: of each the rows of all, or its own.
+        # In total over all ranks: every rank saves all rows ("exact") or only its own row ("mean").
         rows = {"exact": lambda group: len(group.residual) ** 2, "mean": lambda group: len(group.residual)}
         if residual not in rows:
             return {}
         return {KIND: 4 * sum(rows[residual](group) * group.residual.shape[1] for group in self._groups)}
 
-    def loading(self, reader: Reader, shards: Sequence[Shard]) -> list[State]:
-        what = reader.saved["states"].get(KIND)
+    def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
+        record = reader.saved["states"].get(KIND)
         for group in self._groups:
             group.residual.zero_()
-        if what is not None and not what["by_parameter"]:
-            if what["lies"] != self._lies():
+        if record is not None and not record["by_parameter"]:
+            if record["lies"] != self._row_layout():
                 refuse_exact(reader.saved["states"], "has another shard degree, or compresses other layers")
             assert reader.fill_of_this_shard([self._exact()])
             return []
-        own = {name: one for group in self._groups for name, one in group.slices().items()}
-        return [self._by_parameter(own, shards)]
+        rows = {name: one for group in self._groups for name, one in group.slices().items()}
+        return [self._by_parameter(rows, shards)]
 
-    def send_all(self) -> None:
+    def request_full_exchange(self) -> None:
         for group in self._groups:
-            group.send_all()
+            group.request_full_exchange()
 
     def as_gradients(self, shards: Sequence[Shard]) -> None:
         (sums,) = self.states("mean", shards)
@@ -109,11 +113,11 @@ class Residuals(Unsent):
             if shard.name in sums.tensors:
                 store_gradient(shard, sums.tensors[shard.name].reshape(-1))
         for group in self._groups:
-            group.all_is_sent()
+            group.mark_full_exchange()
 
-    def updated(self, applied: Tensor) -> None:
+    def after_optimizer_step(self, applied: Tensor) -> None:
         for group in self._groups:
-            group.updated(applied)
+            group.after_optimizer_step(applied)
 
     def squares(self) -> Tensor | None:
         total = torch.zeros((), dtype=torch.float64, device=self._groups[0].residual.device) if self._groups else None
@@ -124,24 +128,28 @@ class Residuals(Unsent):
 
     def _exact(self) -> State:
         tensors = {group.name: group.residual for group in self._groups}
-        return State(KIND, tensors, own=False, carries="gradient", by_parameter=False)
+        return State(KIND, tensors, per_replica=False, on_migration="gradient", by_parameter=False)
 
     def _by_parameter(self, rows: dict[str, Tensor], shards: Sequence[Shard]) -> State:
-        """Of local shapes: a stretch of a row has zeros after its parameter's last entry."""
-        found = {s.name: rows[s.name][: s.size].view(s.local_shape) for s in shards if s.name in rows}
-        return State(KIND, found, own=False, carries="gradient")
+        """Return a state of local shapes. A slice of a row is zero-padded after the parameter's last entry."""
+        tensors = {s.name: rows[s.name][: s.size].view(s.local_shape) for s in shards if s.name in rows}
+        return State(KIND, tensors, per_replica=False, on_migration="gradient")
 
-    def _lies(self) -> dict[str, list[Any]]:
-        """By group: ranks, and the compressed parameters in their order. As JSON has it."""
+    def _row_layout(self) -> dict[str, list[Any]]:
+        """Return the number of ranks and the compressed parameters in order, by group, as JSON values."""
         return {group.name: [len(group.residual), *group.slices()] for group in self._groups}
 
 
 def refuse_exact(states: dict[str, dict[str, Any]], this_run: str) -> None:
-    """Raises ValueError where a checkpoint has ranks' own residuals of the shard axis, which this run cannot take."""
-    what = states.get(KIND)
-    if what is not None and not what["by_parameter"]:
+    """Check whether this run can load the residuals of a checkpoint.
+
+    Raises:
+        ValueError: The checkpoint contains per-rank residuals of the shard axis.
+    """
+    record = states.get(KIND)
+    if record is not None and not record["by_parameter"]:
         raise ValueError(
-            "the checkpoint has the residuals of the shard axis as ranks keep them (checkpoint.residual = 'exact'), "
-            f"and this run {this_run}; resume with what saved it, and save with checkpoint.residual = 'mean', which "
-            "any run takes"
+            "the checkpoint contains per-rank residuals of the shard axis (checkpoint.residual = 'exact'), but this "
+            f"run {this_run}; resume with the configuration that saved it, and save with checkpoint.residual = 'mean', "
+            "which any run can load"
         )

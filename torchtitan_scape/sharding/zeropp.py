@@ -1,12 +1,14 @@
-"""ZeRO++ (arXiv:2306.10209): weights and gradients travel coded, and weights cross nodes once an update.
+"""ZeRO++ (arXiv:2306.10209): quantized all-gather and reduce-scatter, and weights sent between nodes once per update.
 
-qwZ: the all-gather carries every row as one message; all ranks decode all messages, their own included, so that all
-compute with the same bits. Over two circles rows cross nodes once for each rank's place, then go round the node.
+qwZ: the all-gather sends every row as one quantized message. All ranks decode all messages, including their own, so
+that all compute with the same bits. With two hops a row is sent once to the rank with the same position in every other
+node, then all-gathered within the node.
 
-hpZ: what has crossed nodes is kept, coded (n c / P bytes), until parameters change; the gathers in between stay in the
-node. The paper gathers across nodes in every forward pass.
+hpZ: the messages received from other nodes (n c / P encoded bytes) are kept until the parameters change; the
+all-gathers in between stay within the node. The paper gathers between nodes in every forward pass.
 
-qgZ: the reduce-scatter is an all-to-all of messages, decoded and added in rank order: in the node, then across nodes.
+qgZ: the reduce-scatter is an all-to-all of messages, decoded and summed in rank order: within the node, then between
+nodes.
 """
 
 from collections.abc import Sequence
@@ -17,92 +19,114 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.circles import Circle, ShardLedger
-from torchtitan_scape.sharding.base import GRADIENTS, WEIGHTS, Allocates, FlatGroup, Kept, Moment, Version
-from torchtitan_scape.sharding.messages import RowMessages, gather_across, gather_inside, sum_over
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
+from torchtitan_scape.sharding.base import (
+    GRADIENTS,
+    WEIGHTS,
+    Allocates,
+    ShardedParamGroup,
+    TrainPosition,
+    WeightsCache,
+    WeightsVersion,
+)
+from torchtitan_scape.sharding.messages import RowCodec, gather_between_nodes, gather_within_node, sum_over
 
 
-class MessageGather(Allocates):
-    """Stands in for the all-gather of one group.
+class QuantizedAllGather(Allocates):
+    """Quantized all-gather of one parameter group (qwZ, hpZ).
 
     Args:
-        circles: what rows go over, from the inside out.
-        rows: how they are coded.
-        keeps: what has come over the last circle stays for later gathers of the same version of the weights.
+        flat: The parameter group.
+        rank_groups: Rank groups of the hops, innermost first.
+        rows: Codec of the rows.
+        ledger: Byte ledger.
+        cache_version: Version of the weights; messages of the outermost hop are reused while it is unchanged. None
+            disables the cache.
     """
 
     def __init__(
         self,
-        flat: FlatGroup,
-        circles: Sequence[Circle],
-        rows: RowMessages,
+        flat: ShardedParamGroup,
+        rank_groups: Sequence[RankGroup],
+        rows: RowCodec,
         ledger: ShardLedger,
-        keeps: Version | None = None,
+        cache_version: WeightsVersion | None = None,
     ) -> None:
-        self._flat, self._circles, self._rows, self._ledger = flat, circles, rows, ledger
-        self._kept = Kept(keeps) if keeps is not None else None
+        self._flat, self._rank_groups, self._rows, self._ledger = flat, rank_groups, rows, ledger
+        self._cache = WeightsCache(cache_version) if cache_version is not None else None
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
         ranks = group.size()
-        self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._circles))
-        messages = self._across(input_tensor)
-        every = gather_inside(messages, self._circles, self._ledger, WEIGHTS)
-        if dist.get_backend(group) == "fake":  # what has been received is no message
+        self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._rank_groups))
+        messages = self._outermost_messages(input_tensor)
+        gathered = gather_within_node(messages, self._rank_groups, self._ledger, WEIGHTS)
+        if dist.get_backend(group) == "fake":  # The received bytes are not valid messages.
             output_tensor.zero_()
             return
-        self._rows.unpack(every, output_tensor.view(ranks, -1))
+        self._rows.unpack(gathered, output_tensor.view(ranks, -1))
 
-    def _across(self, row: Tensor) -> Tensor:
-        """What has come over the last circle, now or before."""
-        if self._kept is not None and (kept := self._kept.get()) is not None:
-            return kept
-        own = torch.empty(self._rows.bytes_of(row.dtype), dtype=torch.uint8, device=row.device)
-        self._rows.encode(self._rows.cut(row), own)
-        messages = gather_across(own, self._circles, self._ledger, WEIGHTS)
-        if self._kept is not None:
-            self._kept.keep(messages)
+    def _outermost_messages(self, row: Tensor) -> Tensor:
+        """Return the messages received over the outermost hop, from the cache if they are still valid."""
+        if self._cache is not None and (cached := self._cache.get()) is not None:
+            return cached
+        message = torch.empty(self._rows.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
+        self._rows.encode(self._rows.split(row), message)
+        messages = gather_between_nodes(message, self._rank_groups, self._ledger, WEIGHTS)
+        if self._cache is not None:
+            self._cache.keep(messages)
         return messages
 
 
-class MessageReduce(Allocates):
-    """Stands in for the reduce-scatter of one group. FP32 inside; a flat of another dtype is converted once.
+class QuantizedReduceScatter(Allocates):
+    """Quantized reduce-scatter of one parameter group (qgZ). It works in FP32; a flat buffer of another dtype is
+    converted first.
 
     Args:
-        circles: of the hops, from the inside out. rows: how each codes what it sends.
-        moment: for the keys of stochastic rounding; None to round to nearest.
+        flat: The parameter group.
+        rank_groups: Rank groups of the hops, innermost first.
+        rows: Codec of each hop.
+        ledger: Byte ledger.
+        position: Source of the keys of stochastic rounding; None rounds to nearest.
     """
 
     def __init__(
         self,
-        flat: FlatGroup,
-        circles: Sequence[Circle],
-        rows: Sequence[RowMessages],
+        flat: ShardedParamGroup,
+        rank_groups: Sequence[RankGroup],
+        rows: Sequence[RowCodec],
         ledger: ShardLedger,
-        moment: Moment | None = None,
+        position: TrainPosition | None = None,
     ) -> None:
-        self._flat, self._circles, self._rows, self._ledger, self._moment = flat, circles, rows, ledger, moment
+        self._flat, self._rank_groups, self._rows, self._ledger, self._position = (
+            flat,
+            rank_groups,
+            rows,
+            ledger,
+            position,
+        )
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._circles))
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._rank_groups))
         flat = input_tensor.float().view(group.size(), -1)
-        parts = sum_over(flat, self._circles, self._rows, self._ledger, GRADIENTS, self._key)
+        parts = sum_over(flat, self._rank_groups, self._rows, self._ledger, GRADIENTS, self._key)
         if dist.get_backend(group) == "fake":
             output_tensor.zero_()
             return
-        self._rows[0].paste(parts, output_tensor)
+        self._rows[0].assemble(parts, output_tensor)
 
     def _key(self, hop: int, message: int) -> int | None:
-        return None if self._moment is None else self._moment.key(hop, dist.get_rank(), self._flat.number, message)
+        return None if self._position is None else self._position.key(hop, dist.get_rank(), self._flat.number, message)
 
 
-def _ranks(circles: Sequence[Circle]) -> int:
+def _ranks(rank_groups: Sequence[RankGroup]) -> int:
     ranks = 1
-    for circle in circles:
-        ranks *= circle.size
+    for rank_group in rank_groups:
+        ranks *= rank_group.size
     return ranks

@@ -1,0 +1,1 @@
+"""Training loops without TorchTitan that synchronize their replicas with `torchtitan_scape.replicate`."""

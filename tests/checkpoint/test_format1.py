@@ -1,0 +1,33 @@
+"""Checkpoints in format 1, which commit bc06ed0 wrote, load, and training continues as it did there."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import format1
+from tests.pool import Pool
+
+ARCHIVE = Path(__file__).with_name("format1.tar.xz")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_method_continues_as_before(ranks: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Norms of synchronized gradients contain the residuals; the losses of the first steps hardly depend on them."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / "format1"
+    expected = json.loads((folder / "expected.json").read_text())
+    cases = {1: format1.ONE_RANK, 2: format1.TWO_RANKS}[ranks]
+    pool: Pool = request.getfixturevalue(f"pool{ranks}")
+    found = pool(format1.train_all, str(folder), cases, timeout=600)[0]
+    # On another CPU than the archive's, sums are rounded differently.
+    different = [
+        f"{name}: {key} {figures[key]}, recorded {expected[name][key]}"
+        for name, figures in found.items()
+        for key, rel in (("losses", 1e-5), ("norms", 1e-4))
+        if figures[key] != pytest.approx(expected[name][key], rel=rel)
+    ]
+    assert not different, "\n".join(different)
+    assert expected.keys() == format1.ONE_RANK.keys() | format1.TWO_RANKS.keys()

@@ -1,0 +1,53 @@
+"""Every stretch on the wire begins and ends at whole 16 bytes, where NCCL moves as many at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.replicas import ThreadCollectives, run_replicas
+from tests.toy import train
+from topology.codecs import Codec
+from topology.comm_stream import Handle
+from topology.in_process import InProcessCollectives
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"wire": "bfloat16"},
+        {"wire": "int4"},
+        {"update": "sharded", "values": "bfloat16"},
+        {"update": "sharded", "wire": "bfloat16", "values": "int4"},
+    ],
+)
+def test_no_stretch_begins_or_ends_between_sixteens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd sizes, whole sends, warm-up and several parts at the target, coded offsets and a bitmap."""
+    seen: set[str] = set()
+
+    def checked(name: str) -> None:
+        function = getattr(InProcessCollectives, name)
+
+        def check(self: Any, first: Tensor, second: Any, *rest: Any) -> Handle:
+            tensors = [first, second] if name == "_all_gather" else [first]
+            assert all(t.data_ptr() % 16 == 0 for t in tensors)
+            codec: Codec | None = rest[0] if rest else None
+            share = first.numel() // (1 if name == "_all_reduce" and codec is None else self.replicas)
+            assert (share * first.element_size() if codec is None else codec.message_bytes(share)) % 16 == 0
+            seen.add(name)
+            return function(self, first, second, *rest)
+
+        monkeypatch.setattr(InProcessCollectives, name, check)
+
+    for name in ("_all_reduce", "_reduce_scatter", "_all_gather"):
+        checked(name)
+
+    def work(collectives: ThreadCollectives) -> list[list[Tensor]]:
+        more = {"density": 0.1, "density_warmup_steps": 3, "chunk_bytes": 100, **options}
+        return train(collectives, 6, [(7, 9), (33, 5), (1, 1), (20, 20), (7,), (6,)], **more)
+
+    first, *others = run_replicas(3, work)
+    assert seen == {"_all_gather", "_reduce_scatter" if "update" in options else "_all_reduce"}
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first[-1], other[-1], strict=True))

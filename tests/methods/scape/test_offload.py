@@ -1,0 +1,405 @@
+"""State and master in host memory, and weights in BF16: replicas as threads."""
+
+import io
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+from kernels.common.offload import BlockingCopies, DoubleBuffer, _free_in_cgroups, walk
+from tests.replicas import ThreadCollectives, run_replicas
+from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
+from torchtitan_scape import Scape
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.core.parameters import stored
+
+SHAPES = [(33, 5), (20, 15), *SPARSE, (15, 20), *[(12, 20)] * 3, *DENSE]
+
+
+class Model(nn.Module):
+    """The toy's tensors, of numbers that BF16 has."""
+
+    def __init__(self, shapes: list[tuple[int, ...]] = SHAPES) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(t.bfloat16().float() for t in draw(0, shapes))
+
+
+def run(
+    collectives: ThreadCollectives | None, steps: int, bf16_weights: bool = False, probe: Any = None, **options: Any
+) -> tuple[list[list[Tensor]], Scape, Model]:
+    """Values after every step. What a window's buffers hold is destroyed between steps."""
+    model = Model()
+    options = {"lr": 1e-2, "block_size": 16, "density": 0.1, **options}
+    if bf16_weights:
+        hold_in_bfloat16(model, scaled=options.get("update") == "sharded")
+    optimizer = make_scape(model.named_parameters(), replicas=collectives, **options)
+    replica, history = collectives.replica if collectives else 0, []
+    for step in range(steps):
+        for p, g in zip(model.parameters(), gradient(step, replica, SHAPES), strict=True):
+            p.grad = g
+        if step == 4 and replica == 0:
+            model.p[0].grad[3, 2] = float("nan")
+        optimizer.step()
+        for window in optimizer.method.passes.storage.windows.values():
+            window.finish()
+            for buffer in window.buffers:
+                buffer.fill_(float("nan"))
+        history.append([p.detach() * 1.0 for p in model.parameters()])
+        if probe:
+            probe(optimizer, model, step)
+    return history, optimizer, model
+
+
+def kept(optimizer: Scape) -> dict[str, Tensor]:
+    saved = optimizer.state_dict()["replica"]["methods"][0]
+    return {k: v.clone() for k, v in (saved["tensors"] | saved["extras"]).items()}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"density_warmup_steps": 5, "max_norm": None, "chunk_bytes": 64},
+    {"wire": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
+    {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "dense_names": ["p.0"]},
+    {"update": "sharded"},
+    {"update": "sharded", "values": "bfloat16", "density_warmup_steps": 5},
+    {"update": "sharded", "values": "bfloat16", "wire": "bfloat16", "bf16_weights": True},
+    {"update": "sharded", "selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "max_norm": None},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "default")
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None:
+    """Property 5: parameters, state and log figures are those of a run that keeps all on the device, bit for bit."""
+    master = options.get("bf16_weights") or ("values" in options and replicas > 1)
+
+    def work(collectives: ThreadCollectives) -> None:
+        expected, resident, _ = run(collectives, 10, **options)
+        for offload in [["state"], *([["master"], ["state", "master"]] if master else [])]:
+            got, optimizer, _ = run(collectives, 10, offload=offload, **options)
+            # A share of a few tensors would fill its buffers, and stays on the device.
+            small = {"master"} if options.get("update") == "sharded" and replicas > 2 else set()
+            assert set(offload) - small <= set(optimizer.method.passes.storage.windows) <= set(offload)
+            for step, (want, values) in enumerate(zip(expected, got, strict=True)):
+                assert torch.equal(flat(want), flat(values)), (offload, step)
+            want_state, state = kept(resident), kept(optimizer)
+            assert want_state.keys() == state.keys()
+            assert all(torch.equal(want_state[k], state[k]) for k in state)
+            assert optimizer.metrics() == resident.metrics()
+            for window in optimizer.method.passes.storage.windows.values():
+                assert sum(b.numel() for b in window.buffers) <= 2 * max(optimizer.method.passes.sizes)
+            if "state" in offload:
+                every = (0, len(optimizer.method.passes.sizes))
+                assert len(optimizer.method.passes.storage.windows["state"].sequence([every])) >= 3, (
+                    "buffers are used again"
+                )
+
+    run_replicas(replicas, work)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    st.lists(st.integers(0, 12), max_size=4),
+    st.lists(st.booleans(), min_size=1, max_size=4),
+)
+def test_a_walk_visits_every_tensor_once(sizes: list[int], cuts: list[int], passes: list[bool]) -> None:
+    """However tensors are cut into parts; what is written is there in the next walk, and in the end on the host."""
+    spans, end = [], 0
+    for n in sizes:
+        spans.append((end, end + n))
+        end += -(-n // 4) * 4
+    window = DoubleBuffer(spans, end, torch.device("cpu"))
+    edges = sorted({0, len(sizes), *(c for c in cuts if c <= len(sizes))})
+    parts = list(pairwise(edges))
+    written = 0.0
+    for changed in passes:
+        seen: list[int] = []
+        for part in parts:
+            for first, last in walk([window], part, parts, changed):
+                assert part[0] <= first < last <= part[1]
+                for i in range(first, last):
+                    assert bool((window.views[i] == written * (i + 1)).all())
+                    window.views[i].fill_((written + 1) * (i + 1) if changed else float("nan"))
+                seen += range(first, last)
+        assert seen == list(range(len(sizes)))
+        written += changed
+    window.finish()
+    assert all(bool((window.host[a:b] == written * (i + 1)).all()) for i, (a, b) in enumerate(spans))
+    assert sum(b.numel() for b in window.buffers) <= 2 * max(sizes)
+
+
+class Lazy(BlockingCopies):
+    """A side stream that falls behind as far as it may: it copies when somebody waits for it. It refuses to touch what
+    has arrived and may still be worked on."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Tensor, Tensor]] = []
+        self.done, self.in_use = 0, list[Tensor]()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        for one in self.in_use:
+            for other in (target, source):
+                disjoint = (
+                    one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
+                )
+                assert disjoint, "the buffer may still be worked on"
+        self.queue.append((target, source))
+
+    def record(self) -> int:
+        return len(self.queue)
+
+    def main_waits(self, event: int) -> None:
+        for target, source in self.queue[self.done : event]:
+            target.copy_(source)
+        self.done = max(self.done, event)
+        self.in_use.append(self.queue[event - 1][0])
+
+    def wait_for_main(self) -> None:
+        self.in_use.clear()
+
+    def finish(self) -> None:
+        for target, source in self.queue[self.done :]:
+            target.copy_(source)
+        self.done = len(self.queue)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[-1]], ids=["replicated", "sharded"])
+def test_no_pass_runs_ahead_of_the_copies(options: dict[str, Any]) -> None:
+    expected, _, _ = run(None, 8, **options)
+
+    def lazily(window: DoubleBuffer, *arguments: Any) -> None:
+        made(window, *arguments)
+        window._side = Lazy()
+
+    made = DoubleBuffer.__init__
+    with patch.object(DoubleBuffer, "__init__", lazily):
+        got, optimizer, _ = run(None, 8, offload=["state", "master"], **options)
+    assert all(torch.equal(flat(a), flat(b)) for a, b in zip(expected, got, strict=True))
+    sides: list[Any] = [window._side for window in optimizer.method.passes.storage.windows.values()]
+    assert len(sides) == 2 and all(len(side.queue) > 30 for side in sides)
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    """Out of memory between two groups of tensors, say; then the last state is loaded again."""
+    options: dict[str, Any] = {"offload": ["state"]}
+    expected, _, _ = run(None, 6, **options)
+    _, optimizer, model = run(None, 3, **options)
+    saved = copied(optimizer.state_dict())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with patch.object(optimizer.method.passes.updates, "pack", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        for p, g in zip(model.parameters(), gradient(50, 0, SHAPES), strict=True):
+            p.grad = g
+        optimizer.step()
+    for p, value in zip(model.parameters(), weights, strict=True):
+        p.data.copy_(value)
+    optimizer.load_state_dict(saved)
+    for window in optimizer.method.passes.storage.windows.values():
+        for buffer in window.buffers:
+            buffer.fill_(float("nan"))
+    for step in range(3, 6):
+        for p, g in zip(model.parameters(), gradient(step, 0, SHAPES), strict=True):
+            p.grad = g
+        if step == 4:
+            model.p[0].grad[3, 2] = float("nan")
+        optimizer.step()
+    assert torch.equal(flat([p.detach() for p in model.parameters()]), flat(expected[-1]))
+
+
+def test_what_a_control_group_leaves(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/job_1/step_0\n")
+    job = tmp_path / "sys" / "job_1"
+    (job / "step_0").mkdir(parents=True)
+    for folder, limit, used in ((job, "5000", "1000"), (job / "step_0", "max", "800")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(used + "\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 300\n")
+    assert list(_free_in_cgroups(tmp_path / "own", tmp_path / "sys")) == [4300]
+    assert list(_free_in_cgroups(tmp_path / "none", tmp_path / "sys")) == []
+
+
+def test_too_little_host_memory_is_refused() -> None:
+    with patch("kernels.common.offload.free_host_memory", lambda: 1000):
+        for options in ({}, {"update": "sharded"}):
+            with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
+                make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
+        # Two of which each alone would fit.
+        model = Model([(10, 20)])
+        hold_in_bfloat16(model, scaled=False)
+        with pytest.raises(ValueError, match="offload needs"):
+            make_scape(model.named_parameters(), lr=0.1, offload=["state", "master"])
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"offload = \['moment'\]; it may have"):
+        make_scape(Model().named_parameters(), lr=0.1, offload=["moment"])
+    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no master besides"):
+        make_scape(Model().named_parameters(), lr=0.1, offload=["master"])
+    model = Model()
+    hold_in_bfloat16(model, scaled=False)
+    with pytest.raises(ValueError, match="hold_in_bfloat16"):
+        make_scape(model.named_parameters(), lr=0.1, update="sharded")
+    with pytest.raises(ValueError, match=r"'q' is not kept in BF16, and others are"):
+        make_scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1)
+
+
+# ------------------------------------------------------------------------------------ weights in BF16
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_local_weights_are_the_rounded_master(replicas: int) -> None:
+    """The master goes the way of FP32 weights to the last bit, and what the model sees is what the cast would give."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        options: dict[str, Any] = {"density_warmup_steps": 3, "wire": "bfloat16"}
+        wide, _, _ = run(collectives, 8, **options)
+        narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
+        for want, got in zip(wide, narrow, strict=True):
+            assert torch.equal(flat(want).bfloat16().float(), flat(got))
+        assert torch.equal(flat(optimizer.method.passes.masters), flat(wide[-1]))
+        assert all(stored(p).dtype == torch.bfloat16 for p in model.parameters())
+
+    run_replicas(replicas, work)
+
+
+@pytest.mark.parametrize("replicas, warmup", [(1, 0), (2, 5), (3, 0)])
+def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -> None:
+    """However long an entry waits, it differs from the master by one rounding to BF16: decay is never lost, although
+    a step of it is less than BF16 can tell. Masters are those of FP32 weights that travel in BF16, bit for bit."""
+    rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
+    rates |= {"density_warmup_steps": warmup, "values": "bfloat16"}
+    steps = 40
+
+    def work(collectives: ThreadCollectives) -> list[Tensor]:
+        masters: list[list[Tensor]] = []
+
+        def probe(optimizer: Scape, model: Model, step: int) -> None:
+            passes: Any = optimizer.method.passes
+            masters.append([m.clone() for m in passes.masters])
+            own = optimizer.method.cut([p.detach() * 1.0 for p in model.parameters()])
+            for i in passes.updater.own:
+                error = (own[i] - passes.masters[i]).abs()
+                assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
+
+        narrow, optimizer, _ = run(collectives, steps, bf16_weights=True, probe=probe, **rates)
+        if replicas > 1:
+            run(collectives, steps, probe=lambda o, m, s: check(o.method.passes, masters[s]), **rates)
+        assert float(optimizer.method.passes.updater.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
+        return [flat(values) for values in narrow]
+
+    def check(passes: Any, want: list[Tensor]) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(passes.masters, want, strict=True))
+
+    first, *others = run_replicas(replicas, work)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_small_scale_moves_into_the_numbers() -> None:
+    """By powers of two: values are those of a scale that may become as small as it likes."""
+
+    def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], Tensor]:
+        options: dict[str, Any] = {"lr": 0.4, "weight_decay": 1.0, "update": "sharded", "max_norm": 0.1}
+        history, optimizer, _ = run(collectives, 30, bf16_weights=True, **options)
+        return history, optimizer.method.passes.updater.scales  # type: ignore[union-attr]
+
+    (folded, scales), _ = run_replicas(2, work)
+    with patch("kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
+        (plain, small), _ = run_replicas(2, work)
+    assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
+    for a, b in zip(folded, plain, strict=True):
+        assert torch.equal(flat(a), flat(b))
+    with pytest.raises(ValueError, match=r"lr \* weight_decay is 0\.6; with weights in BF16 it must be 0\.5 or less"):
+        run(None, 1, bf16_weights=True, lr=0.6, weight_decay=1.0, update="sharded")
+
+
+def test_another_optimizer_takes_the_weights_over() -> None:
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 1.0, "update": "sharded", "block_size": 16}
+    _, optimizer, model = run(None, 6, bf16_weights=True, **options)
+    before = [p.detach() * 1.0 for p in model.parameters()]
+    again = make_scape(model.named_parameters(), **options)
+    assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
+    assert torch.equal(again.method.passes.updater.scales, optimizer.method.passes.updater.scales)  # type: ignore[attr-defined]
+    again.method.passes.start_master(again.method.cut([stored(p) for p in model.parameters()]))
+    torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
+
+
+@pytest.mark.parametrize("options", OPTIONS[2:], ids=lambda o: "-".join(map(str, o.values())))
+def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
+    """Property 8, the resumed run with other things offloaded. A model's checkpoint has FP32 values, which are loaded
+    first, as the trainer does."""
+    options = {"density_warmup_steps": 2, **options}
+
+    def work(collectives: ThreadCollectives) -> None:
+        bf16_weights = options.get("bf16_weights", False)
+        saved: dict[str, Any] = {}
+
+        def save(optimizer: Scape, model: Model, step: int) -> None:
+            if step == 5:
+                saved.update(copied(optimizer.state_dict()))
+                saved["model"] = {k: v.clone() for k, v in model.state_dict().items()}
+
+        expected, one, _ = run(collectives, 9, probe=save, **options)
+        model, more = Model(), {k: v for k, v in options.items() if k != "bf16_weights"}
+        if bf16_weights:
+            hold_in_bfloat16(model, scaled=options.get("update") == "sharded")
+        for p in model.parameters():
+            p.data.zero_()
+        resumed = make_scape(
+            model.named_parameters(),
+            lr=1e-2,
+            block_size=16,
+            density=0.1,
+            replicas=collectives,
+            offload=["state"],
+            **more,
+        )
+        model.load_state_dict(saved.pop("model"))
+        resumed.load_state_dict(saved)
+        for step in range(6, 9):
+            for p, g in zip(model.parameters(), gradient(step, collectives.replica, SHAPES), strict=True):
+                p.grad = g
+            resumed.step()
+            assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(expected[step])), step
+        want, got = kept(one), kept(resumed)
+        assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+
+    run_replicas(2, work)
+
+
+def test_a_scaled_tensor_looks_like_fp32() -> None:
+    weight = torch.tensor([[1.0, -3.0], [2.5, 0.125]], dtype=torch.bfloat16)
+    held = ScaledTensor(weight, torch.tensor(1.1, dtype=torch.float64))
+    values = weight.float() * torch.tensor(1.1)
+    assert held.dtype == torch.float32 and torch.equal(held * 1.0, values)
+    assert torch.equal(held.values(torch.bfloat16), values.bfloat16())
+    assert isinstance(held.t(), ScaledTensor) and torch.equal(held.t() @ torch.eye(2), values.t())
+    assert torch.equal(held.view(-1)[1:3] + 0.0, values.view(-1)[1:3])
+    held[0].copy_(torch.tensor([2.2, 4.4]))
+    assert weight[0].tolist() == [2.0, 4.0] and weight[1].tolist() == [2.5, 0.125]
+    held.copy_(ScaledTensor(weight.clone(), torch.tensor(1.1, dtype=torch.float64)))
+    assert weight.tolist() == [[2.0, 4.0], [2.5, 0.125]], "its own values leave it as it is"
+    held.mul_(2.0)
+    assert weight.tolist() == [[4.0, 8.0], [5.0, 0.25]]
+    torch._foreach_mul_([held], 2.0)
+    assert weight.tolist() == [[8.0, 16.0], [10.0, 0.5]]
+    torch.mul(torch.full((2, 2), 1.1), torch.full((2, 2), 3.0), out=held)
+    assert weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage({"p": held})["p"]
+    weight.zero_()
+    assert torch.equal(staged * 1.0, torch.full((2, 2), 3.0) * torch.tensor(1.1)), "as asynchronous checkpoints do"
+    file = io.BytesIO()
+    torch.save({"p": held}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["p"]
+    assert type(loaded) is Tensor and torch.equal(loaded, held * 1.0)
+    parameter = nn.Parameter(held)
+    nn.functional.linear(torch.eye(2), parameter).sum().backward()
+    assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+    assert parameter.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]

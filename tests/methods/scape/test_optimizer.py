@@ -1,0 +1,373 @@
+"""What the optimizer promises beside the arithmetic: masks, bytes, skipped steps, and its errors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kernels.scape.step import PassInputs
+from kernels.scape.torch_passes import TorchPasses
+from tests.literal import Literal
+from tests.replicas import ThreadCollectives, run_replicas
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, positions, train
+from torchtitan_scape import NonFiniteGradientError, Scape
+from torchtitan_scape.methods.scape.options import ScapeOptions
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from([0.5, 0.1, 0.01]),
+    st.sampled_from(["block", "tensor"]),
+)
+def test_masks_are_equal_and_counted(
+    shapes: list[tuple[int, int]], replicas: int, density: float, selection: str
+) -> None:
+    """Property 6 (nnz known without asking) and 3 (masks and moments), any shapes, empty ones included."""
+    seen: dict[int, list[Any]] = {}
+
+    def work(collectives: ThreadCollectives) -> None:
+        def probe(optimizer: Scape, step: int) -> None:
+            masks, layout = optimizer.method.masks, optimizer.method.passes.layout
+            if step:
+                for i, n in enumerate(layout.sizes):
+                    indices = positions(optimizer, i)
+                    assert indices.numel() == 0 or (indices.min() >= 0 and indices.max() < n)
+            sparse = range(len(layout.sizes)) if step else []
+            on_mask = [optimizer.method.passes.states[i][positions(optimizer, i)] for i in sparse]
+            seen.setdefault(step, []).append((masks.in_use.bits.clone(), on_mask))
+
+        train(collectives, 4, shapes, probe, density=density, selection=selection)
+
+    run_replicas(replicas, work)
+    for states in seen.values():
+        for bits, moments in states[1:]:
+            assert torch.equal(bits, states[0][0])
+            assert all(torch.equal(a, b) for a, b in zip(moments, states[0][1], strict=True))
+
+
+def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
+    """Property 7, first half: what is counted is what was handed over, and it is static."""
+
+    def work(collectives: ThreadCollectives) -> tuple[dict[Any, int], dict[Any, int], Scape]:
+        keep: list[Any] = []
+        train(collectives, 1, density=0.1, probe=lambda o, s: keep.append(o))
+        optimizer, before = keep[0], dict(collectives.ledger.input_bytes)
+        calls = dict(collectives.ledger.calls)
+        for p in (s.parameter for s in optimizer._shards):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        traffic = collectives.ledger
+        return (
+            {kind: n - before["replicate", level, kind] for (_, level, kind), n in traffic.input_bytes.items()},
+            {kind: n - calls["replicate", level, kind] for (_, level, kind), n in traffic.calls.items()},
+            optimizer,
+        )
+
+    for handed, calls, optimizer in run_replicas(2, work):
+        assert calls == {"payload": 1, "mask": 1, "flag": 1}
+        entries = sum(optimizer.method.passes.layout.nnz(i, 0.1, "block") for i in range(4)) + 8
+        # Both fill up whole 16 bytes. Blocks of 16, k = 2: offsets take 1 byte a block, the bitmap 2.
+        assert handed["payload"] == math.ceil(entries / 4) * 16
+        assert handed["mask"] == math.ceil(optimizer.method.passes.layout.run_blocks / 16) * 16
+        assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
+
+
+def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 and warm-up allocate no buffer of the model's size; at the target density there is one, of its size."""
+    places: list[tuple[bool, bool]] = []
+    current: list[Any] = []
+    step, bind = Scape.step, TorchPasses.bind
+
+    def remember(self: Scape) -> Any:
+        current[:] = [s.parameter.grad for s in self.method.ordered]
+        return step(self)
+
+    def spy(self: TorchPasses, step: PassInputs) -> None:
+        bind(self, step)
+        homes = [self.payload] * len(current) if self.compact else current
+        pieces = zip(self.payloads, homes, strict=True)
+        inside = all(p.untyped_storage().data_ptr() == h.untyped_storage().data_ptr() for p, h in pieces)
+        places.append((self.compact, inside))
+
+    monkeypatch.setattr(Scape, "step", remember)
+    monkeypatch.setattr(TorchPasses, "bind", spy)
+    train(None, 6, density=0.1, density_warmup_steps=4)
+    # d(4) is the target: the mask in use at step 4 is the first of that density.
+    assert places == [(False, True)] * 3 + [(True, True)] * 3
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3])
+def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than are handled at a time; offsets on the wire at 0.1, a bitmap at 0.3."""
+    whole = run_replicas(3, lambda c: train(c, 6, density=density))
+    monkeypatch.setattr("kernels.scape.torch_passes._ROWS", 8)
+    parts = run_replicas(3, lambda c: train(c, 6, density=density))
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.equal(flat(a[-1]), flat(b[-1]))
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("warmup", [0, 6])
+@pytest.mark.parametrize("bad_step", [0, 1, 3])
+def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wire: str) -> None:
+    """One replica's NaN: nobody's parameters, state or masks change, and the run goes on as the literal form."""
+    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup, "wire": wire}
+
+    def work(collectives: ThreadCollectives) -> list[Tensor]:
+        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **options)
+        for step in range(8):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g
+            if step == bad_step and collectives.replica == 1:
+                parameters[1].grad[3, 2] = float("nan")
+            before = [flat([p.detach() for p in parameters]), optimizer.method.passes.storage.flat["state"].clone()]
+            errors = optimizer.method.passes.wire_residual.clone()
+            optimizer.step()
+            if step == bad_step:
+                assert torch.equal(optimizer.method.passes.wire_residual, errors)
+                assert torch.equal(flat([p.detach() for p in parameters]), before[0])
+                assert torch.equal(optimizer.method.passes.storage.flat["state"], before[1])
+                in_use = optimizer.method.masks.in_use.bits.clone()
+                optimizer.finish_previous_step()
+                assert torch.equal(optimizer.method.masks.in_use.bits, in_use)
+        assert optimizer.guard.skipped == 1
+        return [p.detach() for p in parameters]
+
+    values = draw(0, SPARSE + DENSE)
+    expected = Literal(values[: len(SPARSE)], values[len(SPARSE) :], 2, **options)
+    for step in range(8):
+        gradients = [gradient(step, r, SPARSE + DENSE) for r in range(2)]
+        if step == bad_step:
+            gradients[1][1][3, 2] = float("nan")
+        expected.step(gradients)
+    for result in run_replicas(2, work):
+        assert (flat(result) - flat(expected.theta)).norm() <= (1e-6 if wire == "float32" else 1e-5) * flat(
+            result
+        ).norm()
+
+
+def test_too_many_skipped_steps_name_rank_and_parameter() -> None:
+    def work(collectives: ThreadCollectives) -> None:
+        parameters = [
+            ("a.weight", nn.Parameter(torch.ones(4, 4))),
+            ("b.weight", nn.Parameter(torch.ones(4, 4))),
+        ]
+        optimizer = make_scape(parameters, lr=1e-2, replicas=collectives, max_skipped_steps=3)
+        optimizer.guard.rank = collectives.replica  # one process plays both
+        for _ in range(9):
+            for _, p in parameters:
+                p.grad = torch.ones_like(p)
+            if collectives.replica == 1:
+                parameters[1][1].grad[0, 0] = float("inf")
+            optimizer.step()
+
+    with pytest.raises(
+        NonFiniteGradientError, match=r"3 steps in a row.*rank 1, parameter 'b.weight \(simulated replica 1\)'"
+    ):
+        run_replicas(2, work)
+
+
+def test_no_gradient_counts_as_zeros() -> None:
+    """A replica that did not use a parameter takes part in every collective."""
+
+    def work(collectives: ThreadCollectives, explicit: bool) -> Tensor:
+        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives)
+        for step in range(5):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
+                p.grad = g
+            if collectives.replica == 0:
+                for i in (1, 4):
+                    parameters[i].grad = torch.zeros_like(parameters[i]) if explicit else None
+            optimizer.step()
+        return flat([p.detach() for p in parameters])
+
+    implicit = run_replicas(2, lambda c: work(c, False))
+    assert torch.equal(implicit[0], run_replicas(2, lambda c: work(c, True))[0])
+    assert torch.equal(implicit[0], implicit[1])
+
+
+def test_parameter_groups_have_their_own_rates() -> None:
+    """lr 0 without decay freezes one group while the other moves, with betas of its own."""
+    frozen, trained = nn.Parameter(torch.ones(5, 8)), nn.Parameter(torch.ones(5, 8))
+    groups = [
+        {"params": [("frozen", frozen)], "lr": 0.0, "weight_decay": 0.0},
+        {"params": [("trained", trained)], "betas": (0.5, 0.9)},
+    ]
+    optimizer = make_scape(groups, lr=0.1)
+    for _ in range(3):
+        frozen.grad, trained.grad = torch.ones(5, 8), torch.ones(5, 8)
+        optimizer.step()
+    assert torch.equal(frozen, torch.ones(5, 8))
+    assert bool((trained < 1).any())
+
+
+def test_dense_names_are_exchanged_whole() -> None:
+    keep: list[Scape] = []
+    train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
+    optimizer = keep[-1]
+    assert [s.name for s in optimizer.method.ordered[optimizer.method.passes.sparsified :]] == ["p1", "p4", "p5"]
+    assert bool((optimizer.method.passes.states[3] != 0).all())
+
+
+def test_a_skipped_step_leaves_the_figures_alone() -> None:
+    """The residual lies off the mask that was in use when the state was written."""
+    parameter = nn.Parameter(torch.ones(40, 40))
+    optimizer = make_scape([("w", parameter)], lr=1e-2, block_size=16)
+    for step in range(4):
+        parameter.grad = gradient(step, 0, [(40, 40)])[0]
+        optimizer.step()
+    before = optimizer.metrics()
+    parameter.grad = torch.full((40, 40), float("nan"))
+    optimizer.step()
+    assert optimizer.metrics()["residual_norm"] == before["residual_norm"]
+    optimizer.finish_previous_step()
+    assert optimizer.metrics()["residual_norm"] == before["residual_norm"]
+    assert bool(optimizer.grad_norm.isnan()) and optimizer.guard.skipped == 1
+
+
+def test_groups_cannot_be_added_later() -> None:
+    optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    with pytest.raises(ValueError, match="at construction"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+def test_first_step_broadcasts_replica_0() -> None:
+    def work(collectives: ThreadCollectives) -> Tensor:
+        parameter = nn.Parameter(torch.full((4, 4), float(collectives.replica)))
+        make_scape([parameter], lr=0.1, replicas=collectives)
+        return parameter.detach()
+
+    assert all(torch.equal(p, torch.zeros(4, 4)) for p in run_replicas(3, work))
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nobody to send to: what a wire would lose is not lost, and no room is kept for it."""
+    monkeypatch.setattr("kernels.codec.codes.BlockCode.encode", None)
+    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 3, "update": update}
+    seen: list[Scape] = []
+    values = {"values": "int4"} if update == "sharded" else {}
+    coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
+    assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
+    assert seen[0].method.passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
+    assert not sum(seen[0].collectives.ledger.sent.values())
+
+
+def test_bf16_parameters_and_closure() -> None:
+    parameter = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
+    optimizer = make_scape([parameter], lr=0.1, density=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (parameter.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert parameter.dtype == torch.bfloat16
+
+
+def test_non_contiguous_parameter_is_updated() -> None:
+    base = torch.ones(4, 6).t()
+    parameter = nn.Parameter(base)
+    assert not parameter.is_contiguous()
+    parameter.grad = torch.ones(6, 4)
+    make_scape([parameter], lr=0.1, weight_decay=0.0).step()
+    # The first step is lr * sign(g), so the same for every entry.
+    assert bool((parameter < 1).all()) and parameter.unique().numel() == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"density": 0.0}, r"\[sync.scape\] density = 0.0; it must lie in \(0, 1\]"),
+        ({"density": 1.5}, "density = 1.5"),
+        ({"density": float("nan")}, "density = nan"),
+        ({"density_warmup_steps": -1}, "density_warmup_steps = -1"),
+        ({"block_size": 12}, "block_size = 12"),
+        ({"block_size": 65536}, "block_size = 65536"),
+        ({"selection": "row"}, "selection = 'row'"),
+        ({"max_staleness": 0.5}, "max_staleness = 0.5"),
+        ({"update": "local"}, r"update = 'local'; it must be 'replicated' \| 'sharded'"),
+        ({"keep_moment": 1.5}, r"keep_moment = 1.5; it must lie in \[0, 1\]"),
+        ({"max_norm": 0.0}, "max_norm is 0.0"),
+        ({"clip_mode": "none"}, "clip_mode = 'none'"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"wire": "float16"}, r"wire = 'float16'; it must be 'float32' \| 'bfloat16'"),
+        ({"chunk_bytes": 2}, "chunk_bytes = 2; it must be 4 or more"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"betas": (1.0, 0.9)}, "beta1 is 1.0"),
+        ({"dense_names": ["nowhere"]}, "'nowhere', which is no parameter"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_scape([("w", nn.Parameter(torch.ones(2, 2)))], **{"lr": 0.1, **options})
+
+
+def test_integer_parameters_are_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'steps' has dtype torch.int32"):
+        make_scape([("steps", parameter)], lr=0.1)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = make_scape(embedding.named_parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()
+
+
+def test_a_step_lets_go_of_the_gradients() -> None:
+    """Kept over the next backward pass they would be in memory twice."""
+    parameter = nn.Parameter(torch.randn(64, 64))
+    optimizer = make_scape([("p", parameter)], lr=1e-3, density=0.1)
+    for _ in range(3):
+        parameter.grad = torch.randn(64, 64)
+        storage = StorageWeakRef(parameter.grad.untyped_storage())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert storage.expired()
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    parameters = [("a", nn.Parameter(torch.ones(4))), ("b", nn.Parameter(torch.ones(4, device="meta")))]
+    with pytest.raises(ValueError, match="parameter 'b' is on meta, 'a' on cpu"):
+        make_scape(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize(("shapes", "density"), [([(300,)], 0.1), ([(64, 64)], 0.9999)])
+def test_a_mask_of_all_ones_is_never_coded(shapes: list[tuple[int, ...]], density: float) -> None:
+    """Where the payload of the target has as many entries as a dense one, the first step was coded all the same."""
+
+    def work(collectives: Any) -> tuple[float, float]:
+        generator = torch.Generator().manual_seed(collectives.replica)
+        named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+        scape = Scape(named, lr=1e-3, options=ScapeOptions(density=density, wire="int4"), replicas=collectives)
+        lost = []
+        for step in range(4):
+            for _, parameter in named:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if step == 3:
+                scape.request_full_exchange()
+            scape.step()
+            lost.append(
+                scape.method.passes.wire_residual.abs().max().item()
+                if scape.method.passes.wire_residual.numel()
+                else 0.0
+            )
+        return lost[0], lost[2]
+
+    for first, coded in run_replicas(2, work):
+        assert first == 0 and coded > 0

@@ -1,0 +1,206 @@
+"""Replicas that share a model, which the first of them writes, are as those with models of their own, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.replicas import ThreadCollectives, run_replicas
+from tests.toy import DENSE, SPARSE, copied, draw, gradient, make_scape
+from topology.in_process import SimulatedReplicas
+from torchtitan_scape import Scape
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.replica.guard import NonFiniteGradientError
+
+SHAPES = SPARSE + DENSE
+STEPS = 12
+
+
+def drawn(options: dict[str, Any]) -> list[nn.Parameter]:
+    parameters = nn.ParameterList(draw(0, SHAPES))
+    if options.get("weights_dtype") == "bfloat16":
+        hold_in_bfloat16(parameters, scaled=options.get("update") == "sharded")
+    return list(parameters)
+
+
+def make(collectives: Any, parameters: list[nn.Parameter] | None = None, **options: Any) -> Scape:
+    parameters = parameters or drawn(options)
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    return make_scape(named, lr=1e-2, block_size=16, replicas=collectives, **options)
+
+
+def gradients(step: int, replica: int, nan_at: int | None) -> list[Tensor]:
+    found = gradient(step, replica, SHAPES)
+    if step == nan_at and replica == 1:
+        found[-1].view(-1)[0] = float("nan")
+    return found
+
+
+def snapshot(optimizer: Scape) -> dict[str, Tensor]:
+    """Everything that a step leaves."""
+    return {
+        "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
+        "states": torch.cat(optimizer.method.passes.kept("state")),
+        "wire_residual": wire_residual(optimizer),
+        "norm": optimizer.grad_norm.clone(),
+        "factor": optimizer.clip_factor.clone(),
+    }
+
+
+def wire_residual(optimizer: Scape) -> Tensor:
+    """Tensor behind tensor, however the payload is cut into parts."""
+    passes = optimizer.method.passes
+    if not passes.wire_residual.numel():
+        return passes.wire_residual.clone()
+    return torch.cat([passes.wire_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
+
+
+def bits(optimizer: Scape) -> Tensor:
+    """The mask that the next step uses."""
+    optimizer.finish_previous_step()
+    return optimizer.method.masks.in_use.bits.clone()
+
+
+Run = tuple[list[dict[str, Tensor]], dict[str, float], dict[Any, float], Tensor, float]
+
+
+def finished(optimizer: Scape, history: list[dict[str, Tensor]]) -> Run:
+    sent = dict(optimizer.collectives.ledger.sent)
+    return history, optimizer.metrics(), sent, bits(optimizer), optimizer.planned_bytes()
+
+
+def real(collectives: ThreadCollectives, nan_at: int | None, steps: int = STEPS, **options: Any) -> Run:
+    optimizer = make(collectives, **options)
+    history = []
+    for step in range(steps):
+        for p, g in zip(optimizer.param_groups[0]["params"], gradients(step, collectives.replica, nan_at), strict=True):
+            p.grad = g
+        optimizer.step()
+        history.append(snapshot(optimizer))
+    return finished(optimizer, history)
+
+
+class Simulated:
+    """Replicas that share their parameters, in chunks as small as those of `run_replicas`."""
+
+    def __init__(self, replicas: int, **options: Any) -> None:
+        self.replicas = SimulatedReplicas(replicas)
+        for endpoint in self.replicas.endpoints:
+            endpoint.chunk_entries, endpoint.min_columns = 64, 7
+        self.parameters = drawn(options)
+        endpoints = self.replicas.endpoints
+        self.each = self.replicas.run(lambda i: make(endpoints[i], self.parameters, **options))
+
+    def step(self, step: int, nan_at: int | None) -> list[dict[str, Tensor]]:
+        def one(i: int) -> None:
+            # A replica's gradients are read before the next replica starts.
+            for parameter, values in zip(self.parameters, gradients(step, i, nan_at), strict=True):
+                parameter.grad = values
+            self.each[i].step()
+
+        self.replicas.run(one)
+        return [snapshot(optimizer) for optimizer in self.each]
+
+
+def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: Any) -> list[Run]:
+    run = Simulated(replicas, **options)
+    history = [run.step(step, nan_at) for step in range(steps)]
+    return run.replicas.run(lambda i: finished(run.each[i], [every[i] for every in history]))
+
+
+@pytest.mark.parametrize(
+    "replicas, nan_at, options",
+    [
+        (2, None, {"density": 1.0}),
+        (3, None, {"density": 0.1}),
+        (3, 8, {"density": 0.1, "density_warmup_steps": 5}),
+        (2, 8, {"density": 0.1, "density_warmup_steps": 5}),
+        (3, 3, {"density": 0.1, "density_warmup_steps": 5, "selection": "tensor", "chunk_bytes": 400}),
+        (3, None, {"density": 0.03, "staleness_scaling": False, "clip_mode": "literal", "reduction": "sum"}),
+        (2, 5, {"density": 0.1, "max_norm": None, "chunk_bytes": 200, "dense_names": ["p1"]}),
+        (3, 6, {"density": 0.1, "wire": "bfloat16", "chunk_bytes": 200}),
+        (3, 6, {"density": 0.5, "wire": "int4", "chunk_bytes": 600, "density_warmup_steps": 3}),
+        (4, None, {"density": 0.1, "wire": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
+        (3, 6, {"density": 0.5, "update": "sharded", "wire": "2bit", "values": "int4", "density_warmup_steps": 3}),
+        (3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
+        (2, None, {"density": 0.1, "update": "sharded", "values": "bfloat16", "offload": ["state"]}),
+        (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
+        (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "update": "sharded", "density_warmup_steps": 3}),
+    ],
+)
+def test_it_is_the_run_of_n_ranks(replicas: int, nan_at: int | None, options: dict[str, Any]) -> None:
+    check_alike(replicas, nan_at, STEPS, **options)
+
+
+def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -> None:
+    """Replicas with models of their own, and simulated ones, on the same backend: everything equal to the last bit."""
+    ranks = run_replicas(replicas, lambda collectives: real(collectives, nan_at, steps, **options))
+    for ours, theirs in zip(simulated(replicas, nan_at, steps, **options), ranks, strict=True):
+        for step, (one, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
+            for key, values in one.items():
+                assert torch.equal(values.nan_to_num(-1), other[key].nan_to_num(-1)), (step, key)
+        assert torch.equal(ours[3], theirs[3])
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
+        assert ours[2] == pytest.approx(theirs[2]) and ours[4] == theirs[4]
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "int4", "density_warmup_steps": 3}, {"weights_dtype": "bfloat16"}])
+def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
+    whole = simulated(3, None, density=0.1, **options)
+    begun, run = Simulated(3, density=0.1, **options), Simulated(3, density=0.1, **options)
+    for step in range(6):
+        begun.step(step, None)
+    states = begun.replicas.run(lambda i: copied(begun.each[i].state_dict()))
+    run.replicas.run(lambda i: run.each[i].load_state_dict(states[i]))
+    for p, value in zip(run.parameters, begun.parameters, strict=True):
+        p.data.copy_(value)
+    for step in range(6, STEPS):
+        last = run.step(step, None)
+    for replica, found in enumerate(last):
+        assert all(torch.equal(values, whole[replica][0][-1][key]) for key, values in found.items())
+    states = run.replicas.run(lambda i: run.each[i].state_dict())
+    fewer = Simulated(2, density=0.1, **options)
+    with pytest.raises(ValueError, match="replicas=3, this run has 2"):
+        fewer.replicas.run(lambda i: fewer.each[i].load_state_dict(states[i]))
+
+
+def test_what_can_go_wrong_is_named() -> None:
+    for replicas in (0, 1):
+        with pytest.raises(ValueError, match=f"{replicas} simulated replicas; there must be 2 or more"):
+            SimulatedReplicas(replicas)
+    run = Simulated(3, density=0.1, max_skipped_steps=1)
+    run.step(0, nan_at=0)
+    with pytest.raises(NonFiniteGradientError, match=r"parameter 'p5 \(simulated replica 1\)'"):
+        run.replicas.run(lambda i: run.each[i].finish_previous_step())
+
+
+def test_a_replica_that_fails_ends_all() -> None:
+    def work(replica: int) -> None:
+        endpoint = simulated.endpoints[replica]
+        endpoint.all_true(torch.tensor(True))
+        if replica == 1:
+            raise KeyError("of replica 1")
+        endpoint.all_true(torch.tensor(True))
+
+    simulated = SimulatedReplicas(3)
+    for _ in range(2):  # and the next run begins anew
+        with pytest.raises(KeyError, match="of replica 1"):
+            simulated.run(work)
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_a_collective_that_one_replica_leaves_out_is_an_error(leaves: int) -> None:
+    def work(replica: int) -> None:
+        for _ in range(1 if replica == leaves else 2):
+            simulated.endpoints[replica].all_true(torch.tensor(True))
+
+    simulated = SimulatedReplicas(3)
+    with pytest.raises(RuntimeError, match=rf"that replicas \[{leaves}\] did not call"):
+        simulated.run(work)
+
+
+def test_what_holds_for_the_calling_thread_holds_for_all() -> None:
+    simulated = SimulatedReplicas(2)
+    with torch.no_grad():
+        assert simulated.run(lambda _: torch.is_grad_enabled()) == [False, False]

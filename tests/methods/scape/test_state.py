@@ -1,0 +1,75 @@
+"""The state that the optimizer gives and takes back, by itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.replicas import ThreadCollectives, run_replicas
+from tests.toy import copied, make_scape, resume, train
+from torchtitan_scape import NonFiniteGradientError
+
+
+def test_a_state_without_residuals_is_refused() -> None:
+    optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    state = {key: value for key, value in optimizer.state_dict().items() if key != "replica"}
+    with pytest.raises(ValueError, match="no 'replica' entry"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("rule", [{}, {"staleness_scaling": False, "selection": "tensor"}])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "2bit"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
+    """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        optimizer, resumed = resume(collectives, at, wire=wire, **rule)
+        assert torch.equal(resumed.method.passes.storage.flat["state"], optimizer.method.passes.storage.flat["state"])
+        assert torch.equal(resumed.method.passes.wire_residual, optimizer.method.passes.wire_residual)
+
+    run_replicas(2, work)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
+def test_rounding_errors_are_loaded_however_the_payload_is_cut(wire: str) -> None:
+    """Parts are padded to the replicas: saved as they lie, errors would come back at other entries."""
+
+    def work(collectives: ThreadCollectives) -> None:
+        states = []
+        for chunk_bytes in (4, 1 << 24):
+            options = {"density": 0.1, "wire": wire, "chunk_bytes": chunk_bytes}
+            train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
+        small, large = states
+        assert small.method.passes.wire_residual.numel() > large.method.passes.wire_residual.numel()
+        saved = copied(small.state_dict())
+        large.load_state_dict(saved)
+        assert bool((large.method.passes.wire_residual != 0).any())
+        for i in range(len(small.method.passes.sizes)):
+            a, b = (o.method.passes.wire_residual_of(i) for o in states)
+            assert torch.equal(a, b)
+
+    run_replicas(3, work)
+
+
+def test_another_layout_is_refused_at_load() -> None:
+    saved = make_scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=8).state_dict()
+    with pytest.raises(ValueError, match=r"block_size=8.*this run has 16"):
+        make_scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=16).load_state_dict(saved)
+
+
+def test_the_state_can_be_taken_after_too_many_skipped_steps() -> None:
+    """The mask on its way is dropped before the error, so that nobody waits for it a second time."""
+    parameter = nn.Parameter(torch.randn(64, 64))
+    optimizer = make_scape([("p", parameter)], lr=1e-3, density=0.1, density_warmup_steps=9, max_skipped_steps=1)
+    for value in (1.0, float("nan")):
+        parameter.grad = torch.full((64, 64), value)
+        optimizer.step()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.finish_previous_step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    parameter.grad = torch.ones(64, 64)
+    optimizer.step()
+    optimizer.finish_previous_step()
+    assert optimizer.guard.skipped == 1

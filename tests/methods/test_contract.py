@@ -1,0 +1,457 @@
+"""What holds for every method of the replicate axis. A method is one line of `CASES`."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.on_a_gpu import AsOnAGpu, waits_here
+from tests.pool import Pool, attempts
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from topology.groups import ReplicaGroups
+from topology.links import bytes_by_level
+from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
+from topology.ring_bytes import LevelSize
+from torchtitan_scape import AdamS
+from torchtitan_scape.core.parameters import collect_shards, store_gradient
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
+from torchtitan_scape.methods.radius.method import Radius
+from torchtitan_scape.methods.registry import METHODS
+
+# Matrices, one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero, and
+# what is not compressed.
+SHAPES = [(40, 24), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
+WITHOUT = 4
+STEPS = 8
+EQUAL = 1e-12  # bytes are sums of floats: equal up to their rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """options: as a run has them. dense: with which the method is dense training, up to `tolerance`. begins: steps
+    until it compresses; from then on what it sends repeats every `period` steps. conserves: whether all that is given
+    is delivered some day."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    dense: dict[str, Any] | None = None
+    begins: int = 0
+    period: int = 1
+    tolerance: float = 1e-5
+    conserves: bool = True
+
+    def __str__(self) -> str:
+        return " ".join([self.method, *map(str, self.options.values())])
+
+
+CASES = [
+    Case("dense"),
+    Case("topk", {"density": 0.1, "block_size": 64}, dense={"density": 1.0}),
+    Case("topk", {"density": 0.05, "selection": "tensor", "density_warmup_steps": 3}, {"density": 1.0}, begins=3),
+    Case("topk", {"density": 0.1, "block_size": 16, "start": 2, "dense_names": ["p0"]}, {"start": STEPS}, begins=2),
+    Case("topk", {"density": 0.1, "selection": "tile", "values": "2bit"}, dense={"density": 1.0}),
+    Case("topk", {"density": 0.1, "block_size": 64, "values": "e2m1"}, dense={"density": 1.0}),
+    Case("tagc", {"density": 0.1}, dense={"density": 1.0}),
+    Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # a mean over those that sent a component
+    Case("demo", {"chunk": 6, "k": 4, "values": "sign"}, {"k": 64, "values": "float32"}, conserves=False),
+    Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
+    Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
+    Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),
+    Case(
+        "radius",
+        {"interval": 2, "start": 0, "selection": "block", "clip_refresh": "fresh", "release_scale": 3.0},
+        dense={"interval": 1},
+        begins=2,
+        period=2,
+    ),
+    Case("quantized", {"block": 32}, dense={"code": "int8"}, tolerance=2e-2),
+    Case("diloco", {"inner_steps": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=3),
+    Case(
+        "streaming_diloco",
+        {"inner_steps": 4, "delay": 2, "outer_momentum": 0.5},
+        {"inner_steps": 1, "delay": 0, "mix": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0, "code": "float32"},
+        period=4,
+        conserves=False,
+    ),
+    Case("sparta", {"interval": 3, "warmup_steps": 2}, {"interval": 1, "code": "float32"}, begins=2, period=3),
+    Case(
+        "sparseloco",
+        {"inner_steps": 3, "density": 0.1, "decay": 1.0, "divisor": "replicas"},
+        dense={"inner_steps": 1, "density": 1.0},
+        period=3,
+    ),
+]
+
+
+def is_local(case: Case) -> bool:
+    return METHODS[case.method].method.per_replica_weights
+
+
+def make(
+    case: Case,
+    collectives: ReplicaCollectives,
+    scale: float = 1.0,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    **other: Any,
+) -> Method:
+    named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+    optimizer = AdamS(named, lr=1e-2)
+    entry = METHODS[case.method]
+    setting = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer, scale, total_steps=100)
+    return entry.method(setting, entry.options(**{**case.options, **other}))
+
+
+def gradients(step: int, replica: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    found = [torch.randn(shape, generator=generator).view(-1) for shape in SHAPES]
+    found[WITHOUT].zero_()
+    return found
+
+
+def kept(method: Method) -> dict[str, Tensor]:
+    """Copies of all that it keeps."""
+    return {f"{s.kind}.{name}": t.clone() for s in method.states() for name, t in s.tensors.items()}
+
+
+def pending(method: Method) -> list[Tensor]:
+    """Of every parameter, flat FP64."""
+    found = [torch.zeros(torch.Size(shape).numel(), dtype=torch.float64) for shape in SHAPES]
+    for state in method.states():
+        for name, values in state.tensors.items() if state.on_migration in ("gradient", "displacement") else ():
+            found[int(name[1:])] += values.double().view(-1)
+    for i, anchor in enumerate(shared_model(method) if method.per_replica_weights else ()):
+        found[i] += (anchor.double() - method.context.shards[i].parameter.detach().double()).view(-1)
+    return found
+
+
+@dataclass
+class Played:
+    """Of one replica: what was delivered, what was kept, trained and pending after a step, bytes sent in it."""
+
+    given: list[list[Tensor]] = field(default_factory=list)
+    kept: list[dict[str, Tensor]] = field(default_factory=list)
+    trained: list[tuple[list[Tensor], dict[str, Any]]] = field(default_factory=list)
+    pending: list[list[Tensor]] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    planned: float = 0.0
+
+
+def play(
+    collectives: ReplicaCollectives,
+    case: Case,
+    nan_at: int = 0,
+    method: Method | None = None,
+    first: int = 1,
+    **other: Any,
+) -> Played:
+    method = method or make(case, collectives, **other)
+    played, before = Played(planned=method.planned_bytes()), 0.0
+    for number in range(first, STEPS + 1):
+        own = gradients(number, collectives.replica)
+        if number == nan_at and collectives.replica == collectives.replicas - 1:
+            own[0][3] = torch.nan
+        # Without the guard, whose flag this is.
+        step = StepInfo(number, torch.tensor(number != nan_at))
+        with torch.no_grad():
+            played.given.append(exchanged(method, own, step))
+        played.trained.append(trained_by(method))
+        played.kept.append(kept(method))
+        played.pending.append(pending(method))
+        sent = sum(collectives.ledger.sent_by_level().values())
+        played.sent.append(sent - before)
+        before = sent
+    return played
+
+
+def update(method: Method, gradients: list[Tensor], step: StepInfo) -> None:
+    """What the container does after `synchronize`, without clipping."""
+    optimizer = method.context.optimizer
+    assert isinstance(optimizer, AdamS)
+    for shard, gradient in zip(method.context.shards, gradients, strict=True):
+        store_gradient(shard, gradient)
+    optimizer.found_inf = (~step.applied).float()
+    optimizer.step()
+
+
+def trained_by(method: Method) -> tuple[list[Tensor], dict[str, Any]]:
+    """Copies of the parameters and of the optimizer's state."""
+    parameters = [shard.parameter.detach().clone() for shard in method.context.shards]
+    return parameters, copy.deepcopy(method.context.optimizer.state_dict())
+
+
+def exchanged(method: Method, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
+    """What a step delivers: what `synchronize` gives, or, where replicas differ, what the model they share moves by.
+
+    There a replica steps by its gradient.
+    """
+    if not method.per_replica_weights:
+        given = method.synchronize(gradients, step)
+        delivered = [g.clone() for g in given]
+        update(method, given, step)
+        method.after_optimizer_step(step)
+        return delivered
+    before = [anchor.clone() for anchor in shared_model(method)]
+    for shard, gradient in zip(method.context.shards, gradients, strict=True):
+        if step.applied:
+            shard.parameter.sub_(gradient.view(shard.parameter.shape))
+    method.exchange(step)
+    return [(old - new).view(-1) for old, new in zip(before, shared_model(method), strict=True)]
+
+
+def shared_model(method: Method) -> list[Tensor]:
+    (tensors,) = (state.tensors for state in method.states() if state.on_migration == "model")
+    return [tensors[shard.name] for shard in method.context.shards]
+
+
+@functools.cache
+def as_replicas(case: Case, replicas: int) -> list[Played]:
+    """Of every replica. Played once, for tests that read it."""
+    return run_replicas(replicas, lambda collectives: play(collectives, case))
+
+
+def on_gloo(case: Case) -> Played:
+    collectives = ProcessGroupCollectives(dist.group.WORLD)
+    collectives.chunk_entries = 64  # as `run_replicas` has it: chunks are padded
+    return play(collectives, case)
+
+
+def mean(step: int, replicas: int) -> list[Tensor]:
+    every = [gradients(step, replica) for replica in range(replicas)]
+    return [torch.stack(tensors).double().mean(0) for tensors in zip(*every, strict=True)]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((a.double() - b.double()).norm() <= tolerance * (1.0 + b.double().norm()))
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=[case for case in CASES if not is_local(case)], ids=str)
+def synchronising(request: pytest.FixtureRequest) -> Case:
+    """A method that replicas take gradients from."""
+    return request.param
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> None:
+    """In the mean over replicas, of every parameter, at every step; and all replicas take the same bits."""
+    ranks = as_replicas(case, replicas)
+    total, delivered = ([torch.zeros_like(t) for t in mean(0, 1)] for _ in range(2))
+    for i in range(STEPS):
+        for n, (all_given, got) in enumerate(zip(mean(i + 1, replicas), ranks[0].given[i], strict=True)):
+            assert all(torch.equal(got, rank.given[i][n]) for rank in ranks), (i, n)
+            if not case.conserves:
+                continue
+            total[n] += all_given
+            delivered[n] += got.double()
+            left = torch.stack([rank.pending[i][n] for rank in ranks]).mean(0)
+            assert close(delivered[n] + left, total[n]), (i, n)
+    assert all(rank.kept[-1].keys() == ranks[0].kept[-1].keys() for rank in ranks)
+    assert torch.equal(ranks[0].given[-1][WITHOUT], torch.zeros_like(ranks[0].given[-1][WITHOUT]))
+
+
+def test_shared_state_is_shared(case: Case) -> None:
+    def work(collectives: ReplicaCollectives) -> dict[str, Tensor]:
+        method = make(case, collectives)
+        play(collectives, case, method=method)
+        return {f"{s.kind}.{n}": t for s in method.states() if not s.per_replica for n, t in s.tensors.items()}
+
+    first, second = run_replicas(2, work)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_skipped_step_changes_nothing(case: Case) -> None:
+    """Of what is kept, to the last bit; and the steps after it are free of NaN."""
+    at = case.begins + 3
+    for rank in run_replicas(3, lambda collectives: play(collectives, case, nan_at=at)):
+        before, after = rank.kept[at - 2], rank.kept[at - 1]
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert all(t.isfinite().all() for tensors in rank.given[at:] for t in tensors)
+        assert all(t.isfinite().all() for t in rank.kept[-1].values())
+
+
+@pytest.mark.parametrize("at", range(1, STEPS))
+def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> None:
+    """A new method with the states of another goes on as that one, to the last bit, in any phase."""
+    wholes = as_replicas(case, 2)
+
+    def work(collectives: ReplicaCollectives) -> Played:
+        whole, method = wholes[collectives.replica], make(case, collectives)
+        for key in whole.kept[at - 1]:
+            method.allocate(*key.split(".", 1))
+        for state in method.states():
+            for name, values in state.tensors.items():
+                values.copy_(whole.kept[at - 1][f"{state.kind}.{name}"])
+        parameters, optimizer_state = whole.trained[at - 1]
+        for shard, values in zip(method.context.shards, parameters, strict=True):
+            shard.parameter.data.copy_(values)
+        method.context.optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+        return play(collectives, case, method=method, first=at + 1)
+
+    for whole, rest in zip(wholes, run_replicas(2, work), strict=True):
+        for one, other in zip(whole.given[at:], rest.given, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(values, rest.kept[-1][key]) for key, values in whole.kept[-1].items())
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
+    for rank in as_replicas(case, replicas):
+        steady = rank.sent[case.begins :]
+        for first in range(len(steady) - case.period + 1):
+            assert sum(steady[first : first + case.period]) == pytest.approx(case.period * rank.planned, rel=EQUAL)
+
+
+def test_bytes_over_nodes_are_those_that_were_planned(case: Case) -> None:
+    """Where buffers are filled up, so that every level can divide them."""
+    collectives = DryRunCollectives(
+        ReplicaGroups(None, None, levels=(RankGroup("node", 2, 0), RankGroup("network", 3, 0)))
+    )
+    collectives.chunk_entries = 64
+    played = play(collectives, case)
+    steady = played.sent[case.begins : case.begins + case.period]
+    assert sum(steady) == pytest.approx(case.period * played.planned, rel=EQUAL)
+
+
+@pytest.mark.parametrize("levels", [(("node", 4),), (("node", 2), ("network", 3))], ids=str)
+def test_plan_and_ledger_have_equal_bytes_on_every_level(case: Case, levels: tuple[tuple[str, int], ...]) -> None:
+    """The plan is made from names, shapes and options, without a method object."""
+    groups = tuple(RankGroup(level, size, 0) for level, size in levels)
+    collectives = DryRunCollectives(ReplicaGroups(None, None, levels=groups))
+    method = make(case, collectives)
+    model = LocalModel(tuple(f"p{i}" for i in range(len(SHAPES))), tuple(SHAPES))
+    sizes = [LevelSize(level, size) for level, size in levels]
+    calls = METHODS[case.method].options(**case.options).cost().collective_calls(model, sizes)
+    assert calls == method.collective_calls()
+    planned = bytes_by_level([stage for call in calls for stage in call.stages(sizes)])
+    before: dict[str, float] = {}
+    for number in range(1, case.begins + case.period + 1):
+        if number == case.begins + 1:
+            before = collectives.ledger.sent_by_level()
+        with torch.no_grad():
+            exchanged(method, gradients(number, 0), StepInfo(number, torch.tensor(True)))
+    counted = {level: sent - before.get(level, 0.0) for level, sent in collectives.ledger.sent_by_level().items()}
+    assert counted == pytest.approx({level: case.period * sent for level, sent in planned.items()}, rel=EQUAL)
+
+
+def test_its_dense_limit(case: Case) -> None:
+    dense = case.dense or {}
+    for rank in run_replicas(3, lambda collectives: play(collectives, case, **dense)):
+        for i in range(STEPS):
+            assert all(close(a, b, case.tolerance) for a, b in zip(rank.given[i], mean(i + 1, 3), strict=True)), i
+
+
+def test_sums_are_means_times_n(synchronising: Case) -> None:
+    """Where a loss was divided by the global token count its gradients come N times smaller."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        for scale in (1.0, 2.0):
+            method = make(synchronising, collectives, scale)
+            for number in range(1, STEPS + 1):
+                own = [g / scale for g in gradients(number, collectives.replica)]
+                with torch.no_grad():
+                    result = method.synchronize(own, StepInfo(number, torch.tensor(True)))
+            found.append([g.clone() for g in result])
+        return found[0], found[1]
+
+    for one, other in run_replicas(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_is_started_arrives_as_if_it_had_been_waited_for(synchronising: Case) -> None:
+    """To the last bit, state included, though replicas tell each other something else meanwhile."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
+        at_once, begun = play(collectives, synchronising), make(synchronising, collectives)
+        found = Played()
+        for number in range(1, STEPS + 1):
+            with torch.no_grad():
+                step = StepInfo(number, torch.tensor(True))
+                take = begun.start(gradients(number, collectives.replica), step)
+                collectives.all_true(torch.tensor(True))
+                given = take()
+                found.given.append([g.clone() for g in given])
+                update(begun, given, step)
+                begun.after_optimizer_step(step)
+            found.kept.append(kept(begun))
+        return at_once, found
+
+    for one, other in run_replicas(3, work):
+        for i in range(STEPS):
+            assert all(torch.equal(a, b) for a, b in zip(one.given[i], other.given[i], strict=True))
+            assert all(torch.equal(values, other.kept[i][key]) for key, values in one.kept[i].items())
+
+
+def test_send_all_leaves_nothing_pending(case: Case) -> None:
+    def work(collectives: ReplicaCollectives) -> list[Tensor]:
+        method = make(case, collectives)
+        play(collectives, case, method=method)
+        method.request_full_exchange()
+        with torch.no_grad():
+            exchanged(method, gradients(STEPS + 1, collectives.replica), StepInfo(STEPS + 1, torch.tensor(True)))
+        return pending(method)
+
+    for left in run_replicas(2, work):
+        assert all(not t.any() for t in left)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(pool2: Pool, pool4: Pool) -> Callable[[int], list[list[tuple[bool, Any]]]]:
+    """Of so many gloo ranks, of each what every case of `CASES` comes to: they are started once for all."""
+    pools = {2: pool2, 4: pool4}
+    return functools.cache(lambda world: pools[world](attempts, on_gloo, *((case,) for case in CASES)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_simulated_replicas_are_ranks(case: Case, world: int, on_ranks: Any) -> None:
+    """Of real gloo processes, up to the order of sums; these take the same bits, and as many bytes are counted."""
+    outcomes = [rank[CASES.index(case)] for rank in on_ranks(world)]
+    assert all(good for good, _ in outcomes), outcomes
+    real, simulated = [played for _, played in outcomes], as_replicas(case, world)
+    for mine, theirs in zip(simulated, real, strict=True):
+        assert mine.sent == pytest.approx(theirs.sent) and mine.planned == theirs.planned
+        for i in range(STEPS):
+            assert all(torch.equal(a, b) for a, b in zip(theirs.given[i], real[0].given[i], strict=True))
+    # Selections among nearly equal entries may differ by rounding: the first steps are compared.
+    for i in range(case.begins + 2):
+        assert all(close(a, b) for a, b in zip(simulated[0].given[i], real[0].given[i], strict=True)), i
+
+
+def test_every_method_is_in_the_contract() -> None:
+    """Methods that hold the optimizer's state have tests of their own."""
+    own_tests = {name for name, entry in METHODS.items() if entry.method.holds_optimizer_state}
+    assert {case.method for case in CASES} == METHODS.keys() - own_tests
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not is_local(case)], ids=str)
+def test_a_gpu_waits_for_nothing_and_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skipped step included; to the last bit. Entries of masks whose number is not known are asked for; local updates
+    ask at their exchanges."""
+    waits_here(monkeypatch, Radius, "_counts")
+    expected = run_replicas(2, lambda collectives: play(collectives, case, nan_at=5))
+    plain = exchanged
+
+    def on_a_gpu(*arguments: Any) -> list[Tensor]:
+        with AsOnAGpu():
+            return plain(*arguments)
+
+    monkeypatch.setitem(globals(), "exchanged", on_a_gpu)
+    for found, wanted in zip(run_replicas(2, lambda c: play(c, case, nan_at=5)), expected, strict=True):
+        for ours, theirs in zip(found.kept, wanted.kept, strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        for number, (ours, theirs) in enumerate(zip(found.given, wanted.given, strict=True), 1):
+            assert number == 5 or all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

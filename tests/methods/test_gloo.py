@@ -1,0 +1,362 @@
+"""The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and bad replicas."""
+
+import itertools
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
+
+from tests.pool import Pool
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
+from topology.groups import build_groups
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from topology.partition import CHUNK_ENTRIES
+from topology.process_groups import collectives_of
+from torchtitan_scape import AdamS
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.parameters import collect_shards, local
+
+STEPS = 12
+
+
+def train_plain(**options: Any) -> dict[str, Any]:
+    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+    optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD, **options)
+    history = []
+    for step in range(STEPS):
+        for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
+            p.grad = g
+        optimizer.step()
+        history.append([p.detach().clone() for p in parameters])
+    figures = optimizer.metrics()
+    tensors = range(len(optimizer.method.passes.layout.sizes))
+    on_mask = [optimizer.method.passes.states[i][positions(optimizer, i)] for i in tensors]
+    optimizer.finish_previous_step()
+    return {
+        "history": history,
+        "bits": optimizer.method.masks.in_use.bits,
+        "figures": figures,
+        "norm": optimizer.grad_norm,
+        "before": [positions(optimizer, i).numel() for i in tensors],
+        "moments": on_mask,
+    }
+
+
+@pytest.mark.parametrize(
+    "world, selection, update, wire",
+    [
+        *itertools.product((2, 4), ("block", "tensor"), ("replicated", "sharded"), ("float32",)),
+        (2, "block", "sharded", "int4"),
+        (4, "block", "replicated", "2bit"),
+    ],
+)
+def test_replicas_stay_equal_and_follow_the_literal_form(
+    world: int, selection: str, update: str, wire: str, request: pytest.FixtureRequest
+) -> None:
+    """Properties 3, 4 and 5 over gloo. It adds in another order for 4 replicas, hence the wider bound."""
+    pool: Pool = request.getfixturevalue(f"pool{world}")
+    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "update": update, "wire": wire}
+    results = pool(train_plain, **options)
+    for result in results[1:]:
+        assert torch.equal(result["bits"], results[0]["bits"])
+        assert torch.equal(result["norm"], results[0]["norm"])
+        assert all(torch.equal(a, b) for a, b in zip(result["moments"], results[0]["moments"], strict=True))
+        for mine, theirs in zip(result["history"], results[0]["history"], strict=True):
+            assert torch.equal(flat(mine), flat(theirs))
+    expected = literal(world, STEPS, chunk_entries=CHUNK_ENTRIES, **options)
+    bound = 1e-6 if world == 2 and wire == "float32" else 2e-5
+    for got, want in zip(results[0]["history"], expected, strict=True):
+        assert (flat(got) - flat(want)).norm() <= bound * flat(want).norm()
+    figures = results[0]["figures"]
+    assert figures == results[1]["figures"]
+    assert figures["nnz"] == sum(results[0]["before"])
+    assert 0 < figures["mask_overlap"] < 1 and figures["residual_norm"] > 0
+
+
+class Net(nn.Module):
+    """Odd sizes, so that shards are uneven: 2 ranks hold 4 and 3 rows, and the bias of 1 leaves one empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int, reader: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + reader)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def train_sharded(replicate: int, shard: int, density: float) -> tuple[Tensor, list[float], int]:
+    """FSDP2 over the shard axis alone, SCAPE over the replicate axis."""
+    world = dist.get_world_size()
+    layout = plan_layout(world, ranks_per_node=world, machine=get_machine("local"), replicate=replicate, shard=shard)
+    mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    model = make_net()
+    fully_shard(model, mesh=mesh["shard"])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer = make_scape(
+        model.named_parameters(),
+        lr=1e-2,
+        density=density,
+        block_size=8,
+        reduction="sum",
+        replicas=build_groups(layout, timedelta(seconds=60)),
+    )
+    norms = []
+    for step in range(10):
+        inputs, targets = batch(step, dist.get_rank())
+        loss = ((model(inputs) - targets) ** 2).sum() / (4 * world)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm.item())
+    full = flat([p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)])
+    return full.detach(), norms, optimizer.guard.skipped
+
+
+def train_dense_alone(world: int) -> tuple[Tensor, list[float]]:
+    """One process on the whole batch."""
+    model = make_net()
+    optimizer = AdamS(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(10):
+        for reader in range(world):
+            inputs, targets = batch(step, reader)
+            (((model(inputs) - targets) ** 2).sum() / (4 * world)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat([p.detach() for p in model.parameters()]), norms
+
+
+@pytest.mark.parametrize("replicate, shard", [(4, 1), (2, 2), (1, 4)])
+def test_every_split_of_four_ranks_is_dense_at_density_one(replicate: int, shard: int, pool4: Pool) -> None:
+    """Property 1 over both axes, with one norm for the whole model."""
+    expected, norms = train_dense_alone(4)
+    for full, found, skipped in pool4(train_sharded, replicate, shard, 1.0):
+        torch.testing.assert_close(full, expected, rtol=1e-4, atol=1e-6)
+        assert found == pytest.approx(norms, rel=1e-4)
+        assert skipped == 0
+
+
+@pytest.mark.parametrize("replicate, shard", [(4, 1), (2, 2), (1, 4)])
+def test_sparse_over_both_axes_keeps_ranks_equal(replicate: int, shard: int, pool4: Pool) -> None:
+    results = pool4(train_sharded, replicate, shard, 0.25)
+    for full, norms, _ in results[1:]:
+        assert torch.equal(full, results[0][0]) and norms == results[0][1]
+    assert bool(results[0][0].isfinite().all())
+
+
+def train_by_group_alone() -> float:
+    """A plain ProcessGroup for the replicas: the group of the shards is read off the DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_net()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = make_scape(model.named_parameters(), lr=1e-2, density=1.0, replicas=mesh["replicate"].get_group())
+    for p in model.parameters():
+        assert isinstance(p, DTensor)
+        p.grad = DTensor.from_local(
+            torch.ones_like(p.to_local()), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+        )
+    optimizer.step()
+    return optimizer.grad_norm.item()
+
+
+def test_norm_covers_shards_of_a_plain_group(pool4: Pool) -> None:
+    entries = sum(p.numel() for p in Net().parameters())
+    assert pool4(train_by_group_alone) == pytest.approx([entries**0.5] * 4)
+
+
+def train_norms_alone() -> Tensor:
+    """A model without a matrix: nothing to mask, and empty masks are never sent."""
+    parameter = nn.Parameter(torch.ones(7))
+    optimizer = make_scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
+    for _ in range(3):
+        parameter.grad = torch.full((7,), 1.0 + dist.get_rank())
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
+    first, second = pool2(train_norms_alone)
+    assert torch.equal(first, second) and bool((first < 1).all())
+
+
+def chunk_of_a_large_payload(hierarchical: bool) -> int:
+    """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
+    from torchtitan_scape.methods.scape.options import ScapeOptions
+
+    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
+    with torch.device("meta"):
+        shapes = [tuple(p.shape) for p in nn.Linear(32768, 32768).parameters()]
+    groups = build_groups(layout, timedelta(seconds=60), hierarchical)
+    options = ScapeOptions(density=0.1).resolve_for_links(
+        shapes, layout, dist.get_rank(), len(collectives_of(groups).levels)
+    )
+    return options.chunk_bytes
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_all_ranks_cut_the_payload_alike(hierarchical: bool, pool4: Pool) -> None:
+    sizes = set(pool4(chunk_of_a_large_payload, hierarchical))
+    assert len(sizes) == 1
+    assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one part"
+
+
+def train_with_holes() -> list[Tensor]:
+    """Rank 0 has no gradient for the first parameter in any step: zeros, and the same collectives."""
+    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+    optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
+    for step in range(4):
+        for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
+            p.grad = g
+        if dist.get_rank() == 0:
+            parameters[0].grad = None
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_a_missing_gradient_on_one_rank(pool2: Pool) -> None:
+    first, second = pool2(train_with_holes)
+    assert torch.equal(flat(first), flat(second))
+    assert not torch.equal(first[0], draw(0, SPARSE)[0])
+
+
+def train_alone() -> tuple[Tensor, Tensor]:
+    """A process group of one replica, at density 1, beside dense AdamS with the same clipping."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    ours, theirs = ([nn.Parameter(p) for p in draw(0, SPARSE + DENSE)] for _ in range(2))
+    scape = make_scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
+    adams = AdamS(theirs, lr=1e-2)
+    for step in range(6):
+        for p, q, g in zip(ours, theirs, gradient(step, 0, SPARSE + DENSE), strict=True):
+            p.grad, q.grad = g.clone(), g
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        scape.step()
+        adams.step()
+    return flat([p.detach() for p in ours]), flat([p.detach() for p in theirs])
+
+
+def test_one_replica_is_dense_adams(pool2: Pool) -> None:
+    for ours, theirs in pool2(train_alone):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+def shards_as_replicas() -> None:
+    model = make_net()
+    fully_shard(model)
+    make_scape(model.named_parameters(), lr=0.1, replicas=dist.group.WORLD)
+
+
+def test_shards_are_no_replicas(pool2: Pool) -> None:
+    """The likely slip: FSDP over all ranks, and the same ranks as replicas."""
+    for good, text in pool2.outcomes(shards_as_replicas):
+        assert not good and "ValueError: ranks [0, 1] are given as replicas" in text
+
+
+def disagree(what: str) -> None:
+    rank = dist.get_rank()
+    shape = (4, 5) if what == "shape" and rank else (4, 4)
+    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "dense_names": []}
+    if rank:
+        options |= {"density": {"density": 0.2}, "lr": {"lr": 0.2}, "dense_names": {"dense_names": ["v"]}}.get(what, {})
+    parameters = [("w", nn.Parameter(torch.ones(shape))), ("v", nn.Parameter(torch.ones(2, 2)))]
+    make_scape(parameters, replicas=dist.group.WORLD, **options)
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("shape", "parameters="),
+        ("density", "has density=0."),
+        ("lr", "has lr of group 0=0."),
+        ("dense_names", "has dense_names="),
+    ],
+)
+def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: str, pool2: Pool) -> None:
+    for good, text in pool2.outcomes(disagree, what):
+        assert not good and message in text and "ValueError" in text
+
+
+def skip_together() -> list[int]:
+    """Rank 1 alone has a NaN; all ranks skip, and know the culprit at the end."""
+    parameter = nn.Parameter(torch.ones(4, 8))
+    optimizer = make_scape([("w", parameter)], lr=0.1, replicas=dist.group.WORLD, max_skipped_steps=2)
+    counts = []
+    for step in range(6):
+        parameter.grad = torch.full((4, 8), float("nan") if dist.get_rank() and step != 1 else 1.0)
+        optimizer.step()
+        counts.append(optimizer.guard.skipped)
+    return counts
+
+
+def test_rank_and_parameter_of_a_lasting_nan_are_named(pool2: Pool) -> None:
+    for good, text in pool2.outcomes(skip_together):
+        assert not good and "rank 1, parameter 'w'" in text and "max_skipped_steps=2" in text
+
+
+def fsdp_on_weights_in_bf16() -> list[Tensor]:
+    """Losses and gradients of FSDP2's mixed precision on FP32 weights, and on the same kept in BF16."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for bf16_weights in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        for p in net.parameters():
+            p.data.copy_(p.data.bfloat16())
+        fully_shard(net, mesh=mesh, mp_policy=policy)
+        assert isinstance(net, FSDPModule)
+        net.set_force_sum_reduction_for_comms(True)
+        if bf16_weights:
+            hold_in_bfloat16(net, scaled=True)
+        for step in range(2):  # the second gathers into what the first left
+            loss = net(draw(step, [(5, 8)])[0]).float().square().sum()
+            loss.backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+        found.append(flat([loss.detach(), *(local(p.grad) for p in net.parameters() if p.grad is not None)]))
+    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 4\) has no even shards on"):
+        hold_in_bfloat16(fully_shard(nn.Linear(4, 5, bias=False), mesh=mesh), scaled=True)
+    return found
+
+
+def test_fsdp_sees_weights_in_bf16_as_its_cast_of_fp32(pool2: Pool) -> None:
+    for wide, narrow in pool2(fsdp_on_weights_in_bf16):
+        assert torch.equal(wide, narrow) and bool(wide.isfinite().all()) and bool(wide.any())
+
+
+def cut_by_tensor_parallelism() -> str:
+    """What is said of parameters whose second one two ranks cannot cut evenly; FSDP may."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    shards = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    cuts = [((6, 3), mesh, Cut(0)), ((3,), mesh, Replicate()), ((5, 3), shards, Cut(0)), ((4, 5), mesh, Cut(1))]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(s), on, [cut])) for s, on, cut in cuts]
+    assert len(collect_shards([{"params": parameters[:3]}])) == 3
+    with pytest.raises(ValueError) as error:
+        collect_shards([{"params": parameters, "param_names": ["a", "b", "c", "output.weight"]}])
+    return str(error.value)
+
+
+def test_tensor_parallelism_cuts_evenly(pool2: Pool) -> None:
+    said = r"tensor_parallel_degree = 2 does not divide dimension 1 of 'output.weight', \(4, 5\); choose one that does"
+    assert all(re.search(said, message) for message in pool2(cut_by_tensor_parallelism))

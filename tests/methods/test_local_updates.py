@@ -1,0 +1,438 @@
+"""Local updates: the frame, and DiLoCo and streaming DiLoCo in it against what their papers write down."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from torchtitan_scape.methods.local_options import FragmentSchedule
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
+
+SHAPES = {
+    "embed": (20, 8),
+    "layers.0.weight": (8, 9),
+    "layers.1.weight": (9, 8),
+    "layers.2.weight": (8, 8),
+    "layers.2.bias": (8,),
+    "norm": (8,),
+}
+WITHOUT = "layers.2.bias"  # no replica ever has its gradient
+LR, BETAS, EPS, DECAY, MAX_NORM = 0.02, (0.9, 0.95), 1e-8, 0.1, 1.0
+DILOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.9}
+STREAMING = {
+    "inner_steps": 6,
+    "outer_lr": 0.4,
+    "outer_momentum": 0.9,
+    "fragments": 3,
+    "delay": 2,
+    "mix": 0.5,
+    "code": "float32",
+}
+
+
+def start() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def gradient(name: str, value: Tensor, step: int, replica: int) -> Tensor:
+    """Of a bowl whose middle every replica sees elsewhere in every step."""
+    seed = 1000 * step + 10 * replica + list(SHAPES).index(name)
+    return 0.2 * (value + torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+# ------------------------------------------------------------------------------------------- the literal form
+
+
+class Literal:
+    """Algorithms of arXiv:2311.08105 and 2501.18512 for N replicas in one place, as METHODS reads them.
+
+    Inner AdamW on a replica's own gradient, clipped by its own norm; outer SGD with PyTorch's Nesterov momentum.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        inner_steps: int,
+        outer_lr: float,
+        outer_momentum: float,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
+    ) -> None:
+        self.replicas, self.rounds, self.delay, self.mix = replicas, inner_steps, delay, mix
+        self.theta = [start() for _ in range(replicas)]
+        self.first = [{n: torch.zeros(s) for n, s in SHAPES.items()} for _ in range(replicas)]
+        self.second = [{n: torch.zeros(s) for n, s in SHAPES.items()} for _ in range(replicas)]
+        self.anchor = {n: nn.Parameter(value) for n, value in start().items()}
+        self.outer = {
+            n: torch.optim.SGD([a], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            for n, a in self.anchor.items()
+        }
+        self.parts: list[list[str]] = [list(SHAPES)]
+        if fragments > 1:
+            self.parts = [["embed", "norm"]] + [[] for _ in range(fragments - 1)]
+            for name in SHAPES:
+                if name.startswith("layers."):
+                    self.parts[1 + int(name.split(".")[1]) % (fragments - 1)].append(name)
+        self.due = [round((p + 1) * inner_steps / fragments) % inner_steps for p in range(fragments)]
+        self.sent: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.t = 0
+
+    def step(self) -> None:
+        self.t += 1
+        for i in range(self.replicas):
+            grads = {n: gradient(n, value, self.t, i) for n, value in self.theta[i].items()}
+            grads[WITHOUT] = torch.zeros(SHAPES[WITHOUT])
+            norm = torch.sqrt(sum(((g**2).sum() for g in grads.values()), torch.zeros(())))
+            for n, g in grads.items():
+                self.inner(i, n, g * min(1.0, MAX_NORM / (norm.item() + 1e-6)))
+        for p, names in enumerate(self.parts):
+            if (p, self.t - self.delay) in self.sent:
+                self.take(names, self.sent.pop((p, self.t - self.delay)))
+            if self.t % self.rounds == self.due[p]:
+                moved = {n: sum(self.anchor[n].data - th[n] for th in self.theta) / self.replicas for n in names}
+                if self.delay:
+                    self.sent[p, self.t] = moved  # type: ignore[assignment]
+                else:
+                    self.take(names, moved)  # type: ignore[arg-type]
+
+    def take(self, names: list[str], moved: dict[str, Tensor]) -> None:
+        for n in names:
+            self.anchor[n].grad = moved[n]
+            self.outer[n].step()
+            for theta in self.theta:
+                theta[n] = self.mix * theta[n] + (1 - self.mix) * self.anchor[n].data
+
+    def inner(self, i: int, n: str, g: Tensor) -> None:
+        b1, b2 = BETAS
+        m = self.first[i][n] = b1 * self.first[i][n] + (1 - b1) * g
+        v = self.second[i][n] = b2 * self.second[i][n] + (1 - b2) * g**2
+        m, v = m / (1 - b1**self.t), v / (1 - b2**self.t)
+        self.theta[i][n] = (1 - LR * DECAY) * self.theta[i][n] - LR * m / (v.sqrt() + EPS)
+
+
+# ------------------------------------------------------------------------------------------------ the product
+
+
+def build(
+    method: str, options: dict[str, Any], simulated: int, inner: str = "AdamW", max_norm: float = MAX_NORM
+) -> Any:
+    from topology.in_process import OneReplica, SimulatedReplicas
+    from topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.methods.registry import METHODS
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.muon import Muon
+    from torchtitan_scape.optimizers.signsgd import SignSGD
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+    class Model(nn.Module):
+        def named_parameters(self, *args: Any, **more: Any) -> Any:
+            yield from weights.items()
+
+    weights, entry = {n: nn.Parameter(value) for n, value in start().items()}, METHODS[method]
+    model = Model()
+    for n, weight in weights.items():
+        model.register_parameter(n.replace(".", "_"), weight)
+    made: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "AdamW": partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False),
+        "AdamS": partial(AdamS, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
+        "SGD": partial(torch.optim.SGD, lr=LR),
+        "SignSGD": partial(SignSGD, lr=LR, weight_decay=DECAY),
+        "Muon": partial(Muon, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
+    }
+    replicas = SimulatedReplicas(simulated) if simulated > 1 else OneReplica(_group(ProcessGroupCollectives))
+    return ReplicaOptimizer(
+        made[inner],
+        entry.method,
+        entry.options(**options),
+        replicas,
+        model=model,
+        max_norm=max_norm,
+        reduction="sum",
+        total_steps=100,
+        max_skipped_steps=5,
+    )
+
+
+def _group(endpoint: Any) -> Any:
+    return endpoint(dist.group.WORLD if dist.get_world_size() > 1 else None)
+
+
+def step(optimizers: Any, number: int, nan: bool = False) -> None:
+    """One step of the trainer; in the last replica's gradient there may be a NaN."""
+    endpoints = optimizers.replicas.endpoints
+    for endpoint in endpoints:
+        for shard in optimizers.shards():
+            if shard.name != WITHOUT:
+                value = shard.parameter.detach()
+                shard.parameter.grad = gradient(shard.name, value, number, endpoint.replica) / endpoint.replicas
+                if nan and endpoint.replica == endpoint.replicas - 1:
+                    shard.parameter.grad.view(-1)[0] = torch.nan
+        optimizers.stash_replica_gradients()
+    optimizers.step()
+    for shard in optimizers.shards():
+        shard.parameter.grad = None
+
+
+def parameters(optimizers: Any) -> list[dict[str, Tensor]]:
+    """Of every replica of this process."""
+    each = [one.shards for one in optimizers.weights] if optimizers.weights else [optimizers.shards()]
+    return [{shard.name: shard.parameter.detach().clone() for shard in shards} for shards in each]
+
+
+def kept(optimizers: Any) -> list[dict[str, Tensor]]:
+    """Copies of what every replica's method keeps."""
+    each = optimizers.replicas.run(lambda i: optimizers.methods[i].states())
+    return [{f"{s.kind}.{n}": t.clone() for s in states for n, t in s.tensors.items()} for states in each]
+
+
+def trained(steps: int, *args: Any, nan_at: int = 0, **more: Any) -> list[tuple[list[Any], list[Any]]]:
+    """(parameters, what is kept), of every replica of this process, after every step."""
+    optimizers, found = build(*args, **more), []
+    for number in range(1, steps + 1):
+        step(optimizers, number, nan=number == nan_at)
+        found.append((parameters(optimizers), kept(optimizers)))
+    return found
+
+
+def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """L2 of the difference over that of b."""
+    difference = sum((a[n] - b[n]).double().square().sum() for n in a)
+    return float((difference / sum(b[n].double().square().sum() for n in a)) ** 0.5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
+def test_it_is_the_literal_form(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """50 steps of three replicas of one process, and of two gloo ranks: parameters of all, and the anchor."""
+    for replicas in (3, 2):
+        literal = Literal(replicas, **{key: value for key, value in options.items() if key != "code"})
+        for _ in range(50):
+            literal.step()
+        if replicas == 3:
+            ((own, states),) = (run[-1] for run in pool1(trained, 50, method, options, 3))
+        else:
+            ranks = [run[-1] for run in pool2(trained, 50, method, options, 1)]
+            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-6
+            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
+            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+
+
+@pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
+def test_what_is_shared_is_shared_and_what_is_own_differs(method: str, options: dict[str, Any], pool1: Pool) -> None:
+    (history,) = pool1(trained, 12, method, options, 3)
+    for number, (own, states) in enumerate(history, 1):
+        for other in states[1:]:
+            assert all(torch.equal(value, other[key]) for key, value in states[0].items())
+        after = method == "diloco" and number % 6 == 0
+        same = [torch.equal(own[0][n], own[2][n]) for n in SHAPES if n != WITHOUT]
+        assert all(same) if after else not any(same)
+    # What no replica has a gradient of decays alone.
+    assert torch.equal(history[2][0][0][WITHOUT], history[2][0][1][WITHOUT])
+
+
+def test_one_step_of_sgd_and_no_outer_momentum_is_dense_training(pool2: Pool) -> None:
+    plain = {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    dense = pool2(trained, 12, "dense", {}, 1, inner="SGD", max_norm=1e9)
+    local = pool2(trained, 12, "diloco", plain, 1, inner="SGD", max_norm=1e9)
+    for one, other in zip(local, dense, strict=True):
+        assert far(one[-1][0][0], other[-1][0][0]) < 1e-6
+
+
+@pytest.mark.parametrize("inner", ["AdamW", "AdamS"])
+def test_one_replica_follows_its_inner_optimizer(inner: str, pool1: Pool) -> None:
+    plain = {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0}
+    (alone,) = pool1(trained, 12, "dense", {}, 1, inner=inner)
+    for method, more in (
+        ("diloco", {}),
+        ("streaming_diloco", {"fragments": 2, "delay": 0, "mix": 0.5, "code": "float32"}),
+    ):
+        (local,) = pool1(trained, 12, method, plain | more, 1, inner=inner)
+        assert far(local[-1][0][0], alone[-1][0][0]) < 1e-6
+
+
+def test_a_delay_delays_the_use_and_nothing_else(pool1: Pool) -> None:
+    """The anchor takes the same step, to the last bit, so many steps later."""
+    (late,) = pool1(trained, 9, "streaming_diloco", STREAMING | {"delay": 3, "fragments": 1}, 2)
+    (now,) = pool1(trained, 9, "streaming_diloco", STREAMING | {"delay": 0, "fragments": 1}, 2)
+    for n in SHAPES:
+        anchors = [[states[0][f"anchor.{n}"] for _, states in run] for run in (now, late)]
+        begin, moved = anchors[0][0], anchors[0][5]
+        assert all(torch.equal(a, begin) for a in (*anchors[0][:5], *anchors[1][:8]))
+        assert not torch.equal(moved, begin) and torch.equal(anchors[1][8], moved)
+
+
+def test_nothing_begins_and_nothing_lands_at_a_skipped_step(pool1: Pool) -> None:
+    """What was due waits for its turn in the next round, what was to land for the next step."""
+    options = STREAMING | {"fragments": 1, "delay": 1}
+    for nan_at, moves in ((6, [13]), (7, [8, 13])):  # at which the exchange is due, and at which it lands
+        (history,) = pool1(trained, 14, "streaming_diloco", options, 2, nan_at=nan_at)
+        before, after = history[nan_at - 2], history[nan_at - 1]
+        for a, b in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+        anchors = [states[0]["anchor.embed"] for _, states in history]
+        assert [i + 2 for i in range(13) if not torch.equal(anchors[i], anchors[i + 1])] == moves
+        assert all(t.isfinite().all() for own in history[-1][0] for t in own.values())
+
+
+def test_what_is_held_beyond_the_next_turn_lands_with_it(pool1: Pool) -> None:
+    """A checkpoint says what is in flight, and the number of its step says since when."""
+    options = STREAMING | {"fragments": 1, "inner_steps": 3, "delay": 3}
+    (history,) = pool1(trained, 10, "streaming_diloco", options, 2, nan_at=6)
+    anchors = [states[0]["anchor.embed"] for _, states in history]
+    assert [i + 2 for i in range(9) if not torch.equal(anchors[i], anchors[i + 1])] == [9]
+
+
+def kept_after_a_skip() -> list[bool]:
+    """Whether what the codec lost is kept when a save asks for what is in flight after a step that was skipped."""
+    StreamingDilocoOptions.averaging = lambda self: QuantizedOptions()  # type: ignore[method-assign]
+    optimizers = build("streaming_diloco", STREAMING | {"fragments": 1, "code": "e2m1"}, 2)
+    for number in range(1, 8):
+        step(optimizers, number, nan=number == 7)
+    return [bool(states["residual.embed"].any()) for states in kept(optimizers)]
+
+
+def test_what_is_in_flight_is_of_the_step_that_began_it(pool1: Pool) -> None:
+    """The flag of a step is a tensor that the next one overwrites."""
+    assert pool1(kept_after_a_skip) == [[True, True]]
+
+
+def flushed(method: str, options: dict[str, Any]) -> list[Any]:
+    """What is kept, and how far replicas are from the anchor, when all was to be sent in a step that was skipped and
+    in the one after it."""
+    optimizers, found = build(method, options, 2), []
+    for number in range(1, 9):
+        if number == 7:
+            optimizers.request_full_exchange()
+        step(optimizers, number, nan=number == 7)
+        found.append((kept(optimizers)[0], optimizers.metrics()["residual_norm"]))
+    return found
+
+
+def test_a_flush_leaves_replicas_equal(pool1: Pool) -> None:
+    (history,) = pool1(flushed, "streaming_diloco", STREAMING)
+    assert history[5][1] > 0 and history[6][1] == history[5][1] and history[7][1] == 0.0
+    assert any(key.startswith("in_flight") for key in history[6][0])
+    assert not any(key.startswith("in_flight") for key in history[7][0])
+
+
+def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
+    """What replicas have before and after a flush that is no step; whether inner optimizers are as they were."""
+    optimizers, found = build(method, options, 2), []
+    for number in range(1, 9):
+        step(optimizers, number)
+    before = [copy.deepcopy(one.optimizer.state_dict()) for one in optimizers.weights]
+    for flush in (False, True):
+        if flush:
+            version = optimizers.sharding.version.now()
+            optimizers.flush()
+            assert optimizers.sharding.version.now() != version  # of weights
+        found.append([*parameters(optimizers), *kept(optimizers)])
+    after = [one.optimizer.state_dict() for one in optimizers.weights]
+    moments = [[s[kind] for s in one["state"].values() for kind in s] for each in (before, after) for one in each]
+    same = all(torch.equal(a, b) for i in (0, 1) for a, b in zip(moments[i], moments[i + 2], strict=True))
+    return found[0], found[1], same
+
+
+@pytest.mark.parametrize(
+    "method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING), ("sparta", {"interval": 4})]
+)
+def test_a_flush_after_the_last_step_is_an_exchange_and_no_step(
+    method: str, options: dict[str, Any], pool1: Pool
+) -> None:
+    ((before, after, same),) = pool1(flushed_alone, method, options)
+    assert same
+    for n in SHAPES:
+        assert torch.equal(after[0][n], after[1][n]) and torch.equal(after[0][n], after[2][f"anchor.{n}"])
+        if method == "diloco":
+            mean = before[2][f"anchor.{n}"] - (before[0][n] + before[1][n]) / 2
+            velocity = 0.9 * before[2][f"outer_momentum.{n}"] + mean
+            wanted = before[2][f"anchor.{n}"] - 0.7 * (mean + 0.9 * velocity)
+            torch.testing.assert_close(after[0][n], wanted, rtol=1e-6, atol=1e-6)
+    assert not any(key.startswith("in_flight") for key in after[2])
+
+
+@pytest.mark.slow
+def test_host_memory_holds_the_same_numbers(pool1: Pool) -> None:
+    plain, host = (pool1(trained, 12, "streaming_diloco", STREAMING | {"host": on}, 2)[0][-1] for on in (False, True))
+    for a, b in zip([*plain[0], *plain[1]], [*host[0], *host[1]], strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def with_a_flipped_bit() -> list[str]:
+    """What the consistency check says while parameters differ, and once an anchor does."""
+    from torchtitan_scape.core.consistency import ReplicasDifferError
+
+    optimizers, said = build("diloco", DILOCO, 1), []
+    for number in (1, 2):
+        step(optimizers, number)
+        try:
+            optimizers.check_consistency(number)
+            said.append("equal")
+        except ReplicasDifferError as error:
+            said.append(str(error))
+        if dist.get_rank() == 1:
+            optimizers.saved_model()["embed"].view(-1)[3] += 1e-6
+    return said
+
+
+def test_what_is_shared_is_compared(pool2: Pool) -> None:
+    for first, second in pool2(with_a_flipped_bit):
+        assert first == "equal" and "anchor of 'embed'" in second
+
+
+def shown(simulated: int) -> tuple[bool, bool, bool]:
+    """Whether the model is the anchor inside and what it was outside, and the rates those of the schedule."""
+    optimizers = build("diloco", DILOCO, simulated)
+    for number in range(1, 9):
+        optimizers.inner.param_groups[0]["lr"] = 0.01 / number
+        step(optimizers, number)
+    before, anchors = parameters(optimizers)[0], optimizers.saved_model()
+    with optimizers.shared_weights():
+        inside = all(torch.equal(parameters(optimizers)[0][n], anchors[n]) for n in anchors)
+    outside = parameters(optimizers)[0]
+    rates = {one.optimizer.param_groups[0]["lr"] for one in optimizers.weights}
+    return inside, all(torch.equal(before[n], outside[n]) for n in before), rates == {0.01 / 8}
+
+
+def test_the_model_is_the_anchor_while_it_is_shown(pool1: Pool) -> None:
+    for simulated in (1, 3):
+        assert pool1(shown, simulated) == [(True, True, True)]
+
+
+def test_state_is_made_without_a_step() -> None:
+    """Also where one of length 0 would be 0 / 0."""
+    from torchtitan_scape.core.parameters import collect_shards
+    from torchtitan_scape.replica.simulation import ReplicaWeights
+
+    optimizer = torch.optim.AdamW([("p", nn.Parameter(torch.ones(3)))], lr=LR, eps=0.0)
+    one = ReplicaWeights.of(collect_shards(optimizer.param_groups), optimizer)
+    assert torch.equal(one.shards[0].parameter.detach(), torch.ones(3)) and one.shards[0].parameter.grad is None
+    assert [float(n) for n in one.steps()] == [0.0] and not any(m["p"].any() for m in one.moments.values())
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (LR, 0.0)
+
+
+def test_every_entry_is_due_once_in_a_round() -> None:
+    for inner_steps in (1, 2, 5, 30, 100):
+        for fragments in (1, 2, 3, 5, 8):
+            schedule = FragmentSchedule(inner_steps, fragments)
+            for p in range(fragments):
+                for begin in (1, 4):
+                    steps = range(begin, begin + inner_steps)
+                    due = [t for t in steps if schedule.is_due(p, t)]
+                    assert (
+                        len(due) == 1 and due[0] % inner_steps == round((p + 1) * inner_steps / fragments) % inner_steps
+                    )
+                    assert schedule.last_due(p, begin + inner_steps - 1) == due[0]
+    schedule = FragmentSchedule(30, 4)
+    names = ["tok_embeddings.weight", "layers.0.wq.weight", "layers.2.wq.weight", "layers.3.wq.weight", "norm.weight"]
+    assert [schedule.fragment_of(name) for name in names] == [0, 1, 3, 1, 0]

@@ -1,0 +1,72 @@
+"""What a section of a recipe says of itself by its fields."""
+
+import ast
+import inspect
+import itertools
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal
+
+import pytest
+
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core.options import FREE, LAYOUT, Options
+from torchtitan_scape.methods.scape.options import ScapeOptions
+
+
+@dataclass
+class Toy(Options):
+    section: ClassVar[str] = "sync.toy"
+
+    share: float = 0.5
+    kind: Literal["a", "b"] = field(default="a", metadata=LAYOUT)
+    names: list[str] = field(default_factory=list, metadata=LAYOUT)
+    chunk: int = field(default=0, metadata=FREE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0 < self.share <= 1, "share", "it must lie in (0, 1]")
+
+
+def test_fields_say_what_is_compared_and_what_decides_the_layout() -> None:
+    one, other = Toy(names=["y", "x"], chunk=4), Toy(names=["x", "y"])
+    assert one.fingerprint() == other.fingerprint() == {"share": 0.5, "kind": "a", "names": ["x", "y"]}
+    assert one.layout() == {"kind": "a", "names": ["x", "y"]}
+
+
+def test_values_are_checked_and_named() -> None:
+    with pytest.raises(ValueError, match=r"^\[sync\.toy\] share = 2; it must lie in \(0, 1\]$"):
+        Toy(share=2)
+    with pytest.raises(ValueError, match=r"^\[sync\.toy\] kind = 'c'; it must be 'a' \| 'b'$"):
+        Toy(kind="c")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^\[sync\.toy\] chunk = 1\.5; it must be an integer$"):
+        Toy(chunk=1.5)  # type: ignore[arg-type]
+
+
+def test_what_does_nothing_in_scape_is_no_difference() -> None:
+    off = ScapeOptions(staleness_scaling=False, keep_moment=0.1)
+    assert off.fingerprint() == ScapeOptions(staleness_scaling=False, max_staleness=3.0).fingerprint()
+    assert off.fingerprint() != ScapeOptions().fingerprint()
+    assert ScapeOptions(offload=["state"], chunk_bytes=8).fingerprint() == ScapeOptions().fingerprint()
+
+
+def test_every_option_of_scape_is_explained() -> None:
+    """--help shows the docstring after a field."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(ScapeOptions)).body if isinstance(node, ast.ClassDef))
+    explained = set()
+    for node, following in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            explained.add(ast.unparse(node.target))
+    assert explained == {f.name for f in fields(ScapeOptions)}
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--sync.scape.parameters=gather", 'it is now update: "local" is called "replicated"'),
+        ("--sync.scape.no-wait-scaling", "it is now staleness_scaling"),
+        ("--sync.scape.max_wait=3", "it is now max_staleness"),
+    ],
+)
+def test_an_old_key_on_the_command_line_is_told_its_new_name(argument: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"command line: {argument}: {message}"):
+        parse(["--job.config_file=train_configs/embedded.toml", argument])

@@ -1,0 +1,183 @@
+"""Chunks that go out during the backward pass give the bits of those that go out after it, whatever happens."""
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.pool import Pool
+from topology.groups import build_groups
+from topology.in_process import OneReplica
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.methods.overlap import BackwardOverlap
+from torchtitan_scape.methods.registry import METHODS
+
+STEPS, NAN_AT, UNUSED_AT, FAILS_AT = 6, 1, (2, 3), 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Two blocks that each replica runs in another order, so that gradients come in another order; and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right, self.last = nn.Linear(6, 10), Block(), Block(), nn.Linear(10, 3)
+        self.extra = nn.Linear(10, 10)
+        self.block = Block()
+
+    def forward(self, x: Tensor, replica: int, uses_extra: bool) -> Tensor:
+        x = self.first(x)
+        sides = [self.left, self.right] if replica % 2 else [self.right, self.left]
+        x = sum(side(x) for side in sides)  # type: ignore[assignment]
+        x = x + self.extra(x) if uses_extra else x
+        x = checkpoint(self.block, x, use_reentrant=False)
+        if self.fails and torch.is_grad_enabled():
+            x.register_hook(_fail)
+        return self.last(x)
+
+    fails = False
+
+
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("a failing backward pass")
+
+
+def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict[str, Any]:
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    replicate = world // shard
+    layout = plan_layout(world, ranks_per_node=shard, machine=get_machine("local"), replicate=replicate, shard=shard)
+    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives.chunk_entries = 64
+    torch.manual_seed(0)
+    model, replica = Net(), rank // shard
+    model.block.compile(backend="aot_eager")
+    if shard > 1:
+        mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))["shard"]
+        for module in (model.left, model.right, model.block, model.extra, model):
+            fully_shard(module, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    entry = METHODS[name]
+    optimizers = ReplicaOptimizer(
+        partial(AdamS, lr=1e-2),
+        entry.method,
+        entry.options(**options),
+        OneReplica(collectives),
+        model=model,
+        max_norm=0.5,
+        reduction="sum",
+        total_steps=STEPS,
+        max_skipped_steps=5,
+        overlap=overlap,
+    )
+    begun: list[int] = []
+
+    def micro_batch(step: int, number: int) -> None:
+        generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+        x = torch.randn(4, 6, generator=generator)
+        x[0, 0] = torch.nan if step == NAN_AT and rank == world - 1 else x[0, 0]
+        if number == 1:
+            optimizers.prepare_last_backward()
+        model(x, replica, uses_extra=step not in UNUSED_AT or replica == 0).square().mean().backward()
+
+    for step in range(STEPS):
+        optimizers.zero_grad()
+        if step == FAILS_AT and shard == 1:
+            optimizers.request_full_exchange()
+            model.fails = rank == 0  # after the last layer's gradients; the other replica has all of them
+            try:
+                micro_batch(step, 1)
+            except RuntimeError:
+                assert model.fails
+            model.fails = False
+            optimizers.zero_grad()
+        for number in range(2):
+            micro_batch(step, number)
+        if isinstance(optimizers._overlap, BackwardOverlap):
+            begun.append(len(optimizers._overlap._arriving))
+        optimizers.step()
+    optimizers.finish_previous_step()
+    kept = [t for state in optimizers.methods[0].states() for t in state.tensors.values()]
+    return {
+        "parameters": torch.cat([local(p).detach().reshape(-1) for p in model.parameters()]),
+        "kept": torch.cat([t.reshape(-1) for t in kept]) if kept else torch.empty(0),
+        "skipped": optimizers.guard.skipped,
+        "chunks": len(optimizers.methods[0].chunks),  # type: ignore[attr-defined]
+        "begun": begun,
+        "residual": optimizers.metrics().get("residual_norm"),
+    }
+
+
+def both(shard: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    found = []
+    for name, options in (("dense", {}), ("quantized", {"block": 32})):
+        runs = [train(name, overlap, shard, options) for overlap in (False, True)]
+        found.append((runs[0], runs[1]))
+    return found
+
+
+@pytest.mark.parametrize("world, shard", [(2, 1), (4, 2)])
+def test_the_bits_are_those_without(world: int, shard: int, request: pytest.FixtureRequest) -> None:
+    """Two micro-batches, a step with a NaN, one with a gradient that a replica lacks, one after a pass that failed.
+
+    Blocks are compiled and checkpointed, with FSDP around them or none.
+    """
+    ranks = request.getfixturevalue(f"pool{world}")(both, shard)
+    for rank in ranks:
+        for after, during in rank:
+            assert torch.equal(after["parameters"], during["parameters"]) and torch.equal(after["kept"], during["kept"])
+            assert after["skipped"] == during["skipped"] == 1 and after["begun"] == []
+            assert len(during["begun"]) == STEPS and during["chunks"] > 4
+    for method in range(2):
+        replicas = [ranks[i][method][1] for i in range(0, world, shard)]
+        assert torch.equal(replicas[0]["parameters"], replicas[1]["parameters"])
+        # Where a replica lacks a gradient, its chunk and those after it go at the end; then its chunk alone.
+        chunks, (held, alone) = replicas[0]["chunks"], UNUSED_AT
+        assert replicas[0]["begun"] == [chunks] * STEPS
+        assert replicas[1]["begun"][held] < replicas[1]["begun"][alone] < chunks
+        assert all(n == chunks for i, n in enumerate(replicas[1]["begun"]) if i not in UNUSED_AT)
+
+
+def used_twice() -> None:
+    collectives = ProcessGroupCollectives(dist.group.WORLD)
+    from torchtitan_scape.core.parameters import collect_shards
+    from torchtitan_scape.methods.interface import MethodContext
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.named_parameters())
+    shards, entry = collect_shards(optimizer.param_groups), METHODS["dense"]
+    method = entry.method(MethodContext(shards, collectives, optimizer), entry.options())
+    assert BackwardOverlap.of([method, method], shards) is None, "simulated replicas ignore it"
+    overlap = BackwardOverlap.of([method], shards)
+    assert overlap is not None
+    overlap.begin()
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_gradient_that_comes_twice_is_refused(pool2: Pool) -> None:
+    for good, text in pool2.outcomes(used_twice):
+        assert not good and "' twice, as for a module" in text and "set [sync] overlap = false" in text

@@ -1,0 +1,140 @@
+"""PowerSGD against the paper's algorithm in FP64, and against PyTorch's hook on equal inputs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
+from tests.pool import Pool
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalised
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+
+FACTORED = (0, 4)  # of SHAPES; the others would not be smaller
+
+
+def gram_schmidt(matrix: np.ndarray) -> np.ndarray:
+    columns: list[np.ndarray] = []
+    for column in matrix.T:
+        for before in columns:
+            column = column - (before @ column) * before
+        norm = np.linalg.norm(column)
+        columns.append(column / norm if norm > 0 else column * 0.0)
+    return np.stack(columns, axis=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_it_is_the_papers_algorithm(replicas: int, rank: int) -> None:
+    case = Case("powersgd", {"rank": rank, "start": 0})
+    first: dict[str, Tensor] = {}
+
+    def work(collectives: ReplicaCollectives) -> Any:
+        method = make(case, collectives)
+        if collectives.replica == 0:
+            first.update({name: q.clone() for name, q in method.states()[1].tensors.items()})
+        return play(collectives, case, method=method)
+
+    ranks = run_replicas(replicas, work)
+    for i in FACTORED:
+        q, errors = first[f"p{i}"].double().numpy(), [np.zeros(SHAPES[i]) for _ in range(replicas)]
+        for number in range(1, STEPS + 1):
+            every = [gradients(number, r)[i].view(SHAPES[i]).double().numpy() + e for r, e in enumerate(errors)]
+            p = gram_schmidt(sum(m @ q for m in every) / replicas)
+            new = sum(m.T @ p for m in every) / replicas
+            q = np.where(np.linalg.norm(new, axis=0) > 0, new, q)
+            errors = [m - p @ new.T for m in every]
+            got = ranks[0].given[number - 1][i].view(SHAPES[i]).double().numpy()
+            np.testing.assert_allclose(got, p @ new.T, rtol=1e-3, atol=1e-4)
+            for replica, error in enumerate(errors):
+                kept = ranks[replica].kept[number - 1][f"residual.p{i}"].double().numpy()
+                np.testing.assert_allclose(kept, error, rtol=1e-3, atol=1e-4)
+
+
+def test_a_gradient_of_low_rank_comes_back() -> None:
+    """After two steps that warm Q up; the sum of what was left out comes with it."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[Tensor, Tensor]:
+        method = make(Case("powersgd", {"rank": 3, "start": 0}), collectives)
+        generator = torch.Generator().manual_seed(5)
+        low = torch.randn(40, 3, generator=generator) @ torch.randn(3, 24, generator=generator)
+        for number in range(1, 5):
+            given = [torch.zeros(torch.Size(shape).numel()) for shape in SHAPES]
+            given[0] = low.clone().view(-1)
+            result = method.synchronize(given, StepInfo(number, torch.tensor(True)))[0]
+        return result.view(40, 24), low
+
+    for result, low in run_replicas(2, work):
+        assert (result - low).norm() < 1e-4 * low.norm()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5])
+def test_columns_are_orthonormal(columns: int) -> None:
+    matrix = torch.randn(20, columns, generator=torch.Generator().manual_seed(0))
+    q = orthonormalised(matrix)
+    torch.testing.assert_close(q.T @ q, torch.eye(columns), rtol=0, atol=1e-5)
+    assert not orthonormalised(torch.zeros(20, columns)).isnan().any()
+
+
+def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """What DDP with PyTorch's hook makes of gradients, and what we make of the same; the first Q is the hook's."""
+    me = dist.get_rank()
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    wrapped = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1, random_seed=7
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD([("w", nn.Parameter(torch.zeros(shape)))])
+    setting = MethodContext(
+        collect_shards(optimizer.param_groups), ProcessGroupCollectives(dist.group.WORLD), optimizer
+    )
+    method = Powersgd(setting, PowersgdOptions(rank=rank, start=2))
+    theirs, ours = [], []
+    for number in range(1, steps + 1):
+        inputs = torch.randn(6, shape[1], generator=torch.Generator().manual_seed(10 * number + me))
+        model.zero_grad()
+        wrapped(inputs).square().sum().backward()
+        assert model.weight.grad is not None
+        theirs.append(model.weight.grad.clone())
+        local = nn.Linear(shape[1], shape[0], bias=False)
+        local.weight.data.copy_(model.weight.data)
+        local(inputs).square().sum().backward()
+        assert local.weight.grad is not None
+        if number == 3:  # the hook draws its first Q now
+            seed = np.random.RandomState(7).randint(1_000_000_000)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                drawn = torch.randn(shape[1], rank)
+            method.states()[1].tensors["w"].copy_(orthonormalised(drawn))
+        with torch.no_grad():
+            ours.append(
+                method.synchronize([local.weight.grad.view(-1)], StepInfo(number, torch.tensor(True)))[0].view(shape)
+            )
+    return theirs, [g.clone() for g in ours]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_it_is_pytorchs_hook(rank: int, pool2: Pool) -> None:
+    for theirs, ours in pool2(against_the_hook, rank, (24, 40), 7):
+        for number, (a, b) in enumerate(zip(theirs, ours, strict=True), 1):
+            assert (a - b).norm() <= 1e-4 * a.norm(), number
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [({"rank": 0}, r"\[sync.powersgd\] rank = 0; it must be 1 or more"), ({"start": -2}, "start = -2; it must be 0")],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        PowersgdOptions(**options)

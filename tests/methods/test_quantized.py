@@ -1,0 +1,241 @@
+"""Gradients in block codes, against the method written down once more, and what it promises of bytes and residuals."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from topology.groups import ReplicaGroups, build_groups
+from topology.layout import plan_layout
+from topology.links import bytes_by_level
+from topology.machines import get_machine
+from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+
+SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
+CHUNK, STEPS = 128, 50
+LEVELS = {
+    "int8": np.arange(128.0),
+    "int4": np.arange(8.0),
+    "e2m1": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+    "e3m0": np.array([0, 0.25, 0.5, 1, 2, 4, 8, 16]),
+}
+
+
+def make(collectives: ReplicaCollectives, shapes: Any = SHAPES, **options: Any) -> Quantized:
+    collectives.chunk_entries = CHUNK if shapes is SHAPES else collectives.chunk_entries
+    named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+    optimizer = torch.optim.SGD(named)
+    return Quantized(
+        MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer), QuantizedOptions(**options)
+    )
+
+
+def gradients(step: int, replica: int, at: list[Tensor]) -> list[Tensor]:
+    """Of a bowl whose centre is another one on every replica, with noise."""
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    return [p - replica + torch.randn(p.shape, generator=generator) * (1.0 + i) for i, p in enumerate(at)]
+
+
+def descend(collectives: ReplicaCollectives, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """(parameters, residuals) after plain gradient descent."""
+    method, at = make(collectives, **options), [torch.zeros(prod(shape)) for shape in SHAPES]
+    for number in range(1, STEPS + 1):
+        own = gradients(number, collectives.replica, at)
+        for p, g in zip(at, method.synchronize(own, StepInfo(number, torch.tensor(True))), strict=True):
+            p -= 0.05 * g
+    return at, [t.clone() for state in method.states() for t in state.tensors.values()]
+
+
+# ---------------------------------------------------------------------------------------- written down once more
+
+
+def decoded_values(x: np.ndarray, code: str) -> np.ndarray:
+    """What a block arrives as: the nearest levels, ties to the even one, times the scale in BF16, rounded up."""
+    most = np.abs(x).max()
+    if most < 2.0**-100:
+        return np.zeros_like(x)
+    mantissa, exponent = np.frexp(np.float32(most / np.float32(LEVELS[code][-1])))
+    scale = np.float32(np.ldexp(np.ceil(mantissa * 256) / 256, exponent))
+    distance = np.abs(np.abs(x / scale).astype(np.float64)[:, None] - LEVELS[code])
+    nearest = distance == distance.min(1, keepdims=True)
+    even = nearest & (np.arange(len(LEVELS[code])) % 2 == 0)
+    picked = np.where(even.any(1), even.argmax(1), nearest.argmax(1))
+    return (np.sign(x) * LEVELS[code][picked] * scale).astype(np.float32)
+
+
+def blocks_of(replicas: int, block: int) -> Iterator[tuple[int, slice, int]]:
+    """(parameter, its entries, their owner) of every block, chunk by chunk from the last parameter on."""
+    every = [(i, slice(a, min(a + block, prod(s)))) for i, s in enumerate(SHAPES) for a in range(0, prod(s), block)]
+    every.sort(key=lambda one: (-one[0], one[1].start))
+    per_chunk = max(1, CHUNK // block)
+    for first in range(0, len(every), per_chunk):
+        chunk = every[first : first + per_chunk]
+        each = -(-len(chunk) // replicas)
+        for number, (parameter, entries) in enumerate(chunk):
+            yield parameter, entries, number // each
+
+
+def literal(replicas: int, code: str, block: int, feedback: bool) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
+    """(parameters, residuals of every replica)."""
+    at = [np.zeros(prod(shape), np.float32) for shape in SHAPES]
+    residuals = [[np.zeros_like(p) for p in at] for _ in range(replicas)]
+    for number in range(1, STEPS + 1):
+        given = [gradients(number, r, [torch.from_numpy(p) for p in at]) for r in range(replicas)]
+        for i, entries, owner in blocks_of(replicas, block):
+            total = np.zeros(entries.stop - entries.start, np.float32)
+            for g, residual in zip(given, residuals, strict=True):
+                x = g[i].numpy()[entries] + (residual[i][entries] if feedback else np.float32(0))
+                sent = decoded_values(x, code)
+                residual[i][entries] = x - sent
+                total += sent
+            mean = total / np.float32(replicas)
+            result = decoded_values(mean, code)
+            residuals[owner][i][entries] += (mean - result) * np.float32(replicas)
+            at[i][entries] -= np.float32(0.05) * result
+    return at, residuals
+
+
+def check_follows(found: list[tuple[list[Tensor], list[Tensor]]], code: str, block: int, feedback: bool) -> None:
+    parameters, residuals = literal(len(found), code, block, feedback)
+    expected = np.concatenate(parameters)
+    for replica, (at, own) in enumerate(found):
+        assert all(torch.equal(a, b) for a, b in zip(at, found[0][0], strict=True))
+        assert np.linalg.norm(torch.cat(at).numpy() - expected) <= 1e-6 * np.linalg.norm(expected)
+        assert len(own) == len(SHAPES) * feedback
+        for mine, theirs in zip(own, residuals[replica], strict=False):
+            np.testing.assert_allclose(mine.view(-1).numpy(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "replicas, code, block, feedback", [(3, "e2m1", 32, True), (2, "int4", 64, False), (4, "e3m0", 32, True)]
+)
+def test_it_is_the_method_as_written_down(replicas: int, code: str, block: int, feedback: bool) -> None:
+    options = dict(code=code, block=block, error_feedback=feedback)
+    check_follows(run_replicas(replicas, lambda c: descend(c, **options)), code, block, feedback)
+
+
+def on_gloo() -> tuple[list[Tensor], list[Tensor]]:
+    """Over lanes: two exchanges in flight."""
+    world = dist.get_world_size()
+    layout = plan_layout(world, ranks_per_node=1, machine=get_machine("local"), replicate=world, shard=1)
+    return descend(ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60))), block=32)
+
+
+def test_ranks_follow_it_too(pool2: Pool) -> None:
+    check_follows(pool2(on_gloo), "e2m1", 32, True)
+
+
+def test_eight_bits_are_within_a_hundredth_of_dense() -> None:
+    exact = [torch.zeros(prod(shape)) for shape in SHAPES]
+    for number in range(1, STEPS + 1):
+        every = zip(*(gradients(number, r, exact) for r in range(3)), strict=True)
+        exact = [p - 0.05 * torch.stack(g).mean(0) for p, g in zip(exact, every, strict=True)]
+    for feedback in (True, False):
+        options = dict(code="int8", error_feedback=feedback)
+        for at, _ in run_replicas(3, lambda c, options=options: descend(c, **options)):
+            assert (torch.cat(at) - torch.cat(exact)).norm() <= 1e-2 * torch.cat(exact).norm()
+
+
+# ----------------------------------------------------------------------------------------------- what it promises
+
+
+def test_blocks_of_zeros_and_denormals_are_kept_for_later() -> None:
+    """What is too small for a scale stays in the residual; where a block has larger numbers they alone arrive."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
+        method = make(collectives, block=32)
+        given = [torch.zeros(prod(shape)) for shape in SHAPES]
+        given[0] += 1e-42
+        given[4][:32], given[4][32:64] = 1e-42, -3.0
+        given[4][40] = 1e-42
+        result = method.synchronize(given, StepInfo(1, torch.tensor(True)))
+        return result, [t.view(-1).clone() for t in method.states()[0].tensors.values()]
+
+    for result, residual in run_replicas(2, work):
+        assert not result[0].any() and bool((residual[0] == torch.tensor(1e-42)).all())
+        assert not result[1].any() and not residual[1].any()
+        assert not result[4][:32].any() and bool((residual[4][:32] == torch.tensor(1e-42)).all())
+        rest = result[4][32:64] + residual[4][32:64]
+        assert bool((rest[torch.arange(32) != 8] == -3.0).all()) and not result[4][64:].any()
+
+
+def test_a_norm_keeps_a_scale_of_its_own() -> None:
+    """Beside a matrix a thousand times as large it would arrive as zeros."""
+
+    def work(collectives: ReplicaCollectives) -> list[Tensor]:
+        method = make(collectives, [(16, 10), (10,), (16, 10)], code="int8")
+        return method.synchronize(
+            [torch.full((160,), 1e3), torch.full((10,), 1e-3), torch.full((160,), 1e3)], StepInfo(1, torch.tensor(True))
+        )
+
+    for result in run_replicas(2, work):
+        torch.testing.assert_close(result[1], torch.full((10,), 1e-3), rtol=1e-2, atol=0)
+
+
+LARGE = [(700, 300), (1000,), (300, 77), (5,), (1, 1), (4096, 64)]
+
+
+@pytest.mark.parametrize("levels", [(("network", 4),), (("node", 2), ("network", 3))])
+@pytest.mark.parametrize("code, block", [("e2m1", 128), ("int8", 32)])
+def test_bytes_are_those_of_the_closed_form(levels: tuple[tuple[str, int], ...], code: str, block: int) -> None:
+    """By level, to the byte: counted, planned by the method, and the planner's."""
+    groups = ReplicaGroups(None, None, levels=tuple(RankGroup(level, size, 0) for level, size in levels))
+    collectives = DryRunCollectives(groups)
+    options = QuantizedOptions(code=code, block=block)  # type: ignore[arg-type]
+    method = make(collectives, LARGE, code=code, block=block)
+    assert len(method.chunks) == 8
+    method.synchronize([torch.ones(prod(shape)) for shape in LARGE], StepInfo(1, torch.tensor(True)))
+    counted = collectives.ledger.sent_by_level()
+    sizes = [LevelSize(level, size) for level, size in levels]
+    (call,) = options.cost().collective_calls(LocalModel.of_shapes(LARGE), sizes)
+    assert bytes_by_level(call.stages(sizes)) == pytest.approx(counted, abs=0.5)
+    assert method.planned_bytes() == pytest.approx(sum(counted.values()), abs=0.5)
+
+
+def test_four_bits_are_an_eighth_of_dense() -> None:
+    collectives = DryRunCollectives(replicas=4)
+    method = make(collectives, [(4096, 4096)])
+    assert method.planned_bytes() / collectives.reduced_bytes(4096**2) == pytest.approx(0.129, abs=1e-4)
+
+
+def over_nodes() -> dict[str, Any]:
+    """Two nodes of two: sums inside are not coded."""
+    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("local"), replicate=4, shard=1)
+    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    method, rank = make(collectives, block=32), dist.get_rank()
+    given = gradients(1, rank, [torch.zeros(prod(shape)) for shape in SHAPES])
+    result = method.synchronize([g.clone() for g in given], StepInfo(1, torch.tensor(True)))
+    counted = sum(collectives.ledger.sent_by_level().values())
+    residual = [t.view(-1) for t in method.states()[0].tensors.values()]
+    return {"given": given, "result": result, "residual": residual, "sent": counted, "planned": method.planned_bytes()}
+
+
+def test_over_nodes_nothing_is_lost(pool4: Pool) -> None:
+    ranks = pool4(over_nodes)
+    for i in range(len(SHAPES)):
+        assert all(torch.equal(rank["result"][i], ranks[0]["result"][i]) for rank in ranks)
+        total = sum(rank["given"][i].double() - rank["residual"][i].double() for rank in ranks)
+        torch.testing.assert_close(total, 4 * ranks[0]["result"][i].double(), rtol=1e-5, atol=1e-5)
+    assert all(rank["sent"] == pytest.approx(rank["planned"]) for rank in ranks)
+
+
+def test_another_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[sync.quantized\] block = 48; it must be a power of two from 32 to 1024"):
+        QuantizedOptions(block=48)

@@ -1,0 +1,369 @@
+"""Radius against Algorithms 1 and 2 of its paper, line by line in FP64, inside the container that clips and updates."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.methods.test_contract import SHAPES as CONTRACT_SHAPES
+from tests.methods.test_contract import Case, gradients, kept, make, play, update
+from tests.pool import Pool
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape import AdamS
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
+from torchtitan_scape.methods.radius.method import Radius
+from torchtitan_scape.methods.radius.options import RadiusOptions
+from torchtitan_scape.methods.registry import METHODS
+
+# Three blocks, the last one short; less than a block; one entry; none; one without a gradient; what is not compressed.
+SHAPES = [(40, 60), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
+WITHOUT = 4
+STEPS = 50
+LR, BETAS, EPS, DECAY, MAX_NORM = 1e-2, (0.9, 0.95), 1e-8, 0.1, 20.0
+
+
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def given(step: int, replica: int, nan_at: tuple[int, ...]) -> list[Tensor]:
+    found = drawn(1000 * step + replica)
+    found[WITHOUT].zero_()
+    if step in nan_at and replica == 0:
+        found[0][0, 0] = torch.nan
+    return found
+
+
+class Literal:
+    """All replicas at once. Numbers of lines are those of Algorithm 1."""
+
+    def __init__(self, replicas: int, rule: str, options: dict[str, Any]) -> None:
+        self.options = {"selection": "tensor", "clip_refresh": "literal", "release_scale": 1.0} | options
+        self.rule, self.t, self.applied = rule, 0, 0
+        self.w = [w.double().view(-1) for w in drawn(0)]
+        self.m, self.v = ([torch.zeros_like(w) for w in self.w] for _ in range(2))
+        self.residual = [[torch.zeros_like(w) for w in self.w] for _ in range(replicas)]
+        self.top: list[Tensor] | None = None  # places, of every tensor
+        self.threshold = -(-options["start"] // options["interval"]) * options["interval"]
+
+    def step(self, g: list[list[Tensor]]) -> None:
+        """g: of every replica."""
+        self.t += 1
+        g = [[x.double().view(-1) for x in own] for own in g]
+        if not all(x.isfinite().all() for own in g for x in own):
+            return
+        self.applied += 1
+        fresh = [mean(tensors) for tensors in zip(*g, strict=True)]
+        refresh = self.t >= self.threshold and self.t % self.options["interval"] == 0
+        if self.t < self.threshold or (self.top is None and not refresh):
+            delivered = fresh  # lines 3 to 5; and where the first refresh was skipped
+        elif refresh:
+            whole = [[r + x for r, x in zip(*pair, strict=True)] for pair in zip(self.residual, g, strict=True)]  # 8
+            delivered = [mean(tensors) for tensors in zip(*whole, strict=True)]  # 9
+            self.residual = [[torch.zeros_like(x) for x in own] for own in g]  # 10
+        else:
+            delivered = [self._masked(i, [own[i] for own in g]) for i in range(len(SHAPES))]
+        clipped_by = fresh if refresh and self.options["clip_refresh"] == "fresh" else delivered
+        norm = sum(float(x.square().sum()) for x in clipped_by) ** 0.5
+        delivered = [x * min(1.0, MAX_NORM / (norm + 1e-6)) for x in delivered]  # 20
+        before = self.top
+        corrected = [self._correction(i, x) for i, x in enumerate(delivered)]  # 21
+        if refresh:
+            self.top = [self._selected(i, u + DECAY * self.w[i]) for i, u in enumerate(corrected)]  # 22 to 24
+        for i, u in enumerate(corrected):
+            self.w[i] -= LR * (u + DECAY * self.w[i])  # 25
+            if refresh and before is not None and len(SHAPES[i]) > 1:
+                off = torch.ones_like(u, dtype=torch.bool)
+                off[before[i]] = False
+                self.w[i] -= LR * (self.options["release_scale"] - 1.0) * u * off
+
+    def _masked(self, i: int, rows: list[Tensor]) -> Tensor:
+        if len(SHAPES[i]) < 2:
+            return mean(rows)
+        assert self.top is not None
+        found = torch.zeros_like(rows[0])
+        found[self.top[i]] = mean([row[self.top[i]] for row in rows])  # 13 to 15
+        for own, row in zip(self.residual, rows, strict=True):
+            off = row.clone()
+            off[self.top[i]] = 0.0
+            own[i] += off  # 16
+        return found  # 17
+
+    def _correction(self, i: int, g: Tensor) -> Tensor:
+        """Algorithm 2 without decay, and the same of AdamS, whose v is that of the moment before."""
+        b1, b2 = BETAS
+        self.v[i] = b2 * (self.m[i].square() if self.rule == "AdamS" else self.v[i]) + (1 - b2) * g.square()
+        self.m[i] = b1 * self.m[i] + (1 - b1) * g
+        return (self.m[i] / (1 - b1**self.applied)) / ((self.v[i] / (1 - b2**self.applied)).sqrt() + EPS)
+
+    def _selected(self, i: int, u: Tensor) -> Tensor:
+        n, d = u.numel(), self.options["density"]
+        block = 1024 if self.options["selection"] == "block" else max(1, n)
+        k = max(1, round(d * (1024 if self.options["selection"] == "block" else n)))
+        found: list[int] = []
+        for first in range(0, n, block):
+            places = list(range(first, min(first + block, n)))
+            found += sorted(places, key=lambda place: -abs(float(u[place])))[:k]
+        return torch.tensor(found, dtype=torch.long)
+
+
+def mean(tensors: Any) -> Tensor:
+    return torch.stack(list(tensors)).mean(0)
+
+
+def train(
+    replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...] = (), method: str = "radius"
+) -> dict[str, Any]:
+    """The container on random gradients; all of the replicas in this process, or one in each rank."""
+    from topology.in_process import OneReplica, SimulatedReplicas
+    from topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+    model, entry = nn.ParameterList(drawn(0)), METHODS[method]
+    rates: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    rule, _, form = name.partition(" ")
+    make = partial(AdamS, **rates) if rule == "AdamS" else partial(torch.optim.AdamW, **rates, **{form: True})
+    played = replicas // dist.get_world_size()
+    alone = played == 1
+    optimizers = ReplicaOptimizer(
+        make,
+        entry.method,
+        entry.options(**options),
+        OneReplica(ProcessGroupCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
+        model=model,
+        max_norm=MAX_NORM,
+        reduction="sum",
+        total_steps=STEPS,
+        max_skipped_steps=5,
+    )
+    history = []
+    for number in range(1, STEPS + 1):
+        for replica in [dist.get_rank()] if alone else range(played):
+            for i, (p, g) in enumerate(zip(model, given(number, replica, nan_at), strict=True)):
+                p.grad = None if i == WITHOUT else g / replicas  # as of a loss that is divided by all tokens
+            optimizers.stash_replica_gradients()
+        optimizers.step()
+        history.append([p.detach().clone() for p in model])
+    states = [{s.kind: s for s in one.states()} for one in optimizers.methods]
+    return {
+        "history": history,
+        "masks": [by_entry(one["mask"]) for one in states] if "mask" in states[0] else [],
+        "residuals": [list(one["residual"].tensors.values()) for one in states] if "residual" in states[0] else [],
+    }
+
+
+def by_entry(state: State) -> list[Tensor]:
+    return [state.entries(str(i), torch.Size(shape)) for i, shape in enumerate(SHAPES) if len(shape) > 1]
+
+
+def distance(a: list[Tensor], b: list[Tensor]) -> float:
+    a, b = ([x.double().view(-1) for x in tensors] for tensors in (a, b))
+    return float((torch.cat(a) - torch.cat(b)).norm() / torch.cat(b).norm().clamp(min=1e-30))
+
+
+TWO = {"density": 0.3, "interval": 20, "start": 12}  # refreshes at 20 and 40
+FOUR = {"density": 0.3, "interval": 10, "start": 12}  # 20, 30, 40, 50
+
+
+@pytest.mark.parametrize(
+    "replicas, name, options, nan_at",
+    [
+        (1, "AdamW foreach", TWO | {"clip_refresh": "fresh"}, ()),
+        (2, "AdamW fused", TWO, ()),
+        (3, "AdamS", TWO, (25,)),
+        # The first refresh is skipped, and that at 40: what is pending stays so until 50.
+        (3, "AdamW foreach", FOUR | {"selection": "block", "release_scale": 3.0}, (20, 25, 40)),
+        (2, "AdamW foreach", FOUR | {"clip_refresh": "fresh"}, (40,)),
+        (2, "AdamS", FOUR | {"release_scale": 2.0, "density": 0.1}, (20,)),
+    ],
+)
+def test_it_is_the_papers_algorithm(
+    replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...], pool1: Pool
+) -> None:
+    (found,) = pool1(train, replicas, name, options, nan_at)
+    compare(found, replicas, name, options, nan_at, found["residuals"])
+
+
+def test_it_is_the_papers_algorithm_on_ranks(pool2: Pool) -> None:
+    """And they hold the same bits, whatever they hold alike."""
+    first, second = pool2(train, 2, "AdamW foreach", TWO, (25,))
+    assert all(torch.equal(a, b) for a, b in zip(first["history"][-1], second["history"][-1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first["masks"][0], second["masks"][0], strict=True))
+    compare(first, 2, "AdamW foreach", TWO, (25,), [*first["residuals"], *second["residuals"]])
+
+
+def compare(
+    found: dict[str, Any], replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...], residuals: Any
+) -> None:
+    """Parameters after every step, masks and residuals at the end, with those of the literal form."""
+    literal = Literal(replicas, name.split()[0], options)
+    for number, parameters in enumerate(found["history"], 1):
+        literal.step([given(number, replica, nan_at) for replica in range(replicas)])
+        assert distance(parameters, literal.w) < 1e-6, number
+    compressed = [i for i, shape in enumerate(SHAPES) if len(shape) > 1]
+    assert literal.top is not None
+    for masks in found["masks"]:
+        for i, mask in zip(compressed, masks, strict=True):
+            assert mask.view(-1).nonzero().view(-1).tolist() == sorted(literal.top[i].tolist())
+    for own, wanted in zip(residuals, literal.residual, strict=True):
+        assert distance(own, [wanted[i] for i in compressed]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"density": 1.0, "interval": 7, "start": 0}, {"density": 0.2, "interval": 1, "start": 0}]
+)
+def test_its_limits_are_dense_adamw(options: dict[str, Any], pool1: Pool) -> None:
+    (dense,) = pool1(train, 2, "AdamW foreach", {}, (), "dense")
+    (found,) = pool1(train, 2, "AdamW foreach", options)
+    assert all(distance(a, b) < 1e-6 for a, b in zip(found["history"], dense["history"], strict=True))
+
+
+OLD = Case("radius", {"density": 0.25, "interval": 3, "start": 0})
+
+
+def test_off_the_mask_adamw_stops_and_adams_goes_on() -> None:
+    """By so many times the rate, as docs/architecture.md has it."""
+    moved = {}
+    for make_optimizer in (torch.optim.AdamW, AdamS):
+        w = nn.Parameter(torch.zeros(1))
+        optimizer: Any = make_optimizer([w], lr=1.0, betas=BETAS, eps=EPS, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(300):
+            w.grad = 1e-3 * torch.randn(1, generator=generator) if number < 100 else torch.zeros(1)
+            optimizer.step()
+            if number == 99:
+                left = w.item()
+        moved[make_optimizer] = abs(w.item() - left)
+    assert moved[torch.optim.AdamW] < 12 and 60 < moved[AdamS] < 110
+
+
+def sizes(compressed: bool) -> list[int]:
+    found = [torch.Size(s).numel() for s in CONTRACT_SHAPES if (len(s) > 1) == compressed]
+    return [n for n in found if n]
+
+
+def filled(entries: int) -> int:
+    return -(-entries // 4) * 4
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_bytes_between_refreshes_and_at_them(replicas: int) -> None:
+    """8 (N - 1) / N times the entries, filled up to fours: those on the mask and what is not compressed, or all."""
+    on_mask = sum(max(1, round(0.25 * n)) for n in sizes(True))
+    one = 8 * (replicas - 1) / replicas
+    for rank in run_replicas(replicas, lambda collectives: play(collectives, OLD)):
+        for number, sent in enumerate(rank.sent[3:], 4):
+            entries = on_mask if number % 3 else sum(sizes(True))
+            assert sent == pytest.approx(one * filled(entries + sum(sizes(False)))), number
+
+
+def test_a_mask_serves_under_other_options() -> None:
+    """Until the next refresh, whatever density, interval and start are: as after a resumption."""
+
+    def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], float, Tensor]:
+        old = make(OLD, collectives)
+        play(collectives, OLD, method=old)
+        method = make(OLD, collectives, density=0.5, interval=100, start=4)
+        for state in method.states():
+            for name, values in state.tensors.items():
+                values.copy_(kept(old)[f"{state.kind}.{name}"])
+        before = sum(collectives.ledger.sent_by_level().values())
+        with torch.no_grad():
+            found = method.synchronize(gradients(9, collectives.replica), StepInfo(9, torch.tensor(True)))
+        sent = sum(collectives.ledger.sent_by_level().values()) - before
+        mask = next(s for s in method.states() if s.kind == "mask").entries("p0", torch.Size(CONTRACT_SHAPES[0]))
+        return found, sent, mask
+
+    on_mask = sum(max(1, round(0.25 * n)) for n in sizes(True)) + sum(sizes(False))
+    for found, sent, mask in run_replicas(2, work):
+        assert sent == pytest.approx(4 * filled(on_mask))
+        assert int(mask.sum()) == round(0.25 * mask.numel())
+        assert torch.equal(found[0] != 0, mask.view(-1).bool())
+
+
+def test_masks_are_packed_and_come_back_by_entry() -> None:
+    """A checkpoint has a byte of each entry, of the parameter's shape: other shards read it."""
+
+    def work(collectives: ReplicaCollectives) -> None:
+        method = make(OLD, collectives)
+        play(collectives, OLD, method=method)
+        _, mask = method.states()
+        other = make(OLD, collectives).states()[1]
+        for i, shape in enumerate(CONTRACT_SHAPES):
+            if len(shape) > 1:
+                name, size = f"p{i}", torch.Size(shape)
+                assert mask.tensors[name].numel() == -(-size.numel() // 8)
+                values = mask.entries(name, size)
+                assert values.shape == size and values.dtype == torch.uint8
+                other.load_entries(name, values.view(-1))
+                assert torch.equal(other.tensors[name], mask.tensors[name])
+
+    run_replicas(2, work)
+
+
+def test_a_refresh_before_any_step_was_applied() -> None:
+    """An optimizer that makes its state in its first step has none: the mask stays all ones."""
+
+    def work(collectives: ReplicaCollectives) -> None:
+        shards = collect_shards([{"params": [nn.Parameter(torch.zeros(4, 4))], "param_names": ["w"]}])
+        optimizer = torch.optim.AdamW([shards[0].parameter], betas=BETAS)
+        method = Radius(MethodContext(shards, collectives, optimizer), RadiusOptions(interval=1, start=0))
+        with torch.no_grad():
+            step = StepInfo(1, torch.tensor(False))
+            method.synchronize([torch.full((16,), torch.nan)], step)
+            method.after_optimizer_step(step)
+        residual, mask = method.states()
+        assert not residual.tensors["w"].any() and bool(mask.entries("w", torch.Size((4, 4))).all())
+
+    run_replicas(2, work)
+
+
+def test_sending_all_is_a_refresh() -> None:
+    def work(collectives: ReplicaCollectives) -> bool:
+        method = make(OLD, collectives)
+        play(collectives, OLD, method=method)
+        before = kept(method)
+        method.request_full_exchange()
+        with torch.no_grad():
+            step = StepInfo(10, torch.tensor(True))
+            update(method, method.synchronize(gradients(10, collectives.replica), step), step)
+            method.after_optimizer_step(step)
+        after = kept(method)
+        assert not any(values.any() for key, values in after.items() if key.startswith("residual"))
+        return not torch.equal(before["mask.p0"], after["mask.p0"])
+
+    assert all(run_replicas(2, work))
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"density": 0.0}, r"\[sync.radius\] density = 0.0; it must lie in \(0, 1\]"),
+        ({"interval": 0}, "interval = 0; it must be 1 or more"),
+        ({"start": -2}, "start = -2; it must be 0 or more, or -1 for a fifth of training.steps"),
+        ({"release_scale": 0.5}, "release_scale = 0.5; it must be 1"),
+        ({"clip_refresh": "never"}, "clip_refresh = 'never'"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RadiusOptions(**options)
+
+
+def test_moments_that_grow_off_the_mask_are_refused() -> None:
+    def work(collectives: ReplicaCollectives) -> None:
+        named = [("w", nn.Parameter(torch.zeros(4, 4)))]
+        for optimizer, text in (
+            (torch.optim.AdamW(named, betas=(0.98, 0.95)), r"beta1 = 0.98 .*; set beta1 below 0.9747, or beta2 above"),
+            (AdamS(named, betas=(0.0, 0.95)), r"beta1 = 0 with .* set beta1 above 0, or \[optimizer\] name = 'AdamW'"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                Radius(MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer), RadiusOptions())
+
+    run_replicas(1, work)

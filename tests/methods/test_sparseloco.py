@@ -1,0 +1,95 @@
+"""SparseLoCo in the frame of local updates, against what arXiv:2508.15706 writes down."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.methods import test_local_updates as local
+from tests.methods import test_topk as topk
+from tests.methods.test_local_updates import SHAPES, far, trained
+from tests.pool import Pool
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.interface import MethodContext
+from torchtitan_scape.methods.sparseloco.method import Sparseloco
+from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+from torchtitan_scape.planner.run import PlannedRun
+
+PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
+
+
+class Literal(local.Literal):
+    """For N replicas in one place: e_i = decay e_i + (anchor - theta_i); a replica sends the largest of every tile, in
+    two bits, and keeps the rest in e_i; the anchor takes the mean, over those that sent an entry, at once."""
+
+    def __init__(self, replicas: int, inner_steps: int, **options: Any) -> None:
+        super().__init__(replicas, inner_steps, 1.0, 0.0)
+        self.due = [-1]  # never
+        self.codec = topk.Literal(replicas, list(SHAPES.values()), selection="tile", **options)
+
+    def step(self) -> None:
+        super().step()
+        if self.t % self.rounds:
+            return
+        moved = [[(self.anchor[n].data - theta[n]).flatten() for n in SHAPES] for theta in self.theta]
+        for n, mean in zip(SHAPES, self.codec.step(moved), strict=True):
+            self.anchor[n].data -= mean.view(SHAPES[n])
+            for theta in self.theta:
+                theta[n] = self.anchor[n].data.clone()
+
+
+@pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "values": "float32"}], ids=["published", "equations"])
+def test_it_is_the_literal_form(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """50 steps of three replicas of one process, and of two gloo ranks: parameters, anchor and what is kept back."""
+    for replicas in (3, 2):
+        literal = Literal(replicas, 6, **{**PUBLISHED, **changes})
+        for _ in range(50):
+            literal.step()
+        if replicas == 3:
+            ((own, states),) = (run[-1] for run in pool1(trained, 50, "sparseloco", {"inner_steps": 6, **changes}, 3))
+        else:
+            ranks = [run[-1] for run in pool2(trained, 50, "sparseloco", {"inner_steps": 6, **changes}, 1)]
+            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-6
+            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
+            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+            kept = {n: states[i][f"residual.{n}"].flatten() for n in SHAPES}
+            assert far(kept, dict(zip(SHAPES, literal.codec.residual[i], strict=True))) < 1e-5
+
+
+def test_its_defaults_are_the_published_settings() -> None:
+    options = SparselocoOptions()
+    assert (options.inner_steps, options.outer_lr, options.outer_momentum) == (30, 1.0, 0.0)
+    assert {key: getattr(options, key) for key in PUBLISHED} == PUBLISHED
+    with pytest.raises(ValueError, match=r"\[sync.sparseloco\] decay = 0.0; it must lie in \(0, 1\]"):
+        SparselocoOptions(decay=0.0)
+
+
+def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
+    """A message once in a round, of tiles that hold parameters of one dimension, too."""
+    shapes = [(192, 128), (4096,), (7,)]
+
+    def work(collectives: ReplicaCollectives) -> float:
+        named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
+        optimizer = torch.optim.SGD(named.items())
+        shards = collect_shards(optimizer.param_groups)
+        return Sparseloco(MethodContext(shards, collectives, optimizer=optimizer), SparselocoOptions()).planned_bytes()
+
+    own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # filled up to 16 bytes
+    planned, model = PlannedRun(SparselocoOptions(), "AdamW"), LocalModel.of_shapes(shapes)
+    levels = [LevelSize("network", 4)]
+    call, rest = planned.collective_calls(model, levels)
+    assert call.count == own and own % 16 == 0 and rest.count == 0
+    sent = sum(stage.sent for stage in call.stages(levels))
+    assert sent == pytest.approx(3 * own / 30)
+    assert run_replicas(4, work) == pytest.approx([sent] * 4)
+    n, alone = 192 * 128 + 4096 + 7, PlannedRun(DenseOptions(), "AdamW").simulated_memory(model, 1)
+    kept = dict.fromkeys(("anchor", "displacements", "residual"), 4.0 * n)
+    assert planned.simulated_memory(model, 1) == alone | kept | {"messages": own}

@@ -1,0 +1,285 @@
+"""SPARTA against its literal form: whose turn it is, what arrives, and what stays with a replica."""
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.methods.test_local_updates import SHAPES, Literal, far, trained
+from tests.pool import Pool
+from topology.groups import build_groups
+from topology.in_process import SimulatedReplicas
+from topology.layout import plan_layout
+from topology.machines import get_machine
+from topology.process_groups import collectives_of
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.sparta import method as sparta
+from torchtitan_scape.methods.sparta.method import Sparta
+from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions
+
+# More than a block, short last ones, less than a block, nothing.
+PARTS = [(5 * BLOCK, 1), (BLOCK + 5, 3), (4, 5), (0, 4), (200,), (9, BLOCK + 1)]
+
+
+def has_turn(shapes: Sequence[tuple[int, ...]], step: int, interval: int) -> list[Tensor]:
+    """Of every tensor, by entry: whether it is averaged in a step."""
+    begin, found = 0, []
+    for shape in shapes:
+        blocks = begin + torch.arange(math.prod(shape)) // BLOCK
+        found.append((blocks % interval == step % interval).view(shape))
+        begin += -(-math.prod(shape) // BLOCK)
+    return found
+
+
+class LiteralSparta(Literal):
+    """Algorithm 1 of the paper with parts in turn, FP32: averaging parameters is averaging what they have moved."""
+
+    def __init__(self, replicas: int, interval: int) -> None:
+        super().__init__(replicas, inner_steps=10**9, outer_lr=1.0, outer_momentum=0.0)
+        self.interval = interval
+
+    def step(self) -> None:
+        super().step()
+        now = has_turn(list(SHAPES.values()), self.t, self.interval)
+        for n, turn in zip(SHAPES, now, strict=True):
+            mean = torch.stack([theta[n] for theta in self.theta]).mean(0)
+            for theta in (*(theta[n] for theta in self.theta), self.anchor[n].data):
+                theta.copy_(torch.where(turn, mean, theta))
+
+
+def test_it_is_the_literal_form(pool1: Pool, pool2: Pool) -> None:
+    options = {"interval": 3, "code": "float32", "warmup_steps": 0}
+    for replicas in (3, 2):
+        literal = LiteralSparta(replicas, 3)
+        for _ in range(50):
+            literal.step()
+        if replicas == 3:
+            ((own, states),) = (run[-1] for run in pool1(trained, 50, "sparta", options, 3))
+        else:
+            ranks = [run[-1] for run in pool2(trained, 50, "sparta", options, 1)]
+            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-6
+            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
+            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+
+
+class Alone:
+    """Replicas of one process, whose parameters are set by hand."""
+
+    def __init__(self, replicas: int, chunk: int = 1 << 22, steps: int = 0, **options: Any) -> None:
+        self.replicas = SimulatedReplicas(replicas)
+        self.parameters = [[nn.Parameter(torch.zeros(shape)) for shape in PARTS] for _ in range(replicas)]
+        self.methods = []
+        for endpoint, own in zip(self.replicas.endpoints, self.parameters, strict=True):
+            endpoint.chunk_entries = chunk
+            optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
+            setting = MethodContext(collect_shards(optimizer.param_groups), endpoint, optimizer, total_steps=steps)
+            self.methods.append(Sparta(setting, SpartaOptions(**{"warmup_steps": 0} | options)))
+
+    def move(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for own in self.parameters:
+            for p in own:
+                p.data += torch.randn(p.shape, generator=generator)
+
+    def step(self, number: int, applied: bool = True) -> None:
+        step = StepInfo(number, torch.tensor(applied))
+        self.replicas.run(lambda i: self.methods[i].exchange(step))
+
+    def of(self, i: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of anchor and parameters of a replica."""
+        anchor = self.methods[i].states()[0]
+        return [t.clone() for t in anchor.tensors.values()], [p.detach().clone() for p in self.parameters[i]]
+
+    def said(self, i: int) -> list[Tensor]:
+        """The parameters of a replica, with what it owes as their owner."""
+        parameters = [p.detach().clone() for p in self.parameters[i]]
+        for state in self.methods[i].states()[1:]:
+            for p, owner_error in zip(parameters, state.tensors.values(), strict=True):
+                p -= owner_error
+        return parameters
+
+
+@pytest.mark.parametrize("chunk", [1 << 22, 2 * BLOCK])
+@pytest.mark.parametrize("interval", [1, 4])
+def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
+    """Averaged, and nothing else touched, whatever chunks it goes in."""
+    alone = Alone(3, chunk, interval=interval, code="float32")
+    for number in range(1, interval + 1):
+        alone.move(number)
+        before = [alone.of(i) for i in range(3)]
+        alone.step(number)
+        for i in range(3):
+            anchors, thetas = alone.of(i)
+            for k, now in enumerate(has_turn(PARTS, number, interval)):
+                mean = sum(own[1][k] for own in before) / 3
+                torch.testing.assert_close(thetas[k][now], mean[now], rtol=1e-6, atol=1e-6)  # type: ignore[index]
+                assert torch.equal(anchors[k][now], thetas[k][now])
+                for after, then in ((anchors[k], before[i][0][k]), (thetas[k], before[i][1][k])):
+                    assert torch.equal(after[~now], then[~now])
+
+
+@pytest.mark.parametrize("replicas, chunk", [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)])
+@pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
+def test_what_a_code_loses_stays_with_the_replica(code: str, replicas: int, chunk: int) -> None:
+    """An exchange in a code leaves the mean of the replicas' parameters, with what owners owe, where it was; anchors
+    are equal, to the bit. In the warm-up parts have other owners."""
+    alone, count = Alone(replicas, chunk, interval=4, code=code, warmup_steps=10), range(replicas)
+    for number in range(1, 30):
+        alone.move(number)
+        before, said_before = [alone.of(i) for i in count], [alone.said(i) for i in count]
+        alone.step(number)
+        after, said = [alone.of(i) for i in count], [alone.said(i) for i in count]
+        block_groups = {lane % 4 for lane in alone.methods[0].block_groups(number)}
+        for k in range(len(PARTS)):
+            now = torch.stack([has_turn(PARTS, lane, 4)[k] for lane in block_groups]).any(0)
+            means = [sum(own[k] for own in each) / replicas for each in (said_before, said)]
+            torch.testing.assert_close(means[1], means[0], rtol=1e-5, atol=1e-5)
+            assert all(torch.equal(own[0][k], after[0][0][k]) for own in after[1:])
+            for (anchor, theta), (then, moved) in zip(after, before, strict=True):
+                assert torch.equal(anchor[k][~now], then[k][~now]) and torch.equal(theta[k][~now], moved[k][~now])
+                assert not now.any() or not torch.equal(anchor[k][now], then[k][now])
+    # What is pending does not grow: a code of one bit gets rid of as much as comes in.
+    assert all((a - t).abs().max() < 60 for a, t in zip(*alone.of(0), strict=True) if a.numel())
+
+
+def test_none_trains_far_from_the_mean() -> None:
+    """Of many replicas, in the warm-up as after it: what an owner loses of a mean, times their number, is apart."""
+    alone, count, far_off = Alone(16, interval=3, warmup_steps=60), range(16), {1: 0.0, 2: 0.0}
+    for number in range(1, 90):
+        alone.move(number)
+        alone.step(number)
+        block_groups = len(alone.methods[0].block_groups(number))
+        if block_groups == 3 or number % 4:
+            continue
+        said, own = [alone.said(i) for i in count], [alone.of(i)[1] for i in count]
+        for k in (k for k, t in enumerate(own[0]) if t.numel()):
+            mean = sum(each[k] for each in said) / 16
+            far_off[block_groups] = max(far_off[block_groups], *((each[k] - mean).abs().max().item() for each in own))
+    # 3 steps of N(0, 1), and what codes lose of them; what owners lose is 16 times that.
+    assert far_off[2] < 10.0 and far_off[1] < 15.0
+
+
+def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
+    """Four replicas on two nodes, as many: (anchors, parameters, parameters with what is owed) after every step."""
+    sparta.OWNER_ERROR_ABOVE = 3
+    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
+    collectives = collectives_of(build_groups(layout, timedelta(seconds=60), True))
+    own = [nn.Parameter(torch.zeros(shape)) for shape in PARTS]
+    optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
+    setting = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+    method, found = Sparta(setting, SpartaOptions(warmup_steps=4)), []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(1, 14):
+        for p in own:
+            p.data += torch.randn(p.shape, generator=generator)
+        before = [p.detach().clone() for p in own]
+        method.exchange(StepInfo(number, torch.tensor(number != 7)))
+        anchor, owner_error = (state.tensors.values() for state in method.states())
+        kept = [p.detach().clone() for p in own]
+        found.append(
+            ([a.clone() for a in anchor], before, kept, [p - o for p, o in zip(kept, owner_error, strict=True)])
+        )
+    return found
+
+
+def test_what_a_node_loses_is_apart(pool4: Pool) -> None:
+    """It is lost of a sum of its replicas: none of them may train with that alone. In the mean nothing is lost."""
+    owner_error = [torch.zeros(shape) for shape in PARTS]
+    for number, steps in enumerate(zip(*pool4(over_two_nodes), strict=True), 1):
+        for k in range(len(PARTS)):
+            anchors, befores, thetas, said = ([each[kind][k] for each in steps] for kind in range(4))
+            assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
+            torch.testing.assert_close(sum(said), sum(befores) - owner_error[k], rtol=1e-5, atol=1e-5)
+            owner_error[k] = sum(thetas) - sum(said)
+            now = thetas[0] != befores[0]
+            assert number != 7 or not now.any()
+            for anchor, theta in zip(anchors, thetas, strict=True):
+                assert torch.equal(theta[now], anchor[now])
+    assert any(each.any() for each in owner_error)
+
+
+@pytest.mark.parametrize("code", ["1bit", "2bit"])
+def test_what_fills_up_a_block_has_no_part_in_its_means(code: str) -> None:
+    """A code that tells a block's mean magnitude loses nothing where all are equal, of tensors below a block either."""
+    alone = Alone(2, interval=1, code=code)
+    for own in alone.parameters:
+        for p in own:
+            p.data = torch.where(torch.arange(p.numel()).view(p.shape) % 3 == 0, 0.5, -0.5)
+    before = alone.of(0)[1]
+    alone.step(1)
+    for anchor, theta, then in zip(*alone.of(0), before, strict=True):
+        assert torch.equal(theta, then) and torch.equal(anchor, then)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 8])
+def test_a_skipped_step_and_a_flush(replicas: int) -> None:
+    alone = Alone(replicas, interval=3)
+    for number in range(1, 5):
+        alone.move(number)
+        alone.step(number)
+    alone.move(5)
+    before = (*alone.of(0), alone.said(0))
+    alone.step(5, applied=False)
+    for one, other in zip((*alone.of(0), alone.said(0)), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    owes = any((a != b).any() for a, b in zip(alone.of(0)[1], alone.said(0), strict=True))
+    assert owes == (replicas > 4)
+    mean = [sum(alone.said(i)[k] for i in range(replicas)) / replicas for k in range(len(PARTS))]
+    for method in alone.methods:
+        method.request_full_exchange()
+    alone.step(6)
+    for i in range(replicas):
+        for anchor, theta, wanted in zip(*alone.of(i), mean, strict=True):
+            assert torch.equal(anchor, theta)
+            torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_at_first_more_lanes_go_round() -> None:
+    alone = Alone(2, interval=6, warmup_steps=10, code="float32")
+    block_groups = [alone.methods[0].block_groups(number) for number in range(1, 14)]
+    assert [len(each) for each in block_groups] == [6, 5, 4, 4, 3, 2, 2, 2, 1, 1, 1, 1, 1]
+    assert [lane for each in block_groups for lane in each] == list(range(1, 34))
+    for number in (1, 2, 9, 10):
+        alone.move(number)
+        alone.step(number)
+        first, second = ([t for t in alone.of(i)[1] if t.numel() > 3 * BLOCK] for i in range(2))
+        equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+        assert all(equal) == (number == 1)
+
+
+@pytest.mark.parametrize(("interval", "warmup"), [(14, 49), (6, 49), (30, 250), (5, 0), (1, 7)])
+def test_none_waits_for_longer_than_a_round(interval: int, warmup: int) -> None:
+    method = Alone(2, interval=interval, warmup_steps=warmup).methods[0]
+    last = dict.fromkeys(range(interval), 0)
+    for number in range(1, warmup + 3 * interval):
+        for lane in method.block_groups(number):
+            waited, last[lane % interval] = number - last[lane % interval], number
+            assert waited <= interval
+    assert min(last.values()) > warmup + interval
+
+
+def test_the_warm_up_is_a_twentieth_of_the_run() -> None:
+    alone = Alone(2, steps=400, interval=8, warmup_steps=-1)
+    assert [len(alone.methods[0].block_groups(number)) for number in (1, 11, 21, 22)] == [8, 3, 1, 1]
+
+
+def test_it_sends_one_part_in_so_many() -> None:
+    """In one bit and a BF16 scale a block: at interval 3 0.0117 of dense FP32, but for what fills up blocks."""
+    alone = Alone(4, interval=3)
+    entries = sum(-(-math.prod(shape) // BLOCK) for shape in PARTS) * BLOCK
+    planned = alone.methods[0].planned_bytes()
+    assert planned >= 1.5 * entries * 1.125 / 8 / 3
+    ledger = alone.replicas.endpoints[0].ledger
+    before = sum(ledger.sent_by_level().values())
+    for number in range(1, 4):
+        alone.move(number)
+        alone.step(number)
+    assert (sum(ledger.sent_by_level().values()) - before) / 3 == pytest.approx(planned)

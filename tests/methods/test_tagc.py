@@ -1,0 +1,97 @@
+"""TAGC between replicas, against the method written down once more, and what it says of its bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.interface import StepInfo
+from torchtitan_scape.methods.tagc.options import TagcOptions
+from torchtitan_scape.planner.run import PlannedRun
+
+
+class Literal:
+    """Replicas of flat gradients: sets of places, in Python."""
+
+    def __init__(self, replicas: int, density: float, dense: tuple[int, ...] = ()) -> None:
+        self.k, self.replicas = max(1, round(density * 1024)), replicas
+        self.compressed = [len(shape) > 1 and i not in dense for i, shape in enumerate(SHAPES)]
+        self.residual = [[torch.zeros(torch.Size(shape).numel()) for shape in SHAPES] for _ in range(replicas)]
+
+    def step(self, given: list[list[Tensor]]) -> list[Tensor]:
+        delivered = []
+        for i, compressed in enumerate(self.compressed):
+            x = [given[r][i] + self.residual[r][i] for r in range(self.replicas)]
+            places = set(range(x[0].numel()))
+            if compressed:
+                places = {place for one in x for place in self.choice(one)}
+            index = torch.tensor(sorted(places), dtype=torch.int64)
+            mean = torch.zeros_like(x[0])
+            mean[index] = sum(one[index] for one in x) / self.replicas
+            delivered.append(mean)
+            for r, one in enumerate(x):
+                one[index] = 0.0
+                self.residual[r][i] = one
+        return delivered
+
+    def choice(self, x: Tensor) -> set[int]:
+        found, sizes = set(), x.abs().tolist()
+        for first in range(0, len(sizes), 1024):
+            block = range(first, min(first + 1024, len(sizes)))
+            found |= set(sorted(block, key=lambda i: (-sizes[i], i))[: self.k])
+        return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"density": 0.05}, {"density": 0.3, "dense_names": ["p1"]}])
+def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
+    """Both forms of the index: offsets at the first density, bits at the second."""
+    literal = Literal(replicas, options["density"], (1,) if "dense_names" in options else ())
+    ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("tagc", options)))
+    for number in range(1, STEPS + 1):
+        expected = literal.step([gradients(number, replica) for replica in range(replicas)])
+        for got, wanted in zip(ranks[0].given[number - 1], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        for replica, rank in enumerate(ranks):
+            for i in range(len(SHAPES)):
+                if f"residual.p{i}" in rank.kept[number - 1]:
+                    kept = rank.kept[number - 1][f"residual.p{i}"].view(-1)
+                    assert torch.equal(kept, literal.residual[replica][i])
+
+
+def test_places_and_values_have_ledgers_of_their_own() -> None:
+    """Of 1024 entries 307 are chosen by each of two replicas; whole are 8 entries. The index is two times 128 bytes."""
+
+    def work(collectives: ReplicaCollectives) -> dict[str, float]:
+        method = make(Case("tagc", {"density": 0.3}), collectives)
+        method.synchronize(gradients(1, collectives.replica), StepInfo(1, torch.tensor(True)))
+        return {kind: sent for (_, _, kind), sent in collectives.ledger.sent.items()}
+
+    blocks = 4  # of (40, 24), (33, 5), (1, 1), (16, 16)
+    expected = {"index": blocks * 128.0, "payload": 4.0 * (blocks * 616 + 8)}
+    assert run_replicas(2, work) == [expected, expected]
+    shapes = [(3 * 1024, 8), (100,)]
+    model = LocalModel.of_shapes(shapes)
+    index, values = TagcOptions(density=0.3).cost().collective_calls(model, [LevelSize("network", 2)])
+    assert (index.kind, index.count) == ("all_reduce", 24 * 128 // 4)
+    assert (values.kind, values.count) == ("all_reduce", 24 * 616 + 100)
+    sparse = TagcOptions(density=0.0125)
+    index, values = sparse.cost().collective_calls(model, [LevelSize("network", 4)])
+    assert (index.kind, index.count) == ("all_gather", 24 * 14)
+    assert values.count == 24 * 52 + 100
+    alone = PlannedRun(DenseOptions()).simulated_memory(model, 1)
+    held = {"residual": 4.0 * 24 * 1024, "messages": 24 * (14 + 4 * 16)}
+    assert PlannedRun(sparse).simulated_memory(model, 1) == alone | held
+
+
+@pytest.mark.parametrize("density", [0.0, 1.5])
+def test_options_out_of_range_are_refused(density: float) -> None:
+    with pytest.raises(ValueError, match=rf"\[sync.tagc\] density = {density}; it must lie in \(0, 1\]"):
+        TagcOptions(density=density)

@@ -1,0 +1,242 @@
+"""Top-k with error feedback against a literal form, entry by entry."""
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels import block_code
+from kernels.scape.blocks import offset_code
+from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
+from torchtitan_scape.methods.topk.messages import (
+    TopkMessages,
+    decode_two_bits,
+    encode_two_bits,
+    from_blocks,
+    to_blocks,
+    valid_mask,
+)
+from torchtitan_scape.methods.topk.method import Topk
+from torchtitan_scape.methods.topk.options import TopkOptions
+
+# No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and runs of 2500 and 2499 entries.
+LARGE = [(130, 70), (4999,)]
+
+
+class Literal:
+    """All replicas at once; Python's sort, which keeps the order of equals, finds the largest."""
+
+    def __init__(self, replicas: int, shapes: list[tuple[int, ...]], **options: Any) -> None:
+        self.shapes, self.options = shapes, {"decay": 1.0, "values": "float32", "divisor": "replicas", **options}
+        self.residual = [[torch.zeros(math.prod(s)) for s in shapes] for _ in range(replicas)]
+
+    def step(self, given: list[list[Tensor]]) -> list[Tensor]:
+        found = []
+        for i, shape in enumerate(self.shapes):
+            rows = [replica[i] for replica in given]
+            if len(shape) < 2 and self.options.get("selection") != "tile":
+                found.append(sum(rows) / len(rows))
+                continue
+            total, senders = torch.zeros_like(rows[0]), torch.zeros_like(rows[0])
+            for own, row in zip(self.residual, rows, strict=True):
+                x = self.options["decay"] * own[i] + row
+                own[i] = x.clone()
+                places = self.chosen(x, shape)
+                for place, value in zip(
+                    places, self.received_values([float(x[place]) for place in places]), strict=True
+                ):
+                    total[place] += value
+                    senders[place] += 1
+                    own[i][place] -= value
+            found.append(total / (len(rows) if self.options["divisor"] == "replicas" else senders.clamp(min=1)))
+        return found
+
+    def received_values(self, values: list[float]) -> list[float]:
+        """SparseLoCo's quantiser: less the mean, bins of 6/4 standard deviations, each told by its mean."""
+        if self.options["values"] == "float32" or not values:
+            return values
+        mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+        step = 6 * deviation / 4
+        codes = [min(3, max(0, round((value - mean) / step + 2))) if step else 2 for value in values]
+        bins = {code: [v for v, c in zip(values, codes, strict=True) if c == code] for code in codes}
+        return [statistics.fmean(bins[code]) for code in codes]
+
+    def chosen(self, x: Tensor, shape: tuple[int, ...]) -> list[int]:
+        places: list[int] = []
+        for tile, size in self.tiles(shape):
+            k = max(1, round(self.options["density"] * size))
+            places += sorted(tile, key=lambda place: -abs(float(x[place])))[:k]
+        return places
+
+    def tiles(self, shape: tuple[int, ...]) -> list[tuple[list[int], int]]:
+        """Places of every tile, and of how many a full one has."""
+        n = math.prod(shape)
+        if self.options.get("selection") != "tile":
+            length = n if self.options.get("selection") == "tensor" else self.options["block_size"]
+            return [(list(range(start, min(start + length, n))), length) for start in range(0, n, max(1, length))]
+        (rows, columns), most = (shape, (64, 64)) if len(shape) > 1 else ((1, n), (1, 4096))
+        if not n:
+            return []
+        height, width = (-(-side // -(-side // limit)) for side, limit in zip((rows, columns), most, strict=True))
+        return [
+            (
+                [
+                    i * columns + j
+                    for i in range(top, min(top + height, rows))
+                    for j in range(left, min(left + width, columns))
+                ],
+                height * width,
+            )
+            for top in range(0, rows, height)
+            for left in range(0, columns, width)
+        ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0.1, "block_size": 16},
+        {"density": 0.5, "block_size": 64},  # the last block of (33, 5) has fewer entries than it is to send
+        {"density": 0.03, "selection": "tensor"},
+        {"density": 0.1, "block_size": 16, "decay": 0.9},
+        {"density": 0.5, "block_size": 64, "values": "2bit", "divisor": "senders"},
+        {"density": 0.05, "selection": "tile", "values": "2bit", "decay": 0.95},
+    ],
+)
+def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
+    rounding = 5e-6 if "values" in options else 1e-6  # means of bins, added up in another order
+    literal = Literal(replicas, SHAPES, **options)
+    ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("topk", options)))
+    for number in range(1, STEPS + 1):
+        expected = literal.step([gradients(number, replica) for replica in range(replicas)])
+        for got, wanted in zip(ranks[0].given[number - 1], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        for replica, rank in enumerate(ranks):
+            for i in range(len(SHAPES)):
+                if f"residual.p{i}" in rank.kept[number - 1]:
+                    kept = rank.kept[number - 1][f"residual.p{i}"].view(-1)
+                    torch.testing.assert_close(kept, literal.residual[replica][i], rtol=1e-6, atol=rounding)
+
+
+@pytest.mark.parametrize("values, divisor", [("float32", "replicas"), ("2bit", "senders")])
+def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) -> None:
+    options = {"density": 64 / 4096, "selection": "tile", "values": values, "divisor": divisor}
+
+    def drawn(step: int, replica: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + replica)
+        return [torch.randn(math.prod(shape), generator=generator) for shape in LARGE]
+
+    def work(collectives: ReplicaCollectives) -> list[list[Tensor]]:
+        named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(LARGE)]
+        optimizer = torch.optim.SGD(named)
+        setting = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+        method, found = Topk(setting, TopkOptions(**options)), []
+        for number in (1, 2, 3):
+            given = method.synchronize(drawn(number, collectives.replica), StepInfo(number, torch.tensor(True)))
+            found.append([g.clone() for g in given])
+        # 6 tiles of 44 x 35, two runs of 2500 entries.
+        sent = sum(collectives.ledger.sent_by_level().values()) / 3
+        cuts = [block_grid(shape, "tile", 0) for shape in LARGE]
+        assert sent == method.planned_bytes() == topk_message_bytes(cuts, selected_per_block(cuts, 1 / 64), values)
+        return found
+
+    literal = Literal(2, LARGE, **options)
+    first, second = run_replicas(2, work)
+    for number in (1, 2, 3):
+        expected = literal.step([drawn(number, replica) for replica in range(2)])
+        for one, other, wanted in zip(first[number - 1], second[number - 1], expected, strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (130, 70), (1, 1), (3, 5, 7), (67, 1), (4097,), (5,), ()])
+def test_tiles_hold_every_entry_once(shape: tuple[int, ...]) -> None:
+    n, found = math.prod(shape), block_grid(shape, "tile", 0)
+    x = torch.arange(1, n + 1, dtype=torch.float32)
+    tiles, real = to_blocks(x, found), valid_mask(found, x.device)
+    assert tiles.shape == (found.tiles, found.size) and found.size <= 4096
+    assert sorted(tiles[tiles > 0].tolist()) == x.tolist()
+    assert torch.equal(tiles > 0, torch.ones_like(tiles, dtype=torch.bool) if real is None else real)
+    assert torch.equal(from_blocks(tiles, found), x)
+    if len(shape) == 2:
+        first = x.view(shape)[: found.height, : found.width]
+        assert torch.equal(tiles[0].view(found.height, found.width)[: len(first), : first.shape[1]], first)
+
+
+def test_bytes_of_64_of_4096_in_two_bits() -> None:
+    """Of a tile 16 bytes of codes and 64 of offsets, where offsets of 12 bits would take 96; of a tensor four means."""
+    assert offset_code(64, 4096).nbytes == 64
+    tiles = 3 * 2 + 1
+    assert topk_message_bytes(
+        [block_grid((192, 128), "tile", 0), block_grid((4096,), "tile", 0)], [64, 64], "2bit"
+    ) == (tiles * (16 + 64) + 2 * 16)
+
+
+@pytest.mark.parametrize("values", [[], [3.0], [2.0, 2.0], [-1.0, -1.0, 5.0]])
+def test_two_bits_of_few_values(values: list[float]) -> None:
+    """Up to four different values far enough from each other come back as they are; what is not real counts nowhere."""
+    x = torch.tensor([*values, 100.0])
+    real = torch.tensor([True] * len(values) + [False])
+    decoded = decode_two_bits(*encode_two_bits(x, real), len(x))
+    assert decoded[: len(values)].tolist() == values
+
+
+def test_values_in_fp32_are_read_where_they_arrived() -> None:
+    """All replicas' messages are there at once: no copy of them is."""
+    cut = block_grid((24,), "block", 8)
+    messages = TopkMessages([cut], [2], "float32")
+    values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
+    arrived = messages.encode([values], [offsets], [None]).repeat(3).view(3, -1)
+    found = messages.decode_values(arrived[2], 0)
+    assert torch.equal(found, values) and found.data_ptr() == arrived[2].data_ptr()
+    assert torch.equal(messages.decode_offsets(arrived[2], 0), offsets)
+
+
+def test_values_of_a_block_code_are_decoded_tensor_by_tensor() -> None:
+    """To the bits that the whole code has; blocks are of several tensors."""
+    cuts = [block_grid((n,), "block", 8) for n in (40, 1, 2000, 16)]
+    messages, code = TopkMessages(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
+    values = [torch.randn(cut.tiles, 4, generator=torch.Generator().manual_seed(cut.tiles)) for cut in cuts]
+    offsets = [torch.arange(4).expand(cut.tiles, 4) for cut in cuts]
+    message = messages.encode(values, offsets, [None] * 4)
+    flat = torch.cat([v.view(-1) for v in values])
+    whole = torch.nn.functional.pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)
+    code.decode(code.encode(whole), whole)
+    expected = whole.view(-1)[: flat.numel()].split([v.numel() for v in values])
+    for i, wanted in enumerate(expected):
+        assert torch.equal(messages.decode_values(message, i).view(-1), wanted)
+
+
+def test_equal_entries_go_in_their_order() -> None:
+    def work(collectives: ReplicaCollectives) -> Tensor:
+        method = make(Case("topk", {"density": 0.25, "block_size": 8}), collectives)
+        ones = [torch.ones(torch.Size(shape).numel()) for shape in SHAPES]
+        return method.synchronize(ones, StepInfo(1, torch.tensor(True)))[0]
+
+    assert run_replicas(2, work)[0].view(-1, 8)[0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"density": 0.0}, r"\[sync.topk\] density = 0.0; it must lie in \(0, 1\]"),
+        ({"density": "a"}, r"\[sync.topk\] density = 'a'; it must be a number"),
+        ({"block_size": 12}, "block_size = 12; it must be a multiple of 8"),
+        ({"decay": 1.5}, "decay = 1.5; it must lie in"),
+        ({"start": -1}, "start = -1; it must be 0 or more"),
+        ({"selection": "model"}, "selection = 'model'; it must be 'block' | 'tensor' | 'tile'"),
+        ({"values": "4bit"}, "values = '4bit'; it must be 'float32' | 'e2m1' | '2bit'"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text.replace("|", r"\|")):
+        TopkOptions(**options)

@@ -1,0 +1,68 @@
+"""The container around a method: what it does when a step is skipped."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kernels import finite_check
+from tests.pool import Pool
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
+
+
+def whole_send_after_a_skipped_step(name: str) -> list[float]:
+    """Norm of what is pending: before the request, after its step was skipped, after the next one."""
+    from topology.in_process import OneReplica
+    from topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+    torch.manual_seed(0)
+    model, entry = nn.Linear(40, 30), METHODS[name]
+    options = {"start": 0} if name == "powersgd" else {}
+    optimizers = ReplicaOptimizer(
+        partial(AdamS, lr=1e-3),
+        entry.method,
+        entry.options(**options),
+        OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        model=model,
+        max_norm=1.0,
+        reduction="sum",
+        total_steps=100,
+        max_skipped_steps=5,
+    )
+    found = []
+    for step in range(6):
+        if step == 4:
+            optimizers.request_full_exchange()
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        if step == 4 and dist.get_rank() == 1:
+            assert model.weight.grad is not None
+            model.weight.grad[0, 0] = torch.nan
+        optimizers.step()
+        found.append(optimizers.metrics()["residual_norm"])
+    return found[3:]
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_a_whole_send_that_was_skipped_is_made_up_for(name: str, pool2: Pool) -> None:
+    for before, skipped, after in pool2(whole_send_after_a_skipped_step, name):
+        assert before > 0 and skipped == before and after == 0.0
+
+
+@pytest.mark.parametrize("summed_over", ["", "all ranks"])
+def test_a_sum_is_not_told_as_one_ranks_gradient(summed_over: str) -> None:
+    """Who found a number in a sum over ranks keeps a part of it: any of them may have made it."""
+    everywhere = [(0, []), (1, ["w"])]
+    guard = FiniteGuard(["w"], finite_check("torch"), lambda flags: flags, lambda _: everywhere, 0, max_skipped_steps=1)
+    guard.summed_over = summed_over
+    guard.check([torch.tensor([torch.nan])])
+    with pytest.raises(NonFiniteGradientError, match="rank 1, parameter 'w'") as raised:
+        guard.finish_previous_step()
+    whose = "A rank has a part of the sum over all ranks, any of which may have made it. Parameters and"
+    assert (whose in str(raised.value)) is bool(summed_over)
+    assert str(raised.value).endswith(f"the data of {summed_over or 'that rank'}.")

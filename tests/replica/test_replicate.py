@@ -1,0 +1,348 @@
+"""`replicate` in training loops of real gloo ranks, against one process, and its refusals."""
+
+import math
+import subprocess
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import server
+from tests.pool import Pool, attempts
+from tests.replica.own_loop import (
+    batch,
+    loss_of,
+    make_model,
+    make_optimizer,
+    one_process,
+    shard,
+    shared,
+    through_a_file,
+    train,
+    weights,
+)
+from topology.in_process import SimulatedReplicas
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.replicate import replicate
+
+# ---------------------------------------------------------------------------------------- one process
+
+
+def distance_to_one_process(shards: int) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, replicas = make_model(), None
+    if shards > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
+        model, replicas = shard(model, mesh["shard"]), mesh["replicate"]
+    optimizer = make_optimizer(model, "dense", replicas)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, half_each_step)
+    train(model, optimizer, range(1, 9), scheduler.step)
+    expected = one_process(dist.get_world_size(), range(1, 9), factor=half_each_step)
+    return float((weights(model) - expected).norm() / expected.norm())
+
+
+def half_each_step(step: int) -> float:
+    return 0.5**step
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_dense_with_a_scheduler_equals_one_process(shards: int, pool4: Pool) -> None:
+    assert max(pool4(distance_to_one_process, shards)) < 1e-6
+
+
+def norms(reduction: str) -> list[float]:
+    """Gradient norms of losses that are means over the replica's batch, or over the batches of all replicas."""
+    found = []
+    for method in ("dense", "quantized", "scape"):
+        model = make_model()
+        optimizer = make_optimizer(model, method, reduction=reduction, max_norm=None)
+        for step in range(1, 4):
+            loss = loss_of(model, step, dist.get_rank())
+            (loss / (dist.get_world_size() if reduction == "sum" else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(optimizer.stats()["grad_norm"])
+    return found
+
+
+def test_mean_and_sum_have_the_same_norm(pool2: Pool) -> None:
+    mean, total = pool2(norms, "mean"), pool2(norms, "sum")
+    assert mean[0] == mean[1] and mean[0] == pytest.approx(total[0], rel=1e-5)
+    assert min(mean[0]) > 0.1
+
+
+def accumulated(method: str, parts: int, overlap: bool) -> torch.Tensor:
+    model = make_model()
+    optimizer = make_optimizer(model, method, overlap=overlap)
+    for step in range(1, 5):
+        x, y = batch(step, dist.get_rank())
+        for part in range(parts):
+            if part == parts - 1:
+                optimizer.prepare_last_backward()
+            loss = nn.functional.cross_entropy(model(x.chunk(parts)[part]), y.chunk(parts)[part])
+            (loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_micro_batches_add_up_to_the_batch(pool2: Pool) -> None:
+    whole, parts = (pool2(accumulated, "dense", n, False)[0] for n in (1, 4))
+    assert (whole - parts).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("method", ["dense", "quantized"])
+def test_overlap_changes_no_bit(method: str, pool2: Pool) -> None:
+    assert torch.equal(*(pool2(accumulated, method, 2, overlap)[0] for overlap in (False, True)))
+
+
+# ----------------------------------------------------------------------------------------- all methods
+
+
+def train_and_resume(name: str) -> dict[str, Any]:
+    """Train 24 steps, once without a break and once from a state that was saved after 11 of them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = make_model(seed=rank)  # replica 0 broadcasts its weights
+    optimizer = make_optimizer(model, name)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
+    first = loss_of(model, 100, rank).item()
+    train(model, optimizer, range(1, 12), scheduler.step)
+    saved = through_a_file([optimizer.state_dict(), model.state_dict(), scheduler.state_dict()])
+    train(model, optimizer, range(12, 25), scheduler.step)
+    final, stats = shared(model, optimizer), optimizer.stats()
+
+    again = make_model(seed=7)
+    resumed = make_optimizer(again, name)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(resumed, T_max=24)
+    again.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[0])
+    scheduler.load_state_dict(saved[2])
+    train(again, resumed, range(12, 25), scheduler.step)
+    rows = [torch.empty_like(final) for _ in range(world)]
+    dist.all_gather(rows, final)
+    return {
+        "losses": (first, loss_of(model, 100, rank).item()),
+        "replicas are equal": all(torch.equal(row, final) for row in rows),
+        "resumed shared": torch.equal(final, shared(again, resumed)),
+        "resumed local": torch.equal(weights(model), weights(again)),
+        "resumed stats": stats == resumed.stats(),
+        "stats": stats,
+    }
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains_and_resumes_bit_for_bit(name: str, pool2: Pool) -> None:
+    for found in pool2(train_and_resume, name):
+        before, after = found["losses"]
+        assert after < before - 0.05
+        assert {key: value for key, value in found.items() if value is False} == {}
+        stats = found["stats"]
+        assert {"density", "clip_factor", "skipped_steps", "grad_norm", "steps", "sent_bytes", "dense_bytes"} <= set(
+            stats
+        )
+        assert all(math.isfinite(value) for value in stats.values())
+        assert stats["steps"] == 24
+        # 2 (n - 1) / n messages of 4 bytes per parameter: weights and biases of the three layers.
+        assert stats["dense_bytes"] == 4 * (33 * 64 + 65 * 64 + 65 * 10)
+        if name == "dense":
+            assert stats["sent_bytes"] == pytest.approx(stats["dense_bytes"], rel=1e-3)
+        elif name not in ("powersgd", "radius"):  # whose first steps are dense
+            assert stats["sent_bytes"] < 0.5 * stats["dense_bytes"]
+
+
+def shards_and_replicas(name: str) -> tuple[float, bool, bool]:
+    """FSDP2 2 x 2: the loss after training; whether all ranks share the weights; whether a resumed run is equal."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(make_model(), mesh["shard"])
+    optimizer = make_optimizer(model, name, mesh["replicate"])
+    train(model, optimizer, range(1, 8))
+    saved = through_a_file(optimizer.state_dict())
+    parameters = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    train(model, optimizer, range(8, 15))
+    again = shard(make_model(seed=5), mesh["shard"])
+    with torch.no_grad():
+        for own, values in zip(again.parameters(), parameters, strict=True):
+            own.to_local().copy_(values)  # type: ignore[attr-defined]
+    resumed = make_optimizer(again, name, mesh["replicate"])
+    with torch.no_grad():  # building the optimizer broadcast the weights of replica 0
+        for own, values in zip(again.parameters(), parameters, strict=True):
+            own.to_local().copy_(values)  # type: ignore[attr-defined]
+    resumed.load_state_dict(saved)
+    train(again, resumed, range(8, 15))
+    final = shared(model, optimizer)
+    rows = [torch.empty_like(final) for _ in range(4)]
+    dist.all_gather(rows, final)
+    same = torch.equal(final, shared(again, resumed)) and torch.equal(weights(model), weights(again))
+    return loss_of(model, 100, 0).item(), all(torch.equal(final, row) for row in rows), same
+
+
+@pytest.mark.parametrize("name", ["quantized", "scape", "sparta"])
+def test_fsdp2_resumes_bit_for_bit(name: str, pool4: Pool) -> None:
+    for loss, equal, same in pool4(shards_and_replicas, name):
+        assert loss < 2.2 and equal and same
+
+
+# --------------------------------------------------------------------------------------------- refusals
+
+
+def refuse(case: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, rank = make_model(), dist.get_rank()
+    adamw, world = torch.optim.AdamW(model.parameters()), dist.group.WORLD
+    match case:
+        case "ddp":
+            replicate(DistributedDataParallel(model), adamw, "dense", world)
+        case "foreign":
+            replicate(model, torch.optim.AdamW(make_model().parameters()), "dense", world)
+        case "missing":
+            replicate(model, torch.optim.AdamW(model[0].parameters()), "dense", world)
+        case "method":
+            replicate(model, adamw, "topp", world)
+        case "option":
+            replicate(model, adamw, {"method": "topk", "densty": 0.1}, world)
+        case "value":
+            replicate(model, adamw, {"method": "topk", "density": 2.0}, world)
+        case "mesh":
+            replicate(model, adamw, "dense", init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+        case "optimizer":
+            replicate(model, adamw, "scape", world)
+        case "sgd":
+            replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), "scape", world)
+        case "overlap":
+            replicate(model, adamw, "diloco", world, overlap=True)
+        case "norm":
+            replicate(model, adamw, "dense", world, max_norm=0.0)
+        case "reduction":
+            replicate(model, adamw, "dense", world, reduction="average")  # type: ignore[arg-type]
+        case "rates":
+            make_optimizer(model, "dense", lr=0.1 * (1 + rank))
+        case "options":
+            replicate(model, adamw, {"method": "topk", "density": 0.1 * (1 + rank)}, world)
+        case "models":
+            other = nn.Linear(4 + rank, 4)
+            replicate(other, torch.optim.AdamW(other.parameters()), "dense", world)
+        case "state of another method":
+            make_optimizer(make_model(), "topk").load_state_dict(make_optimizer(model, "quantized").state_dict())
+        case "state of another replica":
+            states: list[Any] = [None, None]
+            optimizer = make_optimizer(model, "topk")
+            dist.all_gather_object(states, optimizer.state_dict())
+            optimizer.load_state_dict(states[1 - rank])
+        case "state of the wrapped optimizer":
+            make_optimizer(model, "topk").load_state_dict(adamw.state_dict())
+        case "group":
+            make_optimizer(model, "dense").add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+REFUSALS = {
+    "ddp": "wrapped in DistributedDataParallel.* pass the module inside it",
+    "foreign": r"the optimizer has a parameter of shape \(64, 32\) that the model does not contain",
+    "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",
+    "method": "method is 'topp'; it must be one of dense, scape",
+    "option": "method 'topk' has no option 'densty'; its options are density, ",
+    "value": "density = 2.0; ",
+    "mesh": r"a mesh of 2 dimensions; pass one of them: mesh\['replicate'\]",
+    "optimizer": "method 'scape' works with AdamS, not with AdamW",
+    "sgd": "method 'scape' works with AdamS, not with SGD",
+    "overlap": "overlap = True does not go with method 'diloco'",
+    "norm": "max_norm is 0.0; it must be positive",
+    "reduction": "reduction is 'average'; it must be 'mean' or 'sum'",
+    "rates": "lr of group 0=0.[12].*every replica needs the same",
+    "options": "density=0.[12].*every replica needs the same",
+    "models": "parameters=.*every replica needs the same model",
+    "state of another method": "the saved state has method='quantized', this run has 'topk'",
+    "state of another replica": "the saved state has replica=[01], this run has [01]",
+    "state of the wrapped optimizer": "the state has no 'replica' entry",
+    "group": "all parameters must be passed at construction",
+}
+
+
+def all_refusals() -> list[tuple[bool, Any]]:
+    return attempts(refuse, *((case,) for case in REFUSALS))
+
+
+def test_refusals_name_the_cause_in_one_line(pool2: Pool) -> None:
+    for rank in pool2(all_refusals):
+        for (accepted, text), pattern in zip(rank, REFUSALS.values(), strict=True):
+            assert not accepted, pattern
+            last = text.strip().splitlines()[-1]
+            with pytest.raises(ValueError, match=pattern):
+                raise ValueError(last)
+            assert last.startswith("ValueError: "), last
+
+
+def test_torchtitan_is_not_imported() -> None:
+    code = (
+        "import sys, torch\n"
+        "from torchtitan_scape import replicate\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), 'sparta')\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+        "optimizer.step()\n"
+        "assert 'torchtitan' not in sys.modules\n"
+    )
+    subprocess.run([server.python(), "-c", code], check=True, timeout=120)
+
+
+# ---------------------------------------------------------------------------------- simulated replicas
+
+
+def simulate(method: str, steps: range, state: Any = None) -> tuple[torch.Tensor, Any]:
+    """Train two simulated replicas with the data of two ranks; the shared weights and the state at the end."""
+    model = make_model()
+    optimizer = replicate(
+        model,
+        partial(torch.optim.AdamW, lr=1e-2),
+        method,
+        SimulatedReplicas(2),
+        max_norm=1.0,
+        total_steps=24,
+    )
+    if state:
+        model.load_state_dict(state[1])
+        optimizer.load_state_dict(state[0])
+    for step in steps:
+        for replica in range(2):
+            loss_of(model, step, replica).backward()
+            optimizer.stash_replica_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shared(model, optimizer), through_a_file([optimizer.state_dict(), model.state_dict()])
+
+
+def real(method: str, steps: range) -> torch.Tensor:
+    model = make_model()
+    optimizer = replicate(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        method,
+        dist.group.WORLD,
+        max_norm=1.0,
+        total_steps=24,
+    )
+    train(model, optimizer, steps)
+    return shared(model, optimizer)
+
+
+@pytest.mark.parametrize("method", ["dense", "topk", "sparta"])
+def test_simulated_replicas_are_those_of_ranks(method: str, pool2: Pool) -> None:
+    expected = pool2(real, method, range(1, 10))[0]
+    found, _ = simulate(method, range(1, 10))
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    _, half = simulate(method, range(1, 6))
+    resumed, _ = simulate(method, range(6, 10), half)
+    assert torch.equal(found, resumed)
+
+
+def test_simulated_replicas_with_their_own_weights_need_a_function() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="pass a function that builds one"):
+        replicate(model, torch.optim.AdamW(model.parameters()), "sparta", SimulatedReplicas(2))

@@ -1,0 +1,95 @@
+"""Background execution of multi-stage exchanges: on a CUDA stream, or on a thread if the tensors are on a CPU."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+HIGH_PRIORITY = -1  # of a CUDA stream; the default priority is 0
+
+
+class Handle:
+    """An exchange in flight. Call `wait()` before its result is read; a second call has no effect."""
+
+    def __init__(self, wait: Callable[[], Any] | None = None, finish: Callable[[], Any] | None = None) -> None:
+        self._wait, self._finish = wait, finish
+
+    def wait(self) -> None:
+        if self._wait is not None:
+            self._wait()
+        if self._finish is not None:
+            self._finish()
+        self._wait = self._finish = None
+
+
+class CommStream:
+    """Runs exchanges one after the other, in the order in which they are started.
+
+    Every rank must start the same exchanges in the same order. The process groups of a stream are used by no other
+    code, so its collectives match across ranks whatever other threads do. On a GPU an exchange is enqueued at once on
+    a separate CUDA stream. On a CPU it runs on a thread, because gloo blocks between the stages.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], _Result]] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, exchange: Callable[[], None], device: torch.device) -> Handle:
+        """Start `exchange`. On a CPU its exceptions are raised by `Handle.wait`."""
+        return self._on_stream(exchange, device) if device.type == "cuda" else self._on_thread(exchange)
+
+    def _on_stream(self, exchange: Callable[[], None], device: torch.device) -> Handle:
+        if self._stream is None:
+            # High priority: communication kernels take free SMs before the packing kernels that run meanwhile.
+            self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            exchange()
+            done = stream.record_event()
+
+        def wait(tensors: Callable[[], None] = exchange) -> None:
+            # The default argument keeps the exchange and its tensors alive. Their memory belongs to the caller's
+            # stream, so the allocator must not reuse it before that stream has waited.
+            torch.cuda.current_stream(device).wait_event(done)
+
+        return Handle(wait)
+
+    def _on_thread(self, exchange: Callable[[], None]) -> Handle:
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            # A daemon thread: an exchange that waits for a lost peer must not prevent the process from exiting.
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="exchange", daemon=True).start()
+        result = _Result()
+        self._jobs.put((exchange, result))
+        return Handle(result.wait)
+
+
+class _Result:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException | None) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _run_jobs(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result]]") -> None:
+    torch.set_grad_enabled(False)
+    while True:
+        exchange, result = jobs.get()
+        try:
+            exchange()
+            error = None
+        except BaseException as raised:
+            error = raised
+        result.set(error)
+        del exchange, result, error  # otherwise these variables keep the tensors alive until the next exchange

@@ -1,0 +1,236 @@
+"""Local views of parameters and gradients, which are plain tensors or DTensors."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
+
+from torchtitan_scape.core.bf16_weights import ScaledTensor
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+
+
+class SliceParameter(torch.nn.Parameter):
+    """Entries [start, start + n) of a parameter of `whole` shape, flat, with the same number of dimensions, (1, ...,
+    n).
+
+    Usually a view of a larger buffer. It takes part in steps and checkpoints under the parameter's name.
+    """
+
+    whole: torch.Size
+    start: int
+
+    def __new__(cls, values: Tensor, whole: Sequence[int], start: int) -> "SliceParameter":
+        made = super().__new__(cls, values, True)
+        made.whole, made.start = torch.Size(whole), start
+        return made
+
+    def __init__(self, values: Tensor, whole: Sequence[int], start: int) -> None:
+        pass
+
+
+def is_slice(tensor: Any) -> TypeGuard[SliceParameter]:
+    """Return whether a tensor is a `SliceParameter`. Fake tensors of a dry run have its attributes but not its
+    class.
+    """
+    return hasattr(tensor, "whole")
+
+
+@dataclass(eq=False)
+class Shard:
+    """The local shard of one parameter.
+
+    Attributes:
+        name: As in `model.named_parameters()`, without prefixes of wrappers.
+        parameter: The parameter.
+        group: Index of its param group.
+        counted: False on ranks that hold another rank's copy (tensor parallelism replicates norms), so that a norm over
+            the model counts every entry once.
+    """
+
+    name: str
+    parameter: Tensor
+    group: int
+    counted: bool
+
+    @property
+    def size(self) -> int:
+        return local(self.parameter).numel()
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of the whole parameter, over all ranks."""
+        parameter = self.parameter
+        return parameter.whole.numel() if is_slice(parameter) else parameter.numel()
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return local(self.parameter).shape
+
+    @property
+    def device(self) -> torch.device:
+        return local(self.parameter).device
+
+    @property
+    def columns(self) -> int:
+        """Entries per row: the product of all dimensions but the first.
+
+        For a slice, the greatest common divisor of that product and of the slice's size, so that the slice has complete
+        rows.
+        """
+        parameter = self.parameter
+        if is_slice(parameter):
+            return max(1, math.gcd(parameter.numel(), math.prod(parameter.whole[1:])))
+        return max(1, math.prod(local(parameter).shape[1:]))
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of activation checkpointing, FSDP1 and torch.compile."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """Return the stored numbers of the local shard: the BF16 weight of a `ScaledTensor`, else the shard itself."""
+    shard = local(parameter).detach()
+    return shard.weight if isinstance(shard, ScaledTensor) else shard
+
+
+def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
+    """Return the shards of all parameters in constructor order.
+
+    Raises:
+        ValueError: A parameter cannot be trained.
+    """
+    shards = []
+    for index, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"group{index}.{i}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            name = plain_name(name)
+            if not parameter.dtype.is_floating_point:
+                raise ValueError(
+                    f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point parameters can "
+                    "be trained: do not pass it to the optimizer"
+                )
+            _check_even(name, parameter)
+            shards.append(Shard(name, parameter, index, _counted(parameter)))
+    if not shards:
+        raise ValueError("no parameters to optimize")
+    return shards
+
+
+def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
+    """Return the compressed shards (global ndim of 2 or more, not named dense) and the others.
+
+    Raises:
+        ValueError: A name matches no parameter.
+    """
+    unknown = set(dense_names) - {s.name for s in shards}
+    if unknown:
+        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
+    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
+    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
+    return sparse, dense
+
+
+def flat_gradient(shard: Shard) -> Tensor:
+    """Return the local gradient, flat and contiguous (n,), in its own dtype, without a copy if possible.
+
+    A missing gradient is returned as zeros, because a replica that did not use a parameter still takes part in every
+    collective.
+    """
+    gradient = shard.parameter.grad
+    if gradient is None:
+        return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
+    if gradient.layout != torch.strided:
+        raise ValueError(f"the gradient of {shard.name!r} is {gradient.layout}; build the module with sparse=False")
+    if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
+        # A gradient may still be partial where tensor parallelism replicates its parameter.
+        gradient = gradient.redistribute(placements=cast(DTensor, shard.parameter).placements)
+    return local(gradient).detach().contiguous().view(-1)
+
+
+def store_gradient(shard: Shard, flat: Tensor) -> None:
+    """Store FP32 (n,) as the parameter's gradient, unless it is a view of the gradient already."""
+    parameter = shard.parameter
+    gradient = parameter.grad
+    same_layout = not isinstance(gradient, DTensor) or gradient.placements == cast(DTensor, parameter).placements
+    if gradient is not None and same_layout:
+        local_gradient = local(gradient)
+        if local_gradient.data_ptr() != flat.data_ptr():
+            local_gradient.copy_(flat.view(local_gradient.shape))
+        return
+    values = flat.view(local(parameter).shape).to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        values = DTensor.from_local(
+            values,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    parameter.grad = values
+
+
+def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
+    """Return the group over which DTensor parameters are sharded, from their mesh; None for plain tensors.
+
+    Used if replicas are given as a plain ProcessGroup.
+
+    Raises:
+        ValueError: The mesh has several axes, or parameters have different meshes; `ReplicaGroups` is then required.
+    """
+    meshes = {p.device_mesh for p in (s.parameter for s in shards) if isinstance(p, DTensor)}
+    if not meshes:
+        return None
+    mesh = meshes.pop()
+    if meshes or mesh.ndim != 1:
+        raise ValueError(
+            "the parameters are DTensors on more than one mesh axis; pass replicas=topology.groups.ReplicaGroups "
+            "with the group of the ranks that hold one replica together"
+        )
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def _check_even(name: str, parameter: Tensor) -> None:
+    """Raise ValueError for a parameter that tensor parallelism divides unevenly.
+
+    Tensor-parallel ranks hold copies of the parameters that are not split. If the sizes of their other shards differ,
+    the copies have different offsets in the exchanged buffers, so that different ranks sum and encode them, and they
+    diverge.
+    """
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh
+    for axis, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=False):
+        if axis == "tp" and isinstance(placement, Cut) and parameter.shape[placement.dim] % size:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {size} does not divide dimension {placement.dim} of {name!r}, "
+                f"{tuple(parameter.shape)}; choose one that does, or a model whose vocabulary and width it divides"
+            )
+
+
+def _counted(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(
+        index == 0 or not placement.is_replicate()
+        for index, placement in zip(coordinate, parameter.placements, strict=True)
+    )

@@ -1,0 +1,21 @@
+"""Small operations on tensors that several methods share."""
+
+import torch
+from torch import Tensor
+
+from kernels.scape.reference import pack_bits
+
+
+def packed_bits(bits: Tensor) -> Tensor:
+    """Return bool (n,) as uint8 (ceil(n / 8),), with entry i in bit i % 8 of byte i // 8."""
+    return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
+
+
+def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:
+    """Copy `source` to `target` if `applied`, bool (), without waiting for the device."""
+    if applied.is_cpu:  # reading it costs nothing
+        if applied:
+            target.copy_(source.view(target.shape)) if isinstance(source, Tensor) else target.fill_(source)
+        return
+    value = source if isinstance(source, Tensor) else torch.full_like(target, source)
+    torch.where(applied, value.view(target.shape), target, out=target)

@@ -1,0 +1,36 @@
+"""Formatting of quantities for logs and reports."""
+
+
+def size_text(count: float) -> str:
+    """Return bytes in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def sent_text(sent: dict[str, float], dense: float) -> str:
+    """Return bytes by level, and the reduction relative to dense."""
+    if not sent:
+        return "nothing (one replica)"
+    levels = ", ".join(f"{level} {size_text(value)}" for level, value in sent.items())
+    return f"{levels} (dense {size_text(dense)}, {dense / sum(sent.values()):.1f} x)"
+
+
+def shards_text(sent: dict[tuple[str, str], float]) -> str:
+    """Return bytes by level and kind."""
+    levels: dict[str, list[str]] = {}
+    for (level, kind), value in sent.items():
+        levels.setdefault(level, []).append(f"{kind} {size_text(value)}")
+    return "; ".join(f"{level} {', '.join(kinds)}" for level, kinds in levels.items())
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds, in ms below one second."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+
+
+def kinds_text(kinds: dict[str, float]) -> str:
+    """Return bytes by kind."""
+    return ", ".join(f"{kind} {size_text(value)}" for kind, value in kinds.items())

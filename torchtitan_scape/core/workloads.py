@@ -1,0 +1,197 @@
+"""Models and batches as data, for predictions without building a model. Plain arithmetic: no torch.
+
+Sizes are those of the SCAPE paper's models (Section V). Tensor shapes are computed by formulas, so that payload, masks
+and memory can be predicted for models that do not fit on this machine.
+"""
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+Shapes = Sequence[Shape]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the block that contains the parameter; None for embedding, output and last norm."""
+    layer = _LAYER.search(name)
+    return None if layer is None else int(layer[1])
+
+
+def count_entries(shapes: Shapes) -> int:
+    """Return the number of entries of all tensors together."""
+    return sum(map(math.prod, shapes))
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """Names and shapes of the parameter shards of one rank, in the order of the model. No shard is left out."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+
+    @classmethod
+    def of_shapes(cls, shapes: Shapes) -> "LocalModel":
+        """Return a model whose parameters are named "p0", "p1" and so on."""
+        return cls(tuple(f"p{i}" for i in range(len(shapes))), tuple(tuple(shape) for shape in shapes))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of entries of each shard."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of all shards together."""
+        return count_entries(self.shapes)
+
+    def select(self, names: Collection[str]) -> "LocalModel":
+        """Return the part of the model with these parameter names."""
+        kept = [i for i, name in enumerate(self.names) if name in names]
+        return LocalModel(tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept))
+
+    def matrices(self, dense_names: Collection[str] = ()) -> list[Shape]:
+        """Return the shapes with two or more dimensions, except those of `dense_names`."""
+        pairs = zip(self.names, self.shapes, strict=True)
+        return [shape for name, shape in pairs if len(shape) > 1 and name not in dense_names]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A decoder model and its training batch.
+
+    Attributes:
+        sequence: Tokens per sequence.
+        batch: Sequences per step, over all ranks.
+        positions: Rows of the learned position embedding for GPT-2, which also has biases, a tied output and GELU; 0
+            for Llama.
+    """
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    batch: int
+    positions: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gpt2 and self.sequence > self.positions:
+            raise ValueError(
+                f"{self.name} has learned positions for {self.positions} tokens, and a sequence has {self.sequence}"
+            )
+
+    @property
+    def gpt2(self) -> bool:
+        """Whether the model has the GPT-2 architecture."""
+        return self.positions > 0
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of all parameters, in model order."""
+        return self._gpt2_shapes() if self.gpt2 else self._llama_shapes()
+
+    def _llama_shapes(self) -> tuple[Shape, ...]:
+        w, kv = self.width, self.kv_width
+        layer: tuple[Shape, ...] = ((w, w), (kv, w), (kv, w), (w, w))
+        layer += ((self.ffn, w), (w, self.ffn), (self.ffn, w), (w,), (w,))
+        return ((self.vocab, w), *layer * self.layers, (w,), (self.vocab, w))
+
+    def _gpt2_shapes(self) -> tuple[Shape, ...]:
+        w, f = self.width, self.ffn
+        layer: tuple[Shape, ...] = ((w, w), (w,)) * 4 + ((f, w), (f,), (w, f), (w,)) + ((w,), (w,)) * 2
+        return ((self.vocab, w), (self.positions, w), *layer * self.layers, (w,), (w,))
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the parameters of `shapes`, as in the models."""
+        kinds = ("weight", "bias") if self.gpt2 else ("weight",)
+        parts = [f"attention.{part}" for part in ("wq", "wk", "wv", "wo")]
+        parts += [f"feed_forward.{part}" for part in (("w1", "w2") if self.gpt2 else ("w1", "w2", "w3"))]
+        layer_names = [f"{part}.{kind}" for part in (*parts, "attention_norm", "ffn_norm") for kind in kinds]
+        first = ["tok_embeddings.weight", "pos_embeddings.weight"] if self.gpt2 else ["tok_embeddings.weight"]
+        last = ["norm.weight", "norm.bias"] if self.gpt2 else ["norm.weight", "output.weight"]
+        return (*first, *(f"layers.{i}.{name}" for i in range(self.layers) for name in layer_names), *last)
+
+    @property
+    def kv_width(self) -> int:
+        return self.width // self.heads * self.kv_heads
+
+    def local(self, shard: int) -> LocalModel:
+        """Return the shards of the first of `shard` ranks."""
+        return LocalModel(self.names(), local_shapes(self.shapes(), shard))
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes()))
+
+    def flops_per_token(self) -> float:
+        """Return the FLOPs of forward and backward: 6 per multiplied parameter, and 6 * layers * width * sequence for
+        attention.
+
+        The input embedding is a lookup and is not counted; a tied embedding is counted as the output matrix, positions
+        are not. Attention is causal: half of 12 * layers * width * sequence. Recomputation is not counted.
+        """
+        lookup_rows = self.positions if self.gpt2 else self.vocab
+        return 6.0 * (self.parameters - lookup_rows * self.width) + 6.0 * self.layers * self.width * self.sequence
+
+    def activation_bytes(self, micro_batch: int) -> float:
+        """Return the estimated peak of activations for `micro_batch` sequences in BF16, with every second layer
+        recomputed.
+
+        A layer that is not recomputed stores the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4
+        ffn) bytes per token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer stores its input, and one
+        layer at a time is complete. Logits take 10 bytes per entry: BF16, their FP32 copy and its gradient. Attention
+        stores no scores.
+        """
+        w, f = self.width, self.ffn
+        per_layer = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
+        recomputed = self.layers // 2
+        layers = (self.layers - recomputed) * per_layer + recomputed * 2 * w + per_layer
+        return micro_batch * self.sequence * (layers + 10.0 * self.vocab)
+
+    def working_bytes(self) -> float:
+        """Return the estimated memory of FSDP's largest unit (a layer or an embedding), with the next one being
+        gathered.
+
+        Two BF16 copies of its parameters (4 bytes per parameter), BF16 gradients, and the FP32 input of the reduction
+        (2 + 4). GPT-2's embeddings are gathered throughout, in addition to its layers: a copy, BF16 gradients, and the
+        reduction at the end.
+        """
+        tables = (self.positions + self.vocab if self.gpt2 else 2 * self.vocab) * self.width
+        layer = (self.parameters - tables) / max(1, self.layers)
+        if self.gpt2:
+            return max(10.0 * layer + 4.0 * tables, 8.0 * tables)
+        return 10.0 * max(layer, self.vocab * self.width)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("llama_500m", 16, 1536, 16, 8, 4096, 32000, 4096, 1024),
+        Workload("llama_1_8b", 24, 2560, 32, 8, 6912, 32000, 2048, 1024),
+        Workload("gpt_345m", 24, 1024, 16, 16, 4096, 50304, 1024, 512, positions=1024),
+    )
+}
+
+
+def get_workload(name: str) -> Workload:
+    """Return the workload of that name.
+
+    Raises:
+        ValueError: The name is unknown; the message lists the names.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}")
+    return WORKLOADS[name]
+
+
+def local_shapes(shapes: Shapes, shard: int) -> tuple[Shape, ...]:
+    """Return the shapes of the first rank's shards: FSDP2 splits the first dimension into chunks of ceil(rows /
+    shard).
+    """
+    return tuple((-(-s[0] // shard), *s[1:]) for s in shapes)

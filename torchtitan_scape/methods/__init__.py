@@ -1,0 +1,1 @@
+"""Synchronization methods of the replicate axis: the interface, the registry and one folder per method."""

@@ -1,0 +1,134 @@
+"""The two base classes of methods: those that synchronize gradients, and those whose replicas train alone."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.parameters import store_gradient, stored
+from torchtitan_scape.methods.interface import Method, State, StepInfo
+from torchtitan_scape.methods.update import clip, norm_over_model, update
+
+
+class GradientMethod(Method):
+    """A method that synchronizes gradients: synchronize -> norm -> clip -> optimizer.step -> after_optimizer_step.
+
+    Of replicas that one process simulates, only the writer (`collectives.is_writer`) clips and updates: all share one
+    set of weights.
+    """
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        context, phase = self.context, self.context.timer.phase
+        with phase("exchange"):
+            gradients = self.synchronize(gradients, info)
+        if self.collectives.is_writer:
+            self._observe(gradients, info)
+            with phase("clip"):
+                norms = self.gradient_norms(gradients)
+                context.grad_norm.copy_(
+                    norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
+                )
+                if context.max_norm is not None:
+                    context.clip_factor.copy_(clip(gradients, context.grad_norm, context.max_norm))
+                for shard, gradient in zip(context.shards, gradients, strict=True):
+                    store_gradient(shard, gradient)
+            with phase("update"):
+                update(context.optimizer, info.applied)
+        with phase("exchange"):
+            self.after_optimizer_step(info)
+
+    @abstractmethod
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        """Return the synchronized gradients, FP32 (n,) per shard, bitwise equal on all replicas. Collective.
+
+        Args:
+            gradients: this replica's, FP32 (n,) per shard; they may be overwritten.
+            info: see `Method.step`.
+        """
+
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        """Start an exchange; the returned function waits for it and returns the result of `synchronize`. Collective.
+
+        Other collectives may run in between, and the gradients must not be changed. By default nothing happens before
+        the returned function is called.
+        """
+        return lambda: self.synchronize(gradients, info)
+
+    def after_optimizer_step(self, info: StepInfo) -> None:
+        """Run after the optimizer's update, for example to select the next mask. Collective."""
+
+    def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the norms that clipping uses, FP64 () per shard; by default those of the synchronized gradients."""
+        return list(torch._foreach_norm(gradients, 2, torch.float64))
+
+    def scale_to_mean(self, gradients: list[Tensor]) -> None:
+        """Multiply by `context.gradient_scale`, in place."""
+        if self.context.gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, self.context.gradient_scale)
+
+
+class LocalMethod(Method):
+    """A method whose replicas train alone between exchanges: norm -> clip -> optimizer.step -> exchange.
+
+    Every replica scales, clips and updates by its own gradient, with an optimizer of its own.
+    """
+
+    per_replica_weights = True
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        context, phase = self.context, self.context.timer.phase
+        with phase("clip"):
+            torch._foreach_mul_(gradients, context.gradient_scale)
+            self._observe(gradients, info)
+            norms = torch._foreach_norm(gradients, 2, torch.float64)
+            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
+            if context.max_norm is not None:
+                context.clip_factor.copy_(clip(gradients, norm, context.max_norm))
+            context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
+            for shard, gradient in zip(context.shards, gradients, strict=True):
+                store_gradient(shard, gradient)
+        with phase("update"):
+            update(context.optimizer, info.applied)
+        with phase("exchange"):
+            self.exchange(info)
+
+    @abstractmethod
+    def exchange(self, info: StepInfo) -> None:
+        """Exchange the replicas' weights or displacements, if this step does. Collective."""
+
+    @cached_property
+    def _idle_states(self) -> list[State]:
+        return self.states()
+
+    def declared_states(self) -> list[State]:
+        """Return the states while no exchange is running. The first call must come before the first step."""
+        return self._idle_states
+
+    def anchors(self) -> dict[str, Tensor]:
+        """Return the weights that replicas share, by name: validated, exported and saved as the model."""
+        return next(state.tensors for state in self.declared_states() if state.on_migration == "model")
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        shared = [state for state in self.states() if not state.per_replica and state.by_parameter]
+        return [
+            ReplicatedTensors(
+                s.name, [(state.kind, state.tensors[s.name]) for state in shared if s.name in state.tensors]
+            )
+            for s in self.context.shards
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Return "density" and "residual_norm", here the distance between the anchor and this replica's weights."""
+        anchors = self.anchors()
+        pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
+        squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
+        for shard in (shard for shard in self.context.shards if shard.counted):
+            weights = stored(shard.parameter).double()
+            distance = anchors[shard.name].to(weights.device) - weights
+            for tensors in (tensors for tensors in pending if shard.name in tensors):
+                distance += tensors[shard.name].to(weights.device)
+            squares += distance.square().sum()
+        return {"density": self.density(), "residual_norm": self.root_mean_square(squares)}

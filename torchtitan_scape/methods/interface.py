@@ -1,0 +1,322 @@
+"""The interface of a synchronization method of the replicate axis.
+
+A method is written for one replica. It communicates through `ReplicaCollectives` alone, which counts its bytes, and
+declares its state as `State` objects. The replica optimizer, checkpoints, the consistency check and the memory report
+read these declarations and know no method by name.
+
+Units: a replica's gradient times `MethodContext.gradient_scale` is in mean units: the average over replicas is the
+global gradient. Residuals and synchronized gradients are in the same units.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.scape.reference import unpack_bits
+from topology.calls import CollectiveCall, level_sizes
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.observer import Observer
+from torchtitan_scape.core.parameters import Shard, local, stored
+from torchtitan_scape.core.tensors import masked_copy_, packed_bits
+from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.core.workloads import LocalModel
+
+# The kind of state that contains the weights of replicas that differ.
+REPLICA_WEIGHTS = "own_parameters"
+
+
+@dataclass(frozen=True)
+class State:
+    """One kind of tensor that a method keeps between steps. Steps and loading change the tensors in place.
+
+    Attributes:
+        kind: its name in checkpoints, for example "residual".
+        tensors: by parameter name, of the parameter's local shape if `by_parameter`.
+        per_replica: True if every replica has its own values; else all hold the same bits (checked by the consistency
+            check).
+        on_migration: the treatment under another layout, replica count or method.
+            "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
+            "displacement": pending changes of the weights, anchor minus weight, of a method with per-replica weights.
+            "model": the FP32 weights that replicas share, saved, validated and exported as the model.
+            "copy": copied if the next run has a state of that kind.
+            "rebuild": dropped, and the next exchange is complete.
+        by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
+        packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    per_replica: bool
+    on_migration: Literal["gradient", "displacement", "model", "copy", "rebuild"]
+    by_parameter: bool = True
+    packed: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it holds an update that was not delivered yet."""
+        return self.on_migration in ("gradient", "displacement")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description in a checkpoint's record, as plain values."""
+        return {"own": self.per_replica, "carries": self.on_migration, "by_parameter": self.by_parameter}
+
+    def entries(self, name: str, shape: torch.Size) -> Tensor:
+        """Return a parameter's values in its local `shape`: the tensor itself unless `packed`."""
+        values = self.tensors[name]
+        return unpack_bits(values, shape.numel()).view(shape).byte() if self.packed else values
+
+    def load_entries(self, name: str, values: Tensor) -> None:
+        """Load the result of `entries`, of any shape."""
+        target = self.tensors[name]
+        target.copy_(
+            packed_bits(values.bool().view(-1)).to(target.device) if self.packed else values.view(target.shape)
+        )
+
+
+class StepInfo(NamedTuple):
+    """One optimizer step.
+
+    Attributes:
+        number: attempted steps including this one, from 1; the same on all ranks, a host integer.
+        applied: bool () on the device; False if any gradient on any rank is not finite. It gates every write of state.
+    """
+
+    number: int
+    applied: Tensor
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """Everything a method receives apart from its options.
+
+    Attributes:
+        shards: this rank's parameter shards; gradients are passed in this order.
+        collectives: communication with the other replicas.
+        optimizer: the optimizer that updates `shards`; a method may read its rates and moments.
+        gradient_scale: converts a local gradient into mean units: the number of replicas if the loss was divided by
+            the global token count, else 1.
+        total_steps: steps of the run, for schedules that depend on them; 0 if unknown.
+        kernels: "auto", "triton" or "torch".
+        max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
+        grad_norm: FP32 (), written by `step`: the norm of the synchronized gradient before clipping.
+        clip_factor: FP32 (), written by `step`: the factor by which the gradient was scaled.
+        timer: measures the phases of a step.
+    """
+
+    shards: Sequence[Shard]
+    collectives: ReplicaCollectives
+    optimizer: torch.optim.Optimizer
+    gradient_scale: float = 1.0
+    total_steps: int = 0
+    kernels: str = "auto"
+    max_norm: float | None = None
+    grad_norm: Tensor = field(default=None)  # type: ignore[assignment]  # None: a tensor of its own
+    clip_factor: Tensor = field(default=None)  # type: ignore[assignment]
+    timer: PhaseTimer = field(default=None)  # type: ignore[assignment]  # None: a timer that is off
+
+    def __post_init__(self) -> None:
+        device = self.shards[0].device if self.shards else torch.device("cpu")
+        defaults: dict[str, Callable[[], Any]] = {
+            "grad_norm": lambda: torch.zeros((), dtype=torch.float32, device=device),
+            "clip_factor": lambda: torch.ones((), dtype=torch.float32, device=device),
+            "timer": lambda: PhaseTimer(device),
+        }
+        for name, make in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, make())
+
+
+class Method(ABC):
+    """One replica's side of a synchronization method.
+
+    Create all state in `__init__`, and change it in place. The mathematics belongs in functions on local tensors.
+
+    Class attributes:
+        gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
+        per_replica_weights: True if the replicas' weights differ between exchanges. One of the states then has
+            `on_migration` = "model".
+        supports_overlap: True if the exchange can start while the backward pass is running (`methods.chunked`).
+        holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
+            supplies the rates alone.
+    """
+
+    gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
+    per_replica_weights: ClassVar[bool] = False
+    supports_overlap: ClassVar[bool] = False
+    holds_optimizer_state: ClassVar[bool] = False
+
+    def __init__(self, context: MethodContext, options: Any) -> None:
+        self.context, self.options, self.collectives = context, options, context.collectives
+        self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
+        self._full_exchange_requested = False
+
+    @classmethod
+    def prepare_model(cls, model: nn.Module, options: Any) -> None:
+        """Convert the model's parameters, before the optimizer is built on them."""
+
+    @abstractmethod
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        """Synchronize, clip and update. Collective.
+
+        Args:
+            gradients: flat (n,), one per shard, of `gradient_dtype`; they may be overwritten. They may contain NaN if
+                not `info.applied`; then no state may change.
+            info: the step's number, and the flag that gates every write.
+        """
+
+    def finish_previous_step(self, applied: bool) -> None:
+        """Wait for exchanges that the previous step started; commit their result, or drop it if not `applied`."""
+
+    def request_full_exchange(self) -> None:
+        """Make the next exchange complete, so that nothing stays pending. Collective."""
+        self._full_exchange_requested = True
+
+    def take_full_exchange_request(self) -> bool:
+        """Return and clear the request of `request_full_exchange`. A method calls it once per exchange."""
+        requested, self._full_exchange_requested = self._full_exchange_requested, False
+        return requested
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def states(self) -> list[State]:
+        """Return all tensors that later steps depend on, themselves and not copies. Waits for running exchanges."""
+        return []
+
+    def declared_states(self) -> list[State]:
+        """Return the states that a checkpoint may contain, without communication; tensors may be missing."""
+        return self.states()
+
+    def checkpoint_states(self, residual: str) -> list[State]:
+        """Return the states for a checkpoint. Collective.
+
+        Args:
+            residual: "exact", "mean" or "drop", as in `[checkpoint] residual`. The caller averages or drops the states
+                of single replicas; a method overrides this if it has another form for them.
+        """
+        return self.states()
+
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        """Return the bytes in a checkpoint by kind, over all ranks. No communication."""
+        entries = {shard.name: shard.entries for shard in self.context.shards}
+        sizes: dict[str, int] = {}
+        for state in self.declared_states():
+            if not state.by_parameter or state.on_migration == "model" or (residual == "drop" and state.is_pending):
+                continue
+            rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
+            sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
+        return sizes
+
+    def allocate(self, kind: str, name: str) -> None:
+        """Create a parameter's state that exists only at times, before it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this replica's state, for the same layout and options. Collective; tensors are not copies."""
+        return {state.kind: dict(state.tensors) for state in self.states()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load the result of `state_dict` into the present tensors."""
+        for kind, tensors in saved.items():
+            for name in tensors:
+                self.allocate(kind, name)
+        for state in self.states():
+            for name, target in state.tensors.items():
+                target.copy_(saved[state.kind][name])
+
+    def record(self) -> dict[str, Any]:
+        """Return the state that is not a tensor, as plain values for a checkpoint's record."""
+        return {}
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        """Return the tensors that must be bitwise equal on all replicas, after `finish_previous_step`."""
+        shared = [state for state in self.states() if not state.per_replica]
+        found = []
+        for shard in self.context.shards:
+            parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
+            state = self.context.optimizer.state[shard.parameter]
+            parts += ((key, local(value)) for key, value in sorted(state.items()) if isinstance(value, Tensor))
+            parts += ((s.kind, s.tensors[shard.name]) for s in shared if shard.name in s.tensors)
+            found.append(ReplicatedTensors(shard.name, parts))
+        return found
+
+    # -------------------------------------------------------------------------------------------- reports
+
+    def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
+        """Return a parameter's first moment and its pending update, FP32 (n,); None where there is none. Collective."""
+        moment = self.context.optimizer.state.get(shard.parameter, {}).get("exp_avg")
+        states = [s for s in self.states() if s.on_migration == "gradient" and shard.name in s.tensors]
+        residual = torch.stack([s.tensors[shard.name].view(-1) for s in states]).sum(0) if states else None
+        return None if moment is None else local(moment).view(-1), residual
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the last step for the log, after `finish_previous_step`. Collective.
+
+        "density" is the fraction of the entries that a step sends. "residual_norm" is the norm of the pending updates,
+        as the root mean square over replicas.
+        """
+        figures = {"density": self.density()}
+        pending = [state for state in self.states() if state.on_migration == "gradient"]
+        if pending:
+            counted = {shard.name for shard in self.context.shards if shard.counted}
+            squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
+            for values in (t for state in pending for name, t in state.tensors.items() if name in counted):
+                squares += values.double().square().sum()
+            figures["residual_norm"] = self.root_mean_square(squares)
+        return figures
+
+    def root_mean_square(self, squares: Tensor) -> float:
+        """Return the root of a sum of squares over all ranks, divided by the number of replicas. Collective."""
+        return (self.collectives.sum_over_all(squares) / self.collectives.replicas).item() ** 0.5
+
+    def local_model(self) -> LocalModel:
+        """Return names and shapes of this rank's shards."""
+        shards = self.context.shards
+        return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards))
+
+    def collective_calls(self) -> list[CollectiveCall]:
+        """Return `options.cost().collective_calls(...)` for this rank."""
+        levels, chunk_entries = level_sizes(self.collectives.levels), self.collectives.chunk_entries
+        calls: list[CollectiveCall] = self.options.cost().collective_calls(self.local_model(), levels, chunk_entries)
+        return calls
+
+    def planned_bytes(self) -> float:
+        """Return the bytes that this rank sends per step after warm-up, averaged over steps."""
+        levels = level_sizes(self.collectives.levels)
+        return sum(stage.sent for call in self.collective_calls() for stage in call.stages(levels))
+
+    def payload_chunks(self) -> int:
+        """Return the number of messages that carry the payload of a step."""
+        return 1
+
+    def density(self) -> float:
+        """Return the fraction of the entries that a step sends after the warm-up."""
+        return 1.0
+
+    def _observe(self, gradients: Sequence[Tensor], info: StepInfo) -> None:
+        if self.observer is not None:
+            with self.context.timer.phase("observe"):
+                by_name = dict(zip((shard.name for shard in self.context.shards), gradients, strict=True))
+                self.observer.synchronised(by_name.__getitem__, info.applied)
+
+
+@dataclass
+class ErrorFeedback:
+    """The pending update of a replica: FP32 tensors of the local shapes in mean units, initially zero."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> "ErrorFeedback":
+        return cls({s.name: torch.zeros(s.local_shape, dtype=torch.float32, device=s.device) for s in shards})
+
+    def clear(self, applied: Tensor) -> None:
+        """Set all residuals to zero if `applied`, bool ()."""
+        for residual in self.tensors.values():
+            masked_copy_(residual, 0.0, applied)
+
+    def state(self) -> State:
+        return State("residual", self.tensors, per_replica=True, on_migration="gradient")

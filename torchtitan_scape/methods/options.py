@@ -1,0 +1,128 @@
+"""Base of the TOML sections of the methods, and the closed form that each of them provides. No torch.
+
+A file that defines a section must not use `from __future__ import annotations`, see `core.options`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+from topology.calls import CollectiveCall
+from topology.layout import Layout
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import Options
+from torchtitan_scape.core.workloads import LocalModel
+
+
+class MethodCost(Protocol):
+    """Closed form of a step after warm-up, in bytes, without the optimizer (`optimizers/cost.py`).
+
+    `model` has the names and shapes of this rank's shards.
+
+    Attributes:
+        includes_optimizer: The method updates the parameters itself: `memory_traffic` and `device_memory` contain
+            parameters, gradients and the optimizer's state.
+        supports_overlap: The exchange can run during the last backward pass of a step.
+        scalar_reductions: All-reduces of a scalar that a step waits for.
+    """
+
+    @property
+    def includes_optimizer(self) -> bool: ...
+
+    @property
+    def supports_overlap(self) -> bool: ...
+
+    @property
+    def scalar_reductions(self) -> int: ...
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        """Return the collectives of a step, in their order.
+
+        Args:
+            levels: Levels that the replicas span, innermost first; none for a single replica.
+            chunk_entries: FP32 elements of the buffers of a chunked exchange.
+        """
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return what (the packing pass, the other passes) of a step move: each input and output counts once."""
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory on the device, by kind."""
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory on the host, by kind."""
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return what (the packing pass, the other passes) copy between device and host, both directions together."""
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        """Return the device memory of a process that simulates all replicas, by kind, the optimizer included.
+
+        Args:
+            optimizer: Memory of the optimizer on one rank, by kind.
+        """
+
+
+@dataclass
+class MethodOptions(Options):
+    """TOML section of one method; the only place where its options are declared."""
+
+    main_options: ClassVar[tuple[str, ...]] = ()  # those that decide how much is sent; the planner prints them
+
+    @classmethod
+    def method_name(cls) -> str:
+        """Return the name of the method in `[sync] method`."""
+        return cls.section.removeprefix("sync.")
+
+    def cost(self) -> MethodCost:
+        """Return the closed form of the method with these options."""
+        raise NotImplementedError
+
+    def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> Self:
+        """Return the options with all values that depend on the model chosen.
+
+        Args:
+            shapes: Shapes of this rank's shards.
+
+        Raises:
+            ValueError: No value is possible.
+        """
+        return self
+
+    def resolve_for_links(self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int) -> Self:
+        """Return the options with defaults chosen that depend on the links between replicas.
+
+        Args:
+            shapes: of this rank's shards.
+            layout: of the run, simulated replicas included.
+            rank: this rank.
+            levels: levels of the exchange, as communicators were built.
+        """
+        return self
+
+    def needs_comm_streams(self) -> bool:
+        """Return whether an exchange over a single ring has several stages and therefore needs comm streams."""
+        return False
+
+    def simulation_error(self) -> str:
+        """Return why simulated replicas do not support these options; "" if they do."""
+        return ""
+
+    def steps_per_round(self) -> int:
+        """Return the number of steps until every parameter has been exchanged and its result used."""
+        return 1
+
+    def label(self) -> str:
+        """Return the method and the options that decide how much is sent, as tables and log lines show them."""
+        return self.method_name()
+
+    def offloaded(self) -> tuple[str, ...]:
+        """Return the states that are kept in host memory."""
+        return ()
+
+    def without_memory_savings(self) -> Self:
+        """Return the options with replicated updates, FP32 weights and all states on the device."""
+        return self

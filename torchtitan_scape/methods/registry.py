@@ -1,0 +1,95 @@
+"""The list of methods. Importing it imports no torch: implementations are imported on first use."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_scape.methods.demo.options import DemoOptions
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.radius.options import RadiusOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
+from torchtitan_scape.methods.tagc.options import TagcOptions
+from torchtitan_scape.methods.topk.options import TopkOptions
+
+if TYPE_CHECKING:
+    from torchtitan_scape.methods.interface import Method
+
+# Optimizers that work with any synchronized gradient or averaged parameter.
+ANY_OPTIMIZER = ("AdamW", "AdamS", "Muon", "SignSGD")
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """A method, registered under its name in `[sync] method`.
+
+    Attributes:
+        options: Its TOML section.
+        implementation: Its class, as a name below `torchtitan_scape.methods`.
+        optimizers: Values of `[optimizer] name` that it supports.
+        is_linear: Stateless and linear in the gradient: simulated gradients may be summed before the method runs.
+        supports_flat_slices: It supports parameters that are flat slices of others, as on three levels.
+        import_function: A function that reads the method's checkpoints for any other method.
+    """
+
+    options: type[MethodOptions]
+    implementation: str
+    optimizers: tuple[str, ...] = ANY_OPTIMIZER
+    is_linear: bool = False
+    supports_flat_slices: bool = False
+    import_function: str = "pending.import_state"
+
+    @property
+    def method(self) -> "type[Method]":
+        """The class of the method."""
+        found: type[Method] = _import(self.implementation)
+        return found
+
+    @property
+    def incoming(self) -> Any:
+        """The function `import_function`."""
+        return _import(self.import_function)
+
+    @property
+    def supports_overlap(self) -> bool:
+        """Whether the method supports `[sync] overlap`."""
+        return self.options().cost().supports_overlap
+
+
+def _import(name: str) -> Any:
+    """Return the class or function of this name below `torchtitan_scape.methods`."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(f"torchtitan_scape.methods.{module}"), attribute)
+
+
+METHODS: dict[str, MethodEntry] = {
+    "dense": MethodEntry(DenseOptions, "dense.method.Dense", is_linear=True, supports_flat_slices=True),
+    "scape": MethodEntry(
+        ScapeOptions,
+        "scape.method.ScapeMethod",
+        ("AdamS",),
+        supports_flat_slices=True,
+        import_function="scape.loading.import_scape_state",
+    ),
+    "topk": MethodEntry(TopkOptions, "topk.method.Topk"),
+    "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),
+    "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
+    "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
+    "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized"),
+    "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),
+    "diloco": MethodEntry(DilocoOptions, "diloco.method.Diloco"),
+    "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
+    "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta"),
+    "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
+}
+
+
+def implementation_of(options: MethodOptions) -> "type[Method]":
+    """Return the class of the method with these options."""
+    return METHODS[options.method_name()].method

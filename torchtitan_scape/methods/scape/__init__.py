@@ -1,0 +1,1 @@
+"""SCAPE: AdamS with a sparse, error-compensated first moment and delayed masks."""

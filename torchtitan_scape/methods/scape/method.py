@@ -1,0 +1,191 @@
+"""SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.common.rates import Rates
+from kernels.scape.blocks import density_at
+from kernels.scape.step import PassInputs, PayloadChunk
+from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.methods.interface import State, StepInfo
+from torchtitan_scape.methods.scape.components import ScapeComponents
+from torchtitan_scape.methods.scape.exchange import PayloadInFlight
+from torchtitan_scape.methods.scape.loading import load_scape
+from torchtitan_scape.methods.scape.recorder import GradientRecorder
+from torchtitan_scape.methods.scape.shared import replicated_by_scape
+from torchtitan_scape.methods.scape.state import StateByParameter
+from torchtitan_scape.methods.scape.statistics import metrics
+
+logger = logging.getLogger(__name__)
+
+
+class ScapeMethod(ScapeComponents):
+    """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
+
+    The method performs the update itself. It reads lr, betas, eps and weight_decay from `context.optimizer`, which
+    keeps no state (`AdamS(..., allocate_state=False)`). Gradients are used as scratch space.
+
+    Keep the parameters in FP32, or convert them with `core.bf16_weights.hold_in_bfloat16`: of other dtypes no master
+    copy is kept, so that updates smaller than their rounding are lost. Converted parameters have an FP32 master copy
+    here: of the n/N entries that this replica owns if the update is sharded, else of all entries.
+
+    On a GPU the host never waits for the step that it is in, only for the finite check of the previous one.
+
+    """
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        """Run one step of Algorithm 1. Gradients are FP32 or BF16, flat (n,) per shard, and are overwritten."""
+        phase, passes, exchange = self.context.timer.phase, self.passes, self.payload_exchange
+        with phase("pack"):
+            inputs = self._inputs([gradients[number] for number in self._order], info)
+            passes.bind(inputs)
+        in_flight: list[PayloadInFlight] = []
+        for chunk in passes.parts:
+            with phase("pack"):
+                passes.pack(chunk)
+            with phase("exchange"):
+                in_flight.append(exchange.start(chunk))
+        with phase("pack"):
+            selected = passes.selected()
+        for chunk in self._clipped(in_flight):
+            with phase("update"):
+                passes.update(chunk)
+        with phase("exchange"):
+            exchange.publish()
+        with phase("update"):
+            passes.write(own_only=self.collectives.is_fake)
+        passes.release()
+        with phase("exchange"):
+            # Its buffer is that of the payload, which is not used again in this step.
+            self.masks.exchange(selected, inputs.next_density)
+
+    def _inputs(self, gradients: list[Tensor], info: StepInfo) -> PassInputs:
+        parameters, options = self.cut([stored(shard.parameter) for shard in self.ordered]), self.options
+        rates = [self._rates(self.shard_of(i)) for i in range(len(self.pieces))]
+        if self.attempted_steps == 0:
+            # Not earlier: weights may be loaded into the parameters before the first step.
+            self.passes.start_master(parameters)
+        self.attempted_steps += 1
+        self._applied = info.applied
+        self.applied_steps += info.applied
+        return PassInputs(
+            parameters,
+            self.cut(gradients),
+            rates,
+            self.masks.in_use,
+            self.masks.previous,
+            density_at(self.attempted_steps + 1, options.density, options.density_warmup_steps),
+            info.applied,
+            self.applied_steps,
+            self.context.clip_factor,
+            options.clip_mode == "moment",
+        )
+
+    def _clipped(self, in_flight: list[PayloadInFlight]) -> Iterator[PayloadChunk]:
+        """Wait for the chunks, compute the norm, and yield each chunk when it may be updated.
+
+        Without clipping a chunk is yielded when it has arrived, else after all of them.
+        """
+        context, phase = self.context, self.context.timer.phase
+        recorder = None if self.observer is None else GradientRecorder(self, self.observer)
+        norm_squared = torch.zeros((), dtype=torch.float64, device=context.grad_norm.device)
+        for one in in_flight:
+            with phase("exchange"):
+                one.wait()
+            if recorder is not None:
+                with phase("observe"):
+                    recorder.arrived(one.part)
+            with phase("clip"):
+                norm_squared += self.passes.squares(one.part)
+            if context.max_norm is None:
+                yield one.part
+        if recorder is not None:
+            with phase("observe"):
+                recorder.finished()
+        with phase("clip"):
+            norm = self.payload_exchange.norm_squared(norm_squared.float()).sqrt()
+            # A NaN outside the mask is not part of the payload.
+            context.grad_norm.copy_(torch.where(self.passes.step.applied, norm, torch.nan))
+            if context.max_norm is not None:
+                context.clip_factor.copy_((context.max_norm / (context.grad_norm + 1e-6)).clamp(max=1.0))
+        if context.max_norm is not None:
+            yield from (one.part for one in in_flight)
+
+    def _rates(self, shard: Shard) -> Rates:
+        group = self.param_groups[shard.group]
+        lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        if self.options.update == "sharded" and self.bf16_weights and lr * weight_decay > 0.5:
+            raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
+        return Rates(lr, beta1, beta2, eps, weight_decay, self.context.gradient_scale, shard.counted)
+
+    def finish_previous_step(self, applied: bool) -> None:
+        self.masks.rotate(applied)
+
+    @torch.no_grad()
+    def request_full_exchange(self) -> None:
+        """Make the next step dense: its mask is all ones, and no residual remains after it. Collective."""
+        if self.attempted_steps == 0 or self.masks.in_use.dense:
+            return
+        self.passes.finish()
+        StateByParameter(self).release_wire_residual()
+        self.masks.in_use.density = 1.0
+
+    # --------------------------------------------------------------------------------- state and reports
+
+    def states(self) -> list[State]:
+        return StateByParameter(self).states("exact")
+
+    def declared_states(self) -> list[State]:
+        return StateByParameter.declared()
+
+    def checkpoint_states(self, residual: str) -> list[State]:
+        return StateByParameter(self).states(residual)
+
+    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
+        return StateByParameter(self).sizes(residual)
+
+    def record(self) -> dict[str, Any]:
+        return {"scape": StateByParameter(self).record(), "applied_steps": self.applied_steps.item()}
+
+    @staticmethod
+    def load_each(each: Sequence["ScapeMethod"], reader: Any, same_layout: bool, step: int) -> str:
+        """Load a checkpoint's state into the replicas of this process: see `load_scape`."""
+        return load_scape(each, reader, same_layout, step)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        return StateByParameter(self).whole()
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        StateByParameter(self).put_whole(saved)
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        return replicated_by_scape(self)
+
+    @torch.no_grad()
+    def moment_and_residual(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        return StateByParameter(self).moment_and_residual(shard.name)
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Return density, nnz, overlap with the previous mask, and the residual's norm. Collective.
+
+        "nnz" counts one replica's sparsified entries. "residual_norm" is the root mean square over replicas, without
+        the part that all replicas have in common if the update is sharded. This reads the whole state.
+        """
+        return metrics(self)
+
+    def payload_chunks(self) -> int:
+        return len(self.passes.parts)
+
+    def planned_bytes(self) -> float:
+        selections = self.passes.layout.wire_bytes(self.options.density, self.options.selection)
+        return self.payload_exchange.planned_bytes() + self.collectives.gathered_bytes(selections)

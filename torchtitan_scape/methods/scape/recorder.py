@@ -1,0 +1,80 @@
+"""The synchronised gradient of a step that is under way, by parameter, for who observes it."""
+
+import torch
+from torch import Tensor
+
+from kernels.scape import reference, reference_owner
+from kernels.scape.passes import ScapePasses
+from kernels.scape.step import PayloadChunk
+from kernels.scape.updaters import ShardedUpdate
+from torchtitan_scape.core.observer import Observer
+from torchtitan_scape.methods.scape.components import ScapeComponents
+from torchtitan_scape.methods.scape.exchange import source_of
+
+
+class GradientRecorder:
+    """gh of the parameters that the observer names: on A, and NaN off it."""
+
+    def __init__(self, scape: ScapeComponents, observer: Observer) -> None:
+        self._scape, self._observer = scape, observer
+        self._found: dict[str, Tensor] = {}
+
+    def arrived(self, part: PayloadChunk) -> None:
+        """Takes what it needs of a part: after its mean has arrived, before its norm."""
+        scape, updater = self._scape, self._scape.passes.updater
+        for tensor in range(part.first, part.end):
+            number, piece = scape.pieces[tensor]
+            shard = scape.ordered[number]
+            if shard.name not in self._observer.names:
+                continue
+            # Zeros for what other replicas own, who add their bits.
+            found = self._found.setdefault(shard.name, torch.zeros(shard.size, device=shard.device))
+            if not isinstance(updater, ShardedUpdate) or updater.owns(tensor):
+                start, end = (piece.start, piece.end) if piece else (0, shard.size)
+                found[start:end] = gradient_on_mask(scape.passes, tensor)
+
+    def finished(self) -> None:
+        """After all parts: shows them. A collective call."""
+        self._observer.synchronised(self._assembled, self._scape.passes.step.applied)
+        self._found = {}
+
+    def _assembled(self, name: str) -> Tensor:
+        found = self._found[name]
+        if isinstance(self._scape.passes.updater, ShardedUpdate):
+            self._scape.collectives.sum_over_replicas(found.view(torch.int32))
+        return found
+
+
+def gradient_on_mask(passes: ScapePasses, tensor: int) -> Tensor:
+    """FP32 (n,): gh = (b - b1 q) / (1 - b1) of a tensor whose mean b has arrived, NaN off A."""
+    step, sparse, beta1 = passes.step, tensor < passes.sparsified, passes.step.rates[tensor].beta1
+    used, held = (passes.layout.bits(mask, tensor) if sparse else None for mask in (step.in_use, step.previous))
+    size, count = passes.sizes[tensor], passes.counts[tensor]
+    indices = None if used is None else reference.mask_indices(used, size, count)
+    payload = _payload(passes, tensor)
+    if isinstance(passes.updater, ShardedUpdate):
+        common = passes.updater.share_of(passes.updater.common, tensor)
+        _, released = reference_owner.last_moment(common, indices, held)
+        reference_owner.synchronised_gradient_(payload, released, beta1)
+    else:
+        if passes.compact:
+            start = passes.payload_layout.positions[tensor]
+            last = passes.moment_on_mask[start : start + count]
+        else:
+            state = passes.kept("state")[tensor].to(payload.device)
+            last = state if indices is None else state.index_select(0, indices)
+        reference.synchronised_gradient_(payload, last, beta1)
+    if indices is None:
+        return payload
+    return torch.full((size,), torch.nan, device=payload.device).scatter_(0, indices, payload)
+
+
+def _payload(passes: ScapePasses, tensor: int) -> Tensor:
+    """The mean on A, FP32 (entries on A,), a copy."""
+    count = passes.counts[tensor]
+    if passes.compact:
+        return passes.payload[passes.payload_layout.positions[tensor] :][:count].clone()
+    chunk = torch.empty(count, dtype=torch.float32, device=passes.device)
+    if count:
+        source_of(passes).fill(chunk, sum(passes.counts[:tensor]))
+    return chunk

@@ -1,0 +1,357 @@
+"""SCAPE's state by parameter, in the parameters' shapes: what a checkpoint has, for any layout to read.
+
+In the optimizer the state lies in the order of blocks, runs and payloads, which follow the layout. By parameter it is,
+for every entry of a local shard:
+
+    moment    FP32, the same on all replicas: the first moment on P, the mask of the last step; off P the part of the
+              residual that replicas have in common (with a sharded update, or the replicas' mean, see `residual`)
+    residual  FP32, this replica's own: the residual off P; on P what rounding the payload lost. Where nothing is
+              rounded and every replica holds the moment ("one buffer") it has the moment on P, and there is no `moment`
+    mask      uint8, of sparsified parameters: 1 for the mask to be used next (A), plus 2 for P
+    master    FP32 parameters, where those in use are narrower
+    weight    BF16, the numbers of scaled parameters
+
+Sum over replicas of what is not delivered yet, the quantity that every step conserves, is `delivered + pending` with
+pending = b1 * moment + mean of residuals.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.scape import reference
+from kernels.scape.blocks import BlockLayout, Mask
+from kernels.scape.updaters import ShardedUpdate
+from torchtitan_scape.core.parameters import local, stored
+from torchtitan_scape.methods.interface import State
+from torchtitan_scape.methods.scape.components import ScapeComponents
+
+
+def for_moment(residual: Tensor, beta1: float) -> Tensor:
+    """What has to be added to a first moment for a residual: the next step takes it times b1. Zeros where b1 is 0."""
+    return residual / beta1 if beta1 > 0.0 else torch.zeros_like(residual)
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "moment": {"per_replica": False, "on_migration": "copy"},
+    "residual": {"per_replica": True, "on_migration": "gradient"},
+    "mask": {"per_replica": False, "on_migration": "rebuild"},
+    "master": {"per_replica": False, "on_migration": "copy"},
+    "weight": {"per_replica": False, "on_migration": "copy"},
+    "visits": {"per_replica": False, "on_migration": "rebuild", "by_parameter": False},
+    "scales": {"per_replica": False, "on_migration": "rebuild", "by_parameter": False},
+}
+
+
+class StateByParameter:
+    """The state of a `Scape` by parameter; parameters are numbered as in `scape.ordered`, sparsified ones first."""
+
+    def __init__(self, scape: ScapeComponents) -> None:
+        self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
+        self.owner = self.passes.updater if isinstance(self.passes.updater, ShardedUpdate) else None
+        self.blocks: BlockLayout = self.passes.updater.tensors
+        self.rounds = self.passes.wire_residual.numel() > 0
+        self.names = [shard.name for shard in scape.ordered]
+        self.sparsified = len(self.blocks.sizes)
+        # Tensors of the passes that make up a parameter: (number, first entry, end).
+        self.pieces: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
+        for i, (parameter, piece) in enumerate(scape.pieces):
+            whole = (0, scape.ordered[parameter].size)
+            self.pieces[parameter].append((i, *((piece.start, piece.end) if piece else whole)))
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    @property
+    def one_buffer(self) -> bool:
+        """Whether the residual of an exact save has the moment on P; it is the state itself then, not a copy."""
+        return self.owner is None and not self.rounds
+
+    @torch.no_grad()
+    def tensors(self, residual: str = "exact") -> dict[tuple[str, str], Tensor]:
+        """Everything by (kind, parameter's name), of local shape.
+
+        residual: "exact"; "mean", which has the replicas' mean in `moment` instead; or "drop". A collective call,
+        after `finish_previous_step`. What is no copy changes with the next step.
+        """
+        self.passes.finish()
+        found: dict[tuple[str, str], Tensor] = {}
+        for i, (name, shard) in enumerate(zip(self.names, self.scape.ordered, strict=True)):
+            shape, held = local(shard.parameter).shape, self._held(i)
+            if i < self.sparsified:
+                found["mask", name] = self._mask_bytes(i, held).view(shape)
+            if residual == "exact" and self.one_buffer:
+                kind = "residual" if i < self.sparsified else "moment"
+                found[kind, name] = self.passes.kept("state")[i].view(shape)
+            else:
+                moment, own = self._parts(i, held)
+                if residual == "exact" and (i < self.sparsified or self.rounds):
+                    found["residual", name] = own.view(shape).cpu()
+                elif residual == "mean":
+                    self.scape.collectives.sum_over_replicas(own)
+                    moment = self.with_residual(i, moment, own.div_(self.scape.collectives.replicas), held)
+                elif residual == "drop" and held is not None:
+                    moment = torch.where(held, moment, 0.0)
+                found["moment", name] = moment.view(shape).cpu()
+            if (master := self._master(i)) is not None:
+                found["master", name] = master.view(shape)
+            if self.owner is not None and self.scape.bf16_weights:
+                found["weight", name] = stored(shard.parameter)
+        return found
+
+    def moment_and_residual(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the first moment and this replica's residual, FP32 (n,). Collective."""
+        self.passes.finish()
+        i = self.names.index(name)
+        held = self._held(i)
+        moment, own = self._parts(i, held)
+        if held is None:
+            return moment, own
+        return torch.where(held, moment, 0.0), own + torch.where(held, 0.0, moment)  # what is common off P is residual
+
+    def states(self, residual: str) -> list[State]:
+        """`tensors` and `extras` as what a method declares. A collective call."""
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for (kind, name), values in self.tensors(residual).items():
+            kinds.setdefault(kind, {})[name] = values
+        found = [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()]
+        return found + [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
+
+    @staticmethod
+    def declared() -> list[State]:
+        """Return all kinds of state that a checkpoint may contain, without tensors."""
+        return [State(kind, {}, **what) for kind, what in _KINDS.items()]
+
+    def sizes(self, residual: str) -> dict[str, int]:
+        """Bytes of all that `tensors` of all ranks leave in a checkpoint, by kind."""
+        counts = [shard.entries for shard in self.scape.ordered]
+        every, sparse = sum(counts), sum(counts[: self.sparsified])
+        rows = self.scape.collectives.replicas if residual == "exact" else 0
+        in_one = residual == "exact" and self.one_buffer
+        found = {
+            "moment": 4 * (every - sparse if in_one else every),
+            "residual": 4 * rows * (every if self.rounds else sparse),
+            "mask": sparse,
+            "master": 4 * every if self.has_master else 0,
+            "weight": 2 * every if self.owner is not None and self.scape.bf16_weights else 0,
+        }
+        return {kind: size for kind, size in found.items() if size}
+
+    def extras(self) -> dict[str, Tensor]:
+        """What only the same layout can use: the rates of visits, FP32, and the scales of weights, float64."""
+        visits, scales = self.passes.visits, None if self.owner is None else self.owner.scales
+        found = {} if visits is None else {"visits": visits.rates}
+        return found if scales is None or not scales.numel() else found | {"scales": scales}
+
+    def record(self) -> dict[str, Any]:
+        """The rest, as plain values."""
+        scape, masks = self.scape, self.masks
+        return {
+            "densities": [masks.in_use.density, masks.previous.density],
+            "attempted_steps": scape.attempted_steps,
+            "applied_steps": scape.applied_steps.item(),
+            "one_buffer": self.one_buffer,
+            "rounds": self.rounds,
+        }
+
+    def with_residual(self, i: int, moment: Tensor, residual: Tensor, held: Tensor | None) -> Tensor:
+        """A moment and a residual that all replicas have in common, FP32 (n,), as one; on P both are the moment's.
+
+        The next step takes the moment times b1, so that pending = b1 * moment + residual stays what it is.
+        """
+        into = for_moment(residual, self.beta1(i))
+        return moment + (into if held is None else torch.where(held, into, residual))
+
+    def beta1(self, i: int) -> float:
+        return float(self.scape.param_groups[self.scape.ordered[i].group]["betas"][0])
+
+    # ------------------------------------------------------------------------------------------ loading
+
+    @property
+    def has_master(self) -> bool:
+        return bool(self.passes.masters)
+
+    def learned_extras(self) -> None:
+        """To be called after filling `extras`."""
+        if self.owner is not None and self.scape.bf16_weights:
+            self.owner.load_scales(self.owner.scales)
+
+    @torch.no_grad()
+    def put(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None) -> None:
+        """Takes a parameter's state: moment FP32 (n,), own residual FP32 (n,) or None for zeros, P bool (n,) or None
+        for all ones. What own has on P goes into the errors of rounding, if P is at the target density.
+        """
+        device = self.passes.device
+        moment = moment.to(device)
+        if own is not None:
+            own = own.to(device)
+            self._put_wire_residual(i, own, held)
+            own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
+        kept = self.passes.kept("state")
+        for number, start, end in self.pieces[i]:
+            part = torch.zeros_like(moment[start:end]) if own is None else own[start:end]
+            if self.owner is None:
+                kept[number].copy_(moment[start:end] + part)
+                continue
+            if i < self.sparsified:
+                kept[number].copy_(part)
+            if self.owner.owns(number):
+                self.owner.share_of(self.owner.common, number).copy_(moment[start:end])
+
+    @torch.no_grad()
+    def put_master(self, i: int, values: Tensor) -> None:
+        """Takes a parameter's FP32 values (n,) into the master, where there is one, and as far as it is here."""
+        kept = self.passes.kept("master")
+        for number, start, end in self.pieces[i] if kept else ():
+            if self.owner is None or self.owner.owns(number):
+                kept[number].copy_(values[start:end])
+
+    @torch.no_grad()
+    def put_mask(self, i: int, bits: Tensor, mask: Mask) -> None:
+        """Takes bool (n,) for the bits of a sparsified parameter."""
+        room = self.blocks.blocks[i] * self.blocks.block_size
+        padded = torch.zeros(room, dtype=torch.bool, device=mask.bits.device)
+        padded[: bits.numel()] = bits
+        first = self.blocks.first_block[i] * self.blocks.block_size // 8
+        mask.bits[first : first + room // 8] = reference.pack_bits(padded)
+
+    def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
+        """Takes the counters, and the densities of A and P."""
+        self.masks.in_use.density, self.masks.previous.density = densities
+        self.passes.wire_residual.zero_()
+        self.scape.attempted_steps = saved["attempted_steps"]
+        self.scape.applied_steps.fill_(saved["applied_steps"])
+
+    # ------------------------------------------------------------------------------- the same layout again
+
+    def whole(self) -> dict[str, Any]:
+        """Return this replica's complete state without the parameters. Collective.
+
+        Call `finish_previous_step` first.
+        """
+        return {
+            "tensors": {f"{kind}.{name}": values for (kind, name), values in self.tensors().items()},
+            "extras": self.extras(),
+            "record": self.record(),
+        }
+
+    @torch.no_grad()
+    def put_whole(self, saved: dict[str, Any]) -> None:
+        """Takes back `whole`."""
+        self.passes.finish()
+        self.put_record(saved["record"], saved["record"]["densities"])
+        for i, name in enumerate(self.names):
+            flat = {k: saved["tensors"].get(f"{k}.{name}") for k in ("moment", "residual", "mask", "master", "weight")}
+            held, own = None, flat["residual"]
+            if flat["mask"] is not None:
+                bits = flat["mask"].view(-1)
+                self.put_mask(i, bits % 2 > 0, self.masks.in_use)
+                self.put_mask(i, bits > 1, self.masks.previous)
+                held = None if self.masks.previous.dense else (bits > 1).to(self.passes.device)
+            if own is not None:
+                own = own.reshape(-1).to(self.passes.device)
+            moment = flat["moment"]
+            if moment is None:  # one buffer, in which the moment is what lies on P
+                assert own is not None
+                moment = own if held is None else own.masked_fill(~held, 0.0)
+                own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
+            self.put(i, moment.reshape(-1), own, held)
+            if flat["master"] is not None:
+                self.put_master(i, flat["master"].view(-1))
+            if flat["weight"] is not None:
+                weight = stored(self.scape.ordered[i].parameter)
+                weight.copy_(flat["weight"].view(weight.shape))
+        for kind, values in self.extras().items():
+            values.copy_(saved["extras"][kind])
+        self.learned_extras()
+
+    # ---------------------------------------------------------------------------------------- internals
+
+    @property
+    def _carries(self) -> bool:
+        """Whether the last step left rounding errors, on P. Before a dense step there are none: they were released, or
+        P came from another layout and does not have as many entries as its density says."""
+        return self.rounds and not self.masks.in_use.dense and self.passes.at_target(self.masks.previous)
+
+    def _held(self, i: int) -> Tensor | None:
+        return self._bits(i, self.masks.previous)
+
+    def _bits(self, i: int, mask: Mask) -> Tensor | None:
+        """bool (n,) of a parameter in a mask; None for all ones."""
+        bits = self.blocks.bits(mask, i) if i < self.sparsified else None
+        return None if bits is None else reference.unpack_bits(bits, self.blocks.sizes[i])
+
+    def _mask_bytes(self, i: int, held: Tensor | None) -> Tensor:
+        used, ones = self._bits(i, self.masks.in_use), torch.ones(self.blocks.sizes[i], dtype=torch.uint8)
+        first = ones if used is None else used.to(torch.uint8).cpu()
+        return first + 2 * (ones if held is None else held.to(torch.uint8).cpu())
+
+    def _parts(self, i: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
+        """moment and own residual, FP32 (n,), new tensors on the device."""
+        kept, size, device = self.passes.kept("state"), self.scape.ordered[i].size, self.passes.device
+        if (owner := self.owner) is None:
+            state = kept[i].to(device)
+            if held is None:
+                moment, own = state.clone(), torch.zeros_like(state)
+            else:
+                moment, own = torch.where(held, state, 0.0), torch.where(held, 0.0, state)
+        else:
+            own = torch.zeros(size, device=device)
+            for number, start, end in self.pieces[i] if i < self.sparsified else ():
+                own[start:end] = kept[number]
+            moment = self._assembled(i, lambda number: owner.share_of(owner.common, number))
+        if self._carries:
+            for number, start, end in self.pieces[i]:
+                where = self._where(held, start, end)
+                own[start:end][where] = self.passes.wire_residual_of(number)
+        return moment, own
+
+    def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
+        """A parameter whose pieces lie with their owners, whole, on every replica. A collective call."""
+        whole = torch.zeros(self.scape.ordered[i].size, device=self.passes.device)
+        for number, start, end in self.pieces[i]:
+            if self.owner is not None and self.owner.owns(number):
+                whole[start:end] = part_of(number)
+        # The bits are added, all but one of them zeros, so that they stay what they are.
+        self.scape.collectives.sum_over_replicas(whole.view(torch.int32))
+        return whole
+
+    def _master(self, i: int) -> Tensor | None:
+        kept = self.passes.kept("master")
+        if not kept:
+            return None
+        return self._assembled(i, lambda number: kept[number]).cpu() if self.owner is not None else kept[i]
+
+    def _where(self, held: Tensor | None, start: int, end: int) -> Any:
+        return slice(None) if held is None else held[start:end].nonzero().view(-1)
+
+    def _put_wire_residual(self, i: int, own: Tensor, held: Tensor | None) -> None:
+        if self._carries:
+            for number, start, end in self.pieces[i]:
+                errors = self.passes.wire_residual_of(number)
+                errors.copy_(own[start:end][self._where(held, start, end)])
+
+    @torch.no_grad()
+    def release_wire_residual(self) -> None:
+        """Moves what rounding lost into the first moment, for a step whose payload has no place for it. Collective."""
+        if not self._carries:
+            return
+        errors, replicas = self.passes.wire_residual, self.scape.collectives.replicas
+        self.scape.collectives.sum_over_replicas(errors)
+        errors.div_(replicas)
+        kept = self.passes.kept("state")
+        for i in range(len(self.names)):
+            held = self._held(i)
+            for number, start, end in self.pieces[i]:
+                where, lost = (
+                    self._where(held, start, end),
+                    for_moment(self.passes.wire_residual_of(number), self.beta1(i)),
+                )
+                if self.owner is None:
+                    state = kept[number]  # on the host, where it is offloaded
+                    where = where.to(state.device) if isinstance(where, Tensor) else where
+                    state[where] += lost.to(state.device)
+                elif self.owner.owns(number):
+                    self.owner.share_of(self.owner.common, number)[where] += lost
+        errors.zero_()

@@ -1,1 +1,0 @@
-"""Optimizers that own the replicate axis, and what they are made of."""

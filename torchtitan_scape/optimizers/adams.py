@@ -1,0 +1,118 @@
+"""Dense AdamS: Adam with a normalizer computed from its momentum, so that it stores one moment instead of two.
+
+Zhang, Wang, Chen, "AdamS: Momentum Itself Can Be A Normalizer for LLM Pretraining and Post-training" (EMNLP 2025).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from kernels import adams_step, choose_backend
+from kernels.common.rates import Rates
+from torchtitan_scape.core.hyperparameters import check_hyperparameters
+from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, local
+
+
+class AdamS(Optimizer):
+    """AdamS on synchronized gradients, with decoupled weight decay.
+
+    A parameter without a gradient is not changed. If `found_inf`, a tensor set from outside as a gradient scaler does,
+    is not 0, the step is skipped on the device and nothing is written.
+
+    Args:
+        params, lr, betas, eps, weight_decay: As in `torch.optim.AdamW`. Parameters are plain tensors or DTensors, named
+            or not.
+        kernels: "auto" (one Triton launch on a GPU, PyTorch on a CPU), "triton" or "torch".
+        allocate_state: False for an optimizer that supplies its rates to a method that performs the update itself.
+            It has no state and cannot step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        kernels: str = "auto",
+        allocate_state: bool = True,
+    ) -> None:
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        self._allocates_state = allocate_state
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.found_inf: Tensor | None = None
+        self._step_supports_amp_scaling = True  # Declares support of `found_inf`, as PyTorch's fused optimizers do.
+        self._kernels = kernels
+        self._passes: dict[torch.device, Any] = {}  # One launch processes tensors of one device.
+        for shard in self._shards:
+            # Raises here instead of in a step.
+            choose_backend(kernels, local(shard.parameter).device, [shard.parameter.dtype])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group as torch does, with all state, because checkpoint helpers would otherwise create it by a
+        step.
+        """
+        super().add_param_group(param_group)
+        self._shards = collect_shards(self.param_groups)
+        for parameter in self.param_groups[-1]["params"] if self._allocates_state else ():
+            self.state[parameter] = {
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32).detach(),
+                "step": torch.zeros((), dtype=torch.float64, device=local(parameter).device),
+            }
+
+    def release_state(self) -> None:
+        """Drop the moments: a method stores them and performs the update, with the rates of this optimizer."""
+        self.state.clear()
+        self._allocates_state = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state as torch does, but keep its dtypes, and move the step counter to the parameter's device."""
+        super().load_state_dict(state_dict)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True) if self._allocates_state else ():
+            saved, device = state_dict["state"][saved_id], local(parameter).device
+            self.state[parameter] = {
+                "exp_avg": saved["exp_avg"].to(device=device, dtype=torch.float32),
+                "step": saved["step"].to(device=device, dtype=torch.float64),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step. Return the closure's value, or None without a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        by_device: dict[torch.device, list[Shard]] = defaultdict(list)
+        for shard in self._shards:
+            if shard.parameter.grad is not None:
+                by_device[local(shard.parameter).device].append(shard)
+        for device, shards in by_device.items():
+            if device not in self._passes:
+                self._passes[device] = adams_step(
+                    choose_backend(self._kernels, device, {s.parameter.dtype for s in shards})
+                )
+            applied = torch.ones((), dtype=torch.bool, device=device)
+            if self.found_inf is not None:
+                applied = self.found_inf.to(device) == 0
+            states = [self.state[shard.parameter] for shard in shards]
+            torch._foreach_add_([state["step"] for state in states], applied.double())
+            self._passes[device].step(
+                [local(shard.parameter).detach() for shard in shards],
+                [flat_gradient(shard) for shard in shards],
+                [local(state["exp_avg"]) for state in states],
+                [self._rates(shard) for shard in shards],
+                torch.stack([state["step"] for state in states]),
+                applied,
+            )
+        return loss
+
+    def _rates(self, shard: Shard) -> Rates:
+        group = self.param_groups[shard.group]
+        beta1, beta2 = group["betas"]
+        return Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])

@@ -1,0 +1,60 @@
+"""Exchange of row-sharded matrices within a replica, so that each rank processes whole matrices."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class MatrixExchange:
+    """All-to-all that assigns one whole matrix to each rank at a time, so that no work is repeated.
+
+    Args:
+        group: The ranks, in the order of their rows, sharded as by FSDP2: ceil(rows / ranks) each, fewer or none on the
+            last ranks. None for one rank.
+        count: Called for every exchange with the bytes sent to each rank, in rank order.
+    """
+
+    def __init__(self, group: ProcessGroup | None, count: Callable[[Sequence[int]], None] | None = None) -> None:
+        self._group, self._count = group, count
+        self.ranks = 1 if group is None else group.size()
+        self._group_rank = 0 if group is None else group.rank()
+
+    def work(
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Replace matrices by `on_whole` of the whole matrices. Collective.
+
+        Args:
+            shards: This rank's rows of at most `ranks` matrices, contiguous and of one dtype; overwritten by the rows
+                of the result.
+            shapes: Shapes of the whole matrices, equal on all ranks.
+            on_whole: Function of a whole matrix; called on the one rank that owns the matrix.
+        """
+        assert len(shards) <= self.ranks
+        if self._group is None:
+            shards[0].copy_(on_whole(shards[0]))
+            return
+        send_sizes = [-(-rows // self.ranks) * columns for rows, columns in shapes] + [0] * (self.ranks - len(shards))
+        receive_sizes = [send_sizes[self._group_rank]] * self.ranks
+        parts = shards[0].new_zeros(sum(send_sizes))
+        views = [
+            part[: shard.numel()].view_as(shard)
+            for shard, part in zip(shards, parts.split(send_sizes)[: len(shards)], strict=True)
+        ]
+        torch._foreach_copy_(views, list(shards))
+        whole = parts.new_empty(sum(receive_sizes))
+        self._exchange(whole, receive_sizes, parts, send_sizes)
+        if self._group_rank < len(shards):
+            rows, columns = shapes[self._group_rank]
+            matrix = whole.view(-1, columns)[:rows]
+            matrix.copy_(on_whole(matrix))
+        self._exchange(parts, send_sizes, whole, receive_sizes)
+        torch._foreach_copy_(list(shards), views)
+
+    def _exchange(self, output: Tensor, outputs: list[int], parts: Tensor, sizes: list[int]) -> None:
+        if self._count is not None:
+            self._count([size * parts.itemsize for size in sizes])
+        dist.all_to_all_single(output, parts, outputs, sizes, group=self._group)

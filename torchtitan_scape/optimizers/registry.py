@@ -1,0 +1,81 @@
+"""Registry of the optimizers that `[optimizer] name` can select, and of their states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from topology.layout import Layout
+from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.muon import Muon, is_hidden
+from torchtitan_scape.optimizers.signsgd import SignSGD
+
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer, registered under the name of its class.
+
+    Attributes:
+        make: Constructor from named parameters, with keywords lr, betas, eps, weight_decay, `implementation` (PyTorch's
+            AdamW: "fused", "foreach" or "for-loop"), `kernels`, and `count`, which receives the bytes sent to each rank
+            of the replica.
+        moments: Kinds of a parameter's state, FP32 of its shape. Each state also has "step", the number of applied
+            steps.
+        on_matrices: Whether it needs matrices that are whole or sharded by rows.
+    """
+
+    make: Callable[..., Optimizer]
+    moments: Callable[[Shard], tuple[str, ...]]
+    on_matrices: bool = False
+
+
+def _adamw(named: Any, *, implementation: str, kernels: str, count: Any, **rates: Any) -> Optimizer:
+    return torch.optim.AdamW(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")
+
+
+def _adams(named: Any, *, implementation: str, kernels: str, count: Any, **others: Any) -> Optimizer:
+    return AdamS(named, **others, kernels=kernels)
+
+
+def _muon(named: Any, *, implementation: str, kernels: str, **others: Any) -> Optimizer:
+    return Muon(named, **others, fused=implementation == "fused", foreach=implementation == "foreach")
+
+
+def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Optimizer:
+    return SignSGD(named, lr, weight_decay)
+
+
+OPTIMIZERS = {
+    "AdamW": OptimizerEntry(_adamw, lambda shard: (FIRST, SECOND)),
+    "AdamS": OptimizerEntry(_adams, lambda shard: (FIRST,)),
+    "Muon": OptimizerEntry(_muon, lambda shard: (FIRST,) if is_hidden(shard) else (FIRST, SECOND), on_matrices=True),
+    "SignSGD": OptimizerEntry(_signsgd, lambda shard: ()),
+}
+
+
+def check_layout(name: str, layout: Layout, levels: bool) -> None:
+    """Check that the layout shards matrices as the optimizer needs.
+
+    Args:
+        name: Name of the optimizer.
+        layout: Layout of the run.
+        levels: Whether three-level sharding is used.
+
+    Raises:
+        ValueError: Matrices would not be whole or sharded by rows; the message contains the fix.
+    """
+    if not OPTIMIZERS[name].on_matrices:
+        return
+    conflicts = [f"parallelism.tensor_parallel_degree = {layout.tensor}"] if layout.tensor > 1 else []
+    conflicts += ["[sharding.levels]"] if levels else []
+    if conflicts:
+        raise ValueError(
+            f"[optimizer] name = {name!r} with {' and '.join(conflicts)}: it needs matrices that are whole or sharded "
+            "by rows; use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = "
+            "'AdamW'"
+        )

@@ -1,0 +1,285 @@
+"""Candidate runs, their predictions, and the rule that selects one. Plain arithmetic: no torch.
+
+The lists of methods at the top are the planner's policy.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from topology.layout import Layout, plan_layout
+from topology.links import Links
+from topology.machines import Machine, get_machine
+from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.planner.bf16 import Bf16Options
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+
+DENSE = (PlannedRun(DenseOptions(), "AdamS", overlap=True), PlannedRun(DenseOptions(), "AdamW", overlap=True))
+# 13 % of the dense bytes. The loss is nearly that of dense training, and any optimizer is supported.
+CODED = (PlannedRun(QuantizedOptions(code="e2m1", block=128), overlap=True),)
+# 11.6, 2, 1.1 and 0.5 % of the dense bytes, by decreasing density: a lower density costs loss, so that it comes last.
+SPARSE = (
+    PlannedRun(ScapeOptions(density=0.1)),
+    PlannedRun(ScapeOptions(density=0.1, wire="int4")),
+    PlannedRun(ScapeOptions(density=0.05, wire="int4")),
+    PlannedRun(ScapeOptions(density=0.025, wire="2bit")),
+)
+# Shown but never advised: the trainer does not have the first; the others change the optimizer or the loss.
+COMPARED = (
+    PlannedRun(Bf16Options(), overlap=True),
+    PlannedRun(DenseOptions(), "Muon", overlap=True),
+    *(PlannedRun(SpartaOptions(interval=3, code="1bit"), optimizer) for optimizer in ("AdamW", "Muon")),
+)
+# Options of SCAPE that need less memory.
+LOWER_MEMORY: tuple[dict[str, Any], ...] = (
+    {"offload": ["state"]},
+    {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16"},
+    {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16", "offload": ["state"]},
+)
+SHARDS = (1, 2, 4, 8)
+LARGEST_MICRO_BATCH = 8
+MIN_GAIN = 1.03  # a smaller gain is within the error of the model
+NEAR_FASTEST = 1.05  # the highest density within this factor of the fastest is preferred
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Model, machine and batch that the planner is asked about."""
+
+    workload: Workload
+    machine: Machine
+    nodes: int
+    ranks_per_node: int
+    links: Links
+    batch: int
+    assumptions: Assumptions
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a rank's device memory that a job can fill."""
+        return self.machine.device.memory * 1e9 * self.assumptions.usable_memory
+
+    def fits(self, candidate: "Candidate") -> bool:
+        return candidate.memory <= self.capacity
+
+    def on(self, nodes: int) -> "PlanRequest":
+        """Return the request for another number of nodes, with the batch rounded to their ranks."""
+        return replace(self, nodes=nodes, batch=_whole_batch(self.batch, nodes * self.ranks_per_node))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run on a layout. micro_batch: sequences per rank and micro-batch."""
+
+    layout: Layout
+    micro_batch: int
+    prediction: Prediction
+
+    @property
+    def method(self) -> PlannedRun:
+        return self.prediction.method
+
+    @property
+    def memory(self) -> float:
+        return sum(self.prediction.memory.values())
+
+
+def make_case(
+    machine: str,
+    nodes: int,
+    model: str,
+    *,
+    ranks_per_node: int = 0,
+    links: Links | None = None,
+    network_bandwidth: float = 0.0,
+    batch: int = 0,
+    sequence: int = 0,
+    assumptions: Assumptions | None = None,
+) -> PlanRequest:
+    """Return a checked request. Values of 0 select the defaults.
+
+    Args:
+        network_bandwidth: GB/s between nodes.
+
+    Raises:
+        ValueError: A name is unknown or a value out of range.
+    """
+    found, workload = get_machine(machine), get_workload(model)
+    assumptions = assumptions or Assumptions()
+    if nodes < 1:
+        raise ValueError(f"{nodes} nodes; there must be 1 or more")
+    if ranks_per_node < 0 or batch < 0 or sequence < 0 or network_bandwidth < 0:
+        raise ValueError(
+            f"ranks per node {ranks_per_node}, batch {batch}, sequence {sequence}, bandwidth {network_bandwidth:g}; "
+            "none can be negative: omit an option to use its default"
+        )
+    if not 0 < assumptions.mfu <= 1:
+        raise ValueError(f"an MFU of {assumptions.mfu}; it must be in (0, 1], such as 0.4")
+    if sequence:
+        workload = replace(workload, sequence=sequence)
+    ranks_per_node = ranks_per_node or found.ranks_per_node or 1
+    ranks = nodes * ranks_per_node
+    if batch and batch % ranks:
+        raise ValueError(
+            f"a global batch of {batch} sequences cannot be divided over {ranks} ranks; "
+            f"take {_whole_batch(batch, ranks)}"
+        )
+    links = links or Links.from_machine(found)
+    if network_bandwidth:
+        links = links.with_bandwidth("network", network_bandwidth * 1e9)
+    batch = batch or _whole_batch(workload.batch, ranks)
+    return PlanRequest(workload, found, nodes, ranks_per_node, links, batch, assumptions)
+
+
+def _whole_batch(batch: int, ranks: int) -> int:
+    return max(1, round(batch / ranks)) * ranks
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def candidates(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candidate]:
+    """Return every run on every shard degree within a node, with the largest micro-batch that fits, 1 if none does."""
+    found = []
+    for shard in SHARDS:
+        if case.ranks_per_node % shard:
+            continue
+        layout = plan_layout(
+            case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
+        )
+        found += [of_largest_micro_batch(case, layout, partial(_predict, case, layout, method)) for method in methods]
+    return found
+
+
+def of_largest_micro_batch(case: PlanRequest, layout: Layout, predicted: Callable[[int], Prediction]) -> Candidate:
+    """Return the candidate with the largest micro-batch that fits, 1 if none does. predicted: of a micro-batch."""
+    own = case.batch // case.ranks
+    for micro_batch in (m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0):
+        candidate = Candidate(layout, micro_batch, predicted(micro_batch))
+        if case.fits(candidate):
+            break
+    return candidate
+
+
+def _predict(case: PlanRequest, layout: Layout, method: PlannedRun, micro_batch: int) -> Prediction:
+    return predict(
+        method, case.workload, layout, case.links, batch=case.batch, micro_batch=micro_batch,
+        assumptions=case.assumptions,
+    )  # fmt: skip
+
+
+def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
+    """Return the fastest candidate that fits.
+
+    Raises:
+        ValueError: None fits.
+    """
+    found = fastest(case, methods)
+    if not case.fits(found):
+        raise ValueError(
+            f"{case.workload.name} needs {found.memory / 1e9:.0f} GB a rank at least (estimated), and "
+            f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
+            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try"
+        )
+    return found
+
+
+def fastest(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
+    """Return the fastest candidate that fits; if none does, the one with the least memory."""
+    every = candidates(case, methods)
+    fitting = [c for c in every if case.fits(c)]
+    return min(fitting, key=lambda c: c.prediction.step) if fitting else min(every, key=lambda c: c.memory)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The planner's answer.
+
+    Attributes:
+        dense: The fastest dense run that fits.
+        sparse: The best compressed run, SCAPE or quantized gradients.
+    """
+
+    dense: Candidate
+    sparse: Candidate
+
+    @property
+    def gain(self) -> float:
+        return self.dense.prediction.step / self.sparse.prediction.step
+
+    @property
+    def compress(self) -> bool:
+        return self.gain >= MIN_GAIN
+
+    @property
+    def choice(self) -> Candidate:
+        return self.sparse if self.compress else self.dense
+
+
+def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidate]:
+    """Return variants of a SCAPE candidate that need less memory, on its layout; none for other methods."""
+    options = chosen.method.options
+    if not isinstance(options, ScapeOptions):
+        return []
+    runs = [replace(chosen.method, options=replace(options, **changes)) for changes in LOWER_MEMORY]
+    return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in runs]
+
+
+def advise(case: PlanRequest) -> Advice:
+    """Return the best dense and the best compressed run.
+
+    Compressed runs are tried in the order of `CODED` and `SPARSE`; the first within 5 % of the fastest is taken.
+    """
+    limit = NEAR_FASTEST * best(case, (*CODED, *SPARSE)).prediction.step
+    options = (fastest(case, [method]) for method in (*CODED, *SPARSE))
+    sparse = next(c for c in options if case.fits(c) and c.prediction.step <= limit)
+    return Advice(best(case, DENSE), sparse)
+
+
+def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
+    """Return the bandwidth of the replicas' outermost link, in bytes/s, at which the gain falls to 3 %.
+
+    The layouts are those of the advice. The search covers a thousandth to a thousand times the present bandwidth. The
+    result is 0 if no link is slow enough for a gain, and infinity if none is fast enough to end it.
+    """
+    tiers = advice.sparse.layout.hierarchy(advice.sparse.layout.replicate_group(0))
+    if not tiers:
+        return 0.0
+    level = tiers[-1].level
+    now = case.links[level].bandwidth
+
+    def gain(bandwidth: float) -> float:
+        changed = replace(case, links=case.links.with_bandwidth(level, bandwidth))
+        dense, sparse = (_predict(changed, c.layout, c.method, c.micro_batch) for c in (advice.dense, advice.sparse))
+        return dense.step / sparse.step
+
+    return bandwidth_of(gain, now, MIN_GAIN)
+
+
+def bandwidth_of(gain: Callable[[float], float], now: float, wanted: float) -> float:
+    """Return the largest bandwidth at which the gain, which decreases with it, reaches `wanted`."""
+    low, high = now / 1000, now * 1000
+    if gain(low) < wanted:
+        return 0.0
+    if gain(high) >= wanted:
+        return float("inf")
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if gain(middle) >= wanted else (low, middle)
+    return low
+
+
+def by_nodes(case: PlanRequest) -> list[tuple[int, int, Advice]]:
+    """Return (nodes, batch, advice) from one node to four times the requested number."""
+    counts = sorted({1 << i for i in range(12) if 1 << i < case.nodes} | {case.nodes, 2 * case.nodes, 4 * case.nodes})
+    return [(n, case.on(n).batch, advise(case.on(n))) for n in counts]

@@ -1,0 +1,1 @@
+"""One replica's optimizer step: guard, synchronization, clipping, update, and simulated replicas."""

@@ -1,0 +1,36 @@
+"""The check, when a replica optimizer is built, that all replicas have the same model, options and rates."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.core.parameters import Shard
+
+_RATES = ("lr", "betas", "momentum", "eps", "weight_decay")
+
+
+def describe_parameters(shards: Sequence[Shard]) -> int:
+    """Return a checksum of the names, local sizes and param groups of the parameters."""
+    return zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in shards]).encode())
+
+
+def check_replicas_agree(
+    collectives: ReplicaCollectives, settings: dict[str, Any], param_groups: Sequence[dict[str, Any]]
+) -> None:
+    """Compare settings and rates over the replicas. Collective.
+
+    Raises:
+        ValueError: on every replica that differs from another one, with the setting and both values.
+    """
+    for i, group in enumerate(param_groups):
+        settings = settings | {f"{key} of group {i}": group[key] for key in _RATES if key in group}
+    ranks, own = collectives.peers
+    for rank, other in zip(ranks, collectives.gather_from_replicas(settings), strict=True):
+        different = [key for key, value in settings.items() if other.get(key) != value]
+        if different:
+            key = different[0]
+            raise ValueError(
+                f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[own]} has "
+                f"{settings[key]!r}; every replica needs the same model and the same options"
+            )

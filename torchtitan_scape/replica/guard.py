@@ -1,0 +1,133 @@
+"""One flag decides for all ranks whether a step is applied: a NaN that entered a residual would stay.
+
+A second one rides along: whether all may go on, or some rank was asked to stop.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Too many steps in a row had NaN or Inf in some rank's gradient."""
+
+
+class FiniteGuard:
+    """Checks gradients, agrees on the verdict over all ranks, and stops a run that cannot recover.
+
+    The verdict gates the step's writes on the device. The host reads it one step later, in
+    `finish_previous_step`, so that it never waits for the device inside a step.
+
+    Attributes:
+        asked_to_stop: whether this rank wants all to stop; asked at every check.
+        stop_agreed: whether some rank did at the last settled check: the same on all ranks, at the same place.
+        agreed: of what else was asked at that check, what is true on every rank.
+        summed_over: the ranks of whose gradients those that are checked are sums, in words; "" for this rank's own.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        finite: Callable[[list[Tensor]], Tensor],
+        all_true: Callable[[Tensor], Tensor],
+        gather_objects: Callable[[Any], list[Any]],
+        rank: int,
+        max_skipped_steps: int,
+    ) -> None:
+        self.names = list(names)
+        self.rank = rank
+        self.max_skipped_steps = max_skipped_steps
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        self.stop_agreed = False
+        self.agreed: list[bool] = []
+        self.summed_over = ""
+        self._may_go_on: list[Tensor] = []
+        self._finite = finite
+        self._all_true = all_true
+        self._gather_objects = gather_objects
+        self._each: Tensor | None = None
+        self.applied: Tensor | None = None
+        self._pending: tuple[Tensor, Any] | None = None
+        self._was_applied = True
+
+    def check(self, gradients: list[Tensor], also: Sequence[bool] = ()) -> Tensor:
+        """bool () on the device: whether every gradient of every rank is finite. A collective call.
+
+        The tensor is `applied`, the same at every call. also: as many on all ranks, for `agreed`.
+        """
+        self._each = self._finite(gradients)
+        finite = self._each.all()
+        if not self._may_go_on:  # on the device already: the host copies nothing in a step
+            self._may_go_on = [torch.ones_like(finite), torch.zeros_like(finite)]
+        asked = [self._may_go_on[no] for no in (self.asked_to_stop(), *(not yes for yes in also))]
+        flags = self._all_true(torch.stack([finite, *asked]))
+        if self.applied is None:
+            self.applied = torch.empty_like(flags[0])
+        self.applied.copy_(flags[0])
+        if not self.applied.is_cuda:
+            self._pending = (flags, None)
+        else:
+            on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+            on_host.copy_(flags, non_blocking=True)
+            # Of the stream that copies: the current device may be another one.
+            self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())
+        return self.applied
+
+    def last_applied(self) -> bool:
+        """Whether the last step was applied. Waits for its check, and not for what follows that on the device."""
+        if self._pending is not None:
+            flags, event = self._pending
+            if event is not None:
+                event.synchronize()
+            self._was_applied = bool(flags[0])
+        return self._was_applied
+
+    def finish_previous_step(self) -> bool | None:
+        """Whether the last checked step was applied; None where it was asked before.
+
+        Raises NonFiniteGradientError, on every rank, after `max_skipped_steps` skipped steps in a row.
+        """
+        if self._pending is None:
+            return None
+        flags, event = self._pending
+        self._pending = None
+        if event is not None:
+            event.synchronize()
+        applied, may_go_on, *self.agreed = flags.tolist()
+        self.stop_agreed, self._was_applied = not may_go_on, applied
+        if applied:
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.max_skipped_steps:
+            raise NonFiniteGradientError(
+                f"the gradients were not finite for {self.skipped_in_a_row} steps in a row "
+                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. {self._whose()}"
+                "Parameters and state are those of the last good step. Lower the learning rate, or look at "
+                f"the data of {self.summed_over or 'that rank'}."
+            )
+        logger.warning("skipped a step: some rank's gradient was not finite (%d in a row)", self.skipped_in_a_row)
+        return False
+
+    def _whose(self) -> str:
+        if not self.summed_over:
+            return ""
+        return f"A rank has a part of the sum over {self.summed_over}, any of which may have made it. "
+
+    def _culprits(self) -> str:
+        assert self._each is not None
+        bad = [name for name, good in zip(self.names, self._each.tolist(), strict=True) if not good]
+        found = [(rank, names) for rank, names in sorted(self._gather_objects((self.rank, bad))) if names]
+        texts = [
+            f"rank {rank}, parameter {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for rank, names in found
+        ]
+        return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")

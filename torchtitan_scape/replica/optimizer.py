@@ -1,0 +1,450 @@
+"""The optimizer step of this process's replicas: check, synchronize, clip, update."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from kernels import choose_backend, finite_check
+from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from topology.in_process import OneReplica, SimulatedReplicas
+from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
+from torchtitan_scape.core.observer import ObservedState, Observer
+from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
+from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.methods.base import LocalMethod
+from torchtitan_scape.methods.chunked import ChunkedMethod
+from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.overlap import BackwardOverlap
+from torchtitan_scape.replica import rank_state
+from torchtitan_scape.replica.agreement import check_replicas_agree, describe_parameters
+from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
+from torchtitan_scape.replica.simulation import Named, ReplicaWeights
+from torchtitan_scape.sharding.base import Sharding
+from torchtitan_scape.sharding.levels import ThreeLevelState
+
+Replicas = OneReplica | SimulatedReplicas
+
+
+class ReplicaOptimizer(torch.optim.Optimizer):
+    """Synchronizes the replicas, clips by the synchronized norm and updates, in `step`.
+
+    It shares `param_groups` with the wrapped optimizer, so that learning-rate schedulers work on either. `step` is a
+    collective call. It consumes the gradients: their storage is scratch space. `replicate` is the usual way to
+    build one; the trainer uses the same class.
+
+    One process runs one replica, or several simulated ones. A step with a non-finite gradient on any rank is skipped on
+    all of them, with nothing changed; the host reads that flag one step later, so that it never waits for the device
+    within a step.
+
+    Args:
+        optimizer: the wrapped optimizer, or a function that builds one on named parameters; the function is needed by
+            methods with per-replica weights if replicas are simulated.
+        method: the class of the synchronization method.
+        options: the method's options.
+        replicas: the replicas of this process.
+        model: the module whose parameters are optimized.
+        max_norm: bound on the norm of the synchronized gradient; None for no clipping.
+        reduction: "mean" if each replica averages the loss over its own batch; "sum" if the loss is divided by the
+            global number of tokens.
+        total_steps: of the run, for methods with a schedule; 0 if unknown.
+        overlap: start the exchange during the backward pass, if the method supports it.
+        max_skipped_steps: raise NonFiniteGradientError after so many skipped steps in a row.
+        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+
+    Attributes:
+        inner: the wrapped optimizer.
+        methods: one per replica of this process.
+        collectives: act for all replicas of this process.
+        guard: the check for non-finite gradients.
+        sharding: replaces FSDP2's collectives, if configured.
+        levels: three-level partitioning, if configured: parameters here are slices of the masters.
+        grad_norm: FP32 (), norm of the synchronized gradient over the model, before clipping. With per-replica weights:
+            that of this process's first replica.
+        clip_factor: FP32 ().
+        repairs: repair replicas that differ from the majority, see `check_consistency`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Callable[[Named], torch.optim.Optimizer],
+        method: type[Method],
+        options: MethodOptions,
+        replicas: Replicas,
+        *,
+        model: nn.Module | None = None,
+        max_norm: float | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        total_steps: int = 0,
+        overlap: bool = False,
+        max_skipped_steps: int = 10,
+        kernels: str = "auto",
+    ) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+        make_optimizer = None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            if model is None:
+                raise ValueError("a function that builds the optimizer needs `model`, whose parameters it receives")
+            make_optimizer = optimizer
+            optimizer = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+        self.inner, self.model, self.replicas = optimizer, model, replicas
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.sharding, self.repairs = Sharding(), False
+        self.levels: ThreeLevelState | None = None
+        self._stashed: list[list[Tensor]] = []
+        self._shards = collect_shards(optimizer.param_groups)
+        device = self._shards[0].device
+        self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
+        self.timer = PhaseTimer(device)
+        self.attempted_steps = 0
+        self._full_exchange_next = self._full_exchange_in_flight = False  # requested for the next, the last step
+        collectives = self.collectives
+        settings = {
+            "method": options.section.rpartition(".")[2],
+            "parameters": describe_parameters(self._shards),
+            "max_norm": max_norm,
+            "reduction": reduction,
+            "total_steps": total_steps,
+            "max_skipped_steps": max_skipped_steps,
+            **options.fingerprint(),
+        }
+        check_replicas_agree(collectives, settings, self.param_groups)
+        self.settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
+        collectives.broadcast_from_first([stored(s.parameter) for s in self._shards])
+        self.weights = self._replica_weights(method, make_optimizer)
+        scale = float(collectives.replicas) if reduction == "sum" else 1.0
+
+        def context(replica: int) -> MethodContext:
+            weights = self.weights[replica] if self.weights else None
+            own = {} if replica else {"grad_norm": self.grad_norm, "clip_factor": self.clip_factor, "timer": self.timer}
+            return MethodContext(
+                weights.shards if weights else self._shards,
+                replicas.endpoints[replica],
+                weights.optimizer if weights else self.inner,
+                gradient_scale=scale,
+                total_steps=total_steps,
+                kernels=kernels,
+                max_norm=max_norm,
+                **own,
+            )
+
+        self.methods = replicas.run(lambda i: method(context(i), options))
+        for made in self.methods:
+            made.declared_states()  # before an exchange is in flight
+        self.guard = FiniteGuard(
+            [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],
+            finite_check(choose_backend(kernels, device, {s.parameter.dtype for s in self._shards})),
+            self.timer.timed("wait", collectives.all_true),
+            collectives.gather_objects,
+            dist.get_rank() if dist.is_initialized() else 0,
+            max_skipped_steps,
+        )
+        self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
+        if self._overlap is not None:
+            assert isinstance(self.methods[0], ChunkedMethod)
+            self.methods[0].overlap = self._overlap
+
+    def _replica_weights(
+        self, method: type[Method], make_optimizer: Callable[[Named], torch.optim.Optimizer] | None
+    ) -> list[ReplicaWeights]:
+        """Return the weights of each replica of this process; empty if they share one set."""
+        if not method.per_replica_weights:
+            return []
+        others = len(self.replicas.endpoints) - 1
+        if others and make_optimizer is None:
+            raise ValueError(
+                f"{others + 1} simulated replicas of a method whose weights differ need an optimizer each; pass a "
+                "function that builds one, for example partial(torch.optim.AdamW, lr=1e-3)"
+            )
+        self._active_replica = 0  # whose weights the model contains
+        return [
+            ReplicaWeights.of(self._shards, self.inner),
+            *(ReplicaWeights.copy_of(self._shards, make_optimizer) for _ in range(others) if make_optimizer),
+        ]
+
+    # The groups and the state are the wrapped optimizer's, which replaces both lists when it loads a state.
+    # `Optimizer.__init__` assigns empty ones.
+    param_groups = property(lambda self: self.inner.param_groups, lambda self, value: None)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state, lambda self, value: None)  # type: ignore[assignment]
+
+    @property
+    def collectives(self) -> ReplicaCollectives:
+        return self.replicas.all
+
+    def shards(self) -> list[Shard]:
+        """Return all parameters in constructor order."""
+        return self._shards
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse new parameters.
+
+        Raises:
+            ValueError: always after construction, because the method's state is laid out then.
+        """
+        if hasattr(self, "_shards"):
+            raise ValueError("all parameters must be passed at construction; build a new optimizer")
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Run one optimizer step. Collective. Returns the closure's value, None without one.
+
+        Raises:
+            NonFiniteGradientError: on every rank, after `max_skipped_steps` skipped steps in a row.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self.timer.phase("exchange"):
+            self.finish_previous_step()
+        with self.timer.phase("check"):
+            gradients = self._gradients()
+            complete = self._overlap.complete if self._overlap else ()
+            applied = self.guard.check([gradient for row in gradients for gradient in row], complete)
+        self.attempted_steps += 1
+        self._full_exchange_in_flight, self._full_exchange_next = self._full_exchange_next, False
+        info = StepInfo(self.attempted_steps, applied)
+        for weights in self.weights[1:]:
+            weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
+        self.replicas.run(lambda i: self.methods[i].step(gradients[i], info))
+        for weights in self.weights[1:]:
+            weights.optimizer.zero_grad()
+        self.sharding.unsent.after_optimizer_step(applied)
+        if self.weights:
+            self.sharding.version.changed()  # a delayed exchange may land at a step that is skipped
+        else:
+            self.sharding.version.changed_if(self.guard.last_applied)
+        return loss
+
+    def stash_replica_gradients(self) -> None:
+        """Store the gradients of a simulated replica after its backward passes, and set them to None.
+
+        With a single replica in this process the gradients stay where they are.
+        """
+        if len(self.replicas.endpoints) == 1:
+            return
+        self._stashed.append([flat_gradient(shard) for shard in self._shards])
+        for shard in self._shards:
+            shard.parameter.grad = None
+        if len(self.weights) > 1:
+            self._activate(len(self._stashed) % len(self.weights))
+
+    def _activate(self, replica: int) -> None:
+        """Put a replica's weights into the model. The first one's are stored in its place meanwhile."""
+        for other in (self._active_replica, replica):  # back, then forth
+            if other:
+                self.weights[other].swap(self._shards)
+        self._active_replica = replica
+        self.sharding.version.changed()
+
+    def _gradients(self) -> list[list[Tensor]]:
+        """Return the flat gradients of every replica of this process."""
+        if self._overlap is not None and self._overlap.under_way:
+            with self.timer.phase("exchange"):
+                return [self._overlap.start_remaining()]
+        rows, self._stashed = self._stashed, []
+        if len(self.replicas.endpoints) == 1:
+            rows = [[flat_gradient(shard) for shard in self._shards]]
+        elif len(rows) != len(self.replicas.endpoints):
+            raise ValueError(
+                f"the gradients of {len(rows)} replicas were stashed, and {len(self.replicas.endpoints)} replicas are "
+                "simulated; call stash_replica_gradients() after the backward pass of each of them, then step()"
+            )
+        dtype = self.methods[0].gradient_dtype
+        return rows if dtype is None else [[gradient.to(dtype) for gradient in row] for row in rows]
+
+    def prepare_last_backward(self) -> None:
+        """With `overlap`: call this before the backward pass of the step's last micro-batch."""
+        if self._overlap is not None:
+            self.finish_previous_step()  # it may request a full exchange, so it comes before the first chunk
+            self._overlap.begin(self.guard.agreed)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. Collective if a backward pass failed whose exchange had started."""
+        if self._overlap is not None and self._overlap.cancel() and self._full_exchange_next:
+            self.request_full_exchange()  # its step was not taken
+        self.inner.zero_grad(set_to_none)
+
+    def finish_previous_step(self) -> None:
+        """Read whether the previous step was applied, and commit or drop its running exchanges. `step` calls it."""
+        try:
+            applied = self.guard.finish_previous_step()
+        except NonFiniteGradientError:
+            self._finish(False)
+            raise
+        self._finish(bool(applied))
+        if applied is False and self._full_exchange_in_flight:
+            self.request_full_exchange()  # its step was skipped
+
+    def _finish(self, applied: bool) -> None:
+        self.replicas.run(lambda i: self.methods[i].finish_previous_step(applied))
+
+    def request_full_exchange(self) -> None:
+        """Make the next exchange complete, so that nothing stays pending after it. Collective."""
+        self.finish_previous_step()
+        self._full_exchange_next = True
+        self.sharding.unsent.request_full_exchange()
+        self.replicas.run(lambda i: self.methods[i].request_full_exchange())
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Send everything that is pending, if no further step will do it. Collective.
+
+        With per-replica weights this is an exchange alone: the replicas' optimizers do not step.
+        """
+        if self.weights:
+            self.request_full_exchange()
+            self._full_exchange_next = False
+            info = StepInfo(self.attempted_steps, torch.ones_like(self.grad_norm, dtype=torch.bool))
+            with self.timer.phase("exchange"):
+                self.replicas.run(lambda i: self._local(i).exchange(info))
+            self.sharding.version.changed()
+            return
+        pending = any(s.on_migration == "gradient" for s in self.methods[0].declared_states())
+        if pending or self.sharding.unsent.described("exact"):
+            self.zero_grad()
+            self.request_full_exchange()
+            self.sharding.unsent.as_gradients(self._shards)
+            for _ in self.replicas.endpoints:
+                self.stash_replica_gradients()
+            self.step()
+
+    # ----------------------------------------------------------------------------- the replicas' weights
+
+    def _local(self, replica: int) -> LocalMethod:
+        method = self.methods[replica]
+        assert isinstance(method, LocalMethod)
+        return method
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Inside, the model contains the weights that replicas share: for evaluation and export."""
+        if not self.weights:
+            yield
+            return
+        anchors = self._local(0).anchors()
+        kept = [stored(shard.parameter).clone() for shard in self._shards]
+        self._put([anchors[shard.name] for shard in self._shards])
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        """Copy values into the model's parameters."""
+        self.sharding.version.changed()
+        for shard, value in zip(self._shards, values, strict=True):
+            stored(shard.parameter).copy_(value)
+        for module in self.model.modules() if self.model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # weights gathered for a forward pass without a backward pass are outdated
+
+    def saved_model(self) -> dict[str, Tensor]:
+        """Return local tensors that checkpoints and exports store instead of the parameters of these names."""
+        if self.weights:
+            return self._local(0).anchors()
+        return self.levels.model_saved() if self.levels else {}
+
+    @torch.no_grad()
+    def model_loaded(self) -> None:
+        """Call this after weights were loaded into the model: all replicas start from them."""
+        self.sharding.version.changed()
+        if self.levels is not None:
+            self.levels.masters_loaded()
+        for i, replica in enumerate(self.weights):
+            anchors = self._local(i).anchors()
+            for shard, own in zip(self._shards, replica.shards, strict=True):
+                values = stored(shard.parameter)
+                stored(own.parameter).copy_(values)
+                anchors[shard.name].copy_(values)
+
+    def attach_levels(self, levels: ThreeLevelState) -> None:
+        """Use three-level partitioning: it supplies the gradients and distributes the updated weights."""
+        self.levels, self.sharding = levels, levels.sharding
+        timed = self.timer.timed
+        self.register_step_pre_hook(lambda *_: timed("exchange", levels.before_step)())
+        self.register_step_post_hook(lambda *_: timed("exchange", levels.after_step)(self.guard.applied))
+
+    # --------------------------------------------------------------------------- this rank's state by itself
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that an exact resume needs besides the model's parameters, see `rank_state`. Collective."""
+        return rank_state.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict` of the same rank, layout and options. Load the model's parameters as well."""
+        rank_state.load(self, state_dict)
+
+    # ------------------------------------------------------------------------------- checks and reports
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        """Return the tensors that must be bitwise equal on all replicas. Call `finish_previous_step` first."""
+        return self.methods[0].replicated_tensors()
+
+    def check_consistency(self, step: int) -> None:
+        """Compare the tensors that all replicas share, bit by bit, after `step`. Collective; waits for the device.
+
+        Raises:
+            ReplicasDifferError: on every rank, if they differ and are not, or cannot be, repaired.
+        """
+        if self.levels is not None:
+            self.finish_previous_step()
+            self.levels.check_consistency(self.grad_norm.device, step, self.repairs)
+        if self.collectives.replicas == 1 or isinstance(self.collectives, DryRunCollectives):
+            return
+        with self.timer.phase("compare"):
+            self.finish_previous_step()
+            tensors = self.replicated_tensors()
+            if not check_replicas_equal(self.collectives, tensors, self.grad_norm.device, step, self.repairs):
+                self.sharding.version.changed()
+
+    def observe(self, observer: Observer | None) -> None:
+        """Pass the synchronized gradients of the next steps to an observer; None to stop."""
+        self.methods[0].observer = observer
+
+    def observed_state(self, shard: Shard) -> ObservedState:
+        """Return a parameter's first moment and residuals. Collective; call `finish_previous_step` first."""
+        each = self.replicas.run(lambda i: self.methods[i].moment_and_residual(shard))
+        return ObservedState(each[0][0], [residual for _, residual in each if residual is not None])
+
+    def planned_bytes(self) -> float:
+        """Return the bytes that this rank sends per step after the warm-up, on average."""
+        return self.methods[0].planned_bytes()
+
+    def dense_bytes(self) -> float:
+        """Return the bytes that this rank would send per step with an FP32 all-reduce of all gradients."""
+        return self.collectives.reduced_bytes(sum(shard.size for shard in self._shards))
+
+    def stats(self) -> dict[str, float]:
+        """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective."""
+        sent = sum(self.collectives.ledger.sent.values())
+        return self.metrics() | {
+            "grad_norm": self.grad_norm.item(),
+            "steps": float(self.attempted_steps),
+            "sent_bytes": sent / max(1, self.attempted_steps),
+            "dense_bytes": self.dense_bytes(),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the last step for the log. Collective.
+
+        Keys: "density", "residual_norm" if the method has a residual, "clip_factor", "skipped_steps", and the method's
+        own.
+        """
+        figures = self.replicas.run(lambda i: self.methods[i].metrics())[0]
+        if (squares := self.sharding.unsent.squares()) is not None:
+            figures["residual_norm"] = self.collectives.sum_over_all(squares).item() ** 0.5
+        return figures | {"clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}

@@ -1,0 +1,78 @@
+"""The state of one rank as a plain dictionary, for training loops that save with `torch.save`.
+
+Replicas differ: every rank has to save its own. `checkpoint.state` gives tensors for `torch.distributed.checkpoint`
+instead, which another layout or method can read.
+"""
+
+from typing import Any
+
+import torch
+
+from torchtitan_scape.core.parameters import stored
+from torchtitan_scape.replica.simulation import ReplicaWeights
+
+
+def save(optimizer: Any) -> dict[str, Any]:
+    """Return everything that an exact resume needs besides the model's parameters. Collective.
+
+    Args:
+        optimizer: a `ReplicaOptimizer`.
+
+    Returns:
+        "state" and "param_groups" of the wrapped optimizer, and "replica": the method's state. The tensors are those in
+        use, not copies.
+    """
+    optimizer.finish_previous_step()
+    others = optimizer.weights[1:]
+    replica = {
+        "layout": _layout(optimizer),
+        "methods": optimizer.replicas.run(lambda i: optimizer.methods[i].state_dict()),
+        "weights": [[stored(shard.parameter) for shard in one.shards] for one in others],
+        "optimizers": [one.optimizer.state_dict() for one in others],
+        "attempted_steps": optimizer.attempted_steps,
+        "skipped": (optimizer.guard.skipped, optimizer.guard.skipped_in_a_row),
+        "sent_bytes": dict(optimizer.collectives.ledger.sent),
+    }
+    return optimizer.inner.state_dict() | {"replica": replica}
+
+
+def _layout(optimizer: Any) -> dict[str, Any]:
+    """The settings that a state depends on, and this rank's replica."""
+    collectives = optimizer.collectives
+    return optimizer.settings | {"replicas": collectives.replicas, "replica": collectives.replica}
+
+
+@torch.no_grad()
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Load the result of `save`. Collective.
+
+    Raises:
+        ValueError: if the state is of another layout, replica or method, or of other options.
+    """
+    saved = state_dict.get("replica")
+    if saved is None:
+        raise ValueError(
+            "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
+            "(helpers that gather optimizer state by parameter drop the method's state)"
+        )
+    for key, value in _layout(optimizer).items():
+        if saved["layout"].get(key) != value:
+            raise ValueError(
+                f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
+                "needs the same layout and options, a checkpoint of the trainer does not"
+            )
+    optimizer.finish_previous_step()
+    optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
+    if optimizer.weights:
+        optimizer.weights[0] = ReplicaWeights.of(optimizer.shards(), optimizer.inner)
+    for i, one in enumerate(optimizer.weights[1:]):
+        for shard, values in zip(one.shards, saved["weights"][i], strict=True):
+            stored(shard.parameter).copy_(values)
+        one.optimizer.load_state_dict(saved["optimizers"][i])
+        optimizer.weights[i + 1] = ReplicaWeights.of(one.shards, one.optimizer)
+    optimizer.replicas.run(lambda i: optimizer.methods[i].load_state_dict(saved["methods"][i]))
+    optimizer.attempted_steps = saved["attempted_steps"]
+    optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = saved["skipped"]
+    optimizer.collectives.ledger.sent.clear()
+    optimizer.collectives.ledger.sent.update(saved["sent_bytes"])
+    optimizer.sharding.version.changed()

@@ -1,0 +1,167 @@
+"""`replicate`: any synchronization method in any training loop."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from topology.collectives import ReplicaCollectives
+from topology.groups import ReplicaGroups
+from topology.in_process import OneReplica, SimulatedReplicas
+from topology.process_groups import collectives_of
+from torchtitan_scape.core.parameters import collect_shards, model_group_of
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.registry import METHODS, MethodEntry
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.simulation import Named
+
+MethodChoice: TypeAlias = MethodOptions | str | dict[str, Any]
+ReplicaChoice: TypeAlias = ProcessGroup | DeviceMesh | ReplicaGroups | ReplicaCollectives | SimulatedReplicas | None
+
+
+def replicate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[Named], torch.optim.Optimizer],
+    method: MethodChoice = "dense",
+    replicas: ReplicaChoice = None,
+    *,
+    max_norm: float | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    total_steps: int = 0,
+    overlap: bool = False,
+    max_skipped_steps: int = 10,
+    kernels: str = "auto",
+) -> ReplicaOptimizer:
+    """Wrap an optimizer so that `step()` synchronizes the replicas, clips by the synchronized norm and updates.
+
+    It serves the replicate axis as `fully_shard` serves the shard axis. PyTorch's private function of the same name
+    (`torch.distributed._composable.replicate`) is DDP; this one all-reduces nothing in the backward pass unless
+    `overlap` is set, and the method decides what is exchanged.
+
+    Do not wrap the model in DistributedDataParallel, and do not call `clip_grad_norm_` before `step()`: replicas still
+    differ there. Gradient accumulation needs nothing special; with `overlap`, call `prepare_last_backward()` before the
+    last backward pass of a step.
+
+    Args:
+        model: any module; plain parameters, or DTensors sharded by FSDP2 over one mesh dimension. The weights of
+            replica 0 are broadcast.
+        optimizer: a `torch.optim` optimizer on all trainable parameters of the model, or a function that builds one on
+            named parameters (needed for simulated replicas of methods with per-replica weights).
+        method: the options of a method, its name for the defaults, or a dict as a TOML section has it:
+            {"method": "sparta", "interval": 3}.
+        replicas: the ranks that hold the same shard: a ProcessGroup, a one-dimensional DeviceMesh such as
+            `mesh["replicate"]`, `ReplicaGroups` for several link levels, or `SimulatedReplicas`; None for one replica.
+        max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
+        reduction: "mean" if each replica averages the loss over its own batch; "sum" if the loss is divided by the
+            global number of tokens.
+        total_steps: of the run, for methods with a schedule; 0 if unknown.
+        overlap: start the exchange during the backward pass, if the method supports it.
+        max_skipped_steps: raise `NonFiniteGradientError` after so many steps in a row with a non-finite gradient.
+        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+
+    Returns:
+        The optimizer of the training loop. Learning-rate schedulers work on it or on the wrapped optimizer.
+
+    Raises:
+        ValueError: for unsupported parameters, options or optimizers, and for replicas that disagree on any of them.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which all-reduces the gradients in the backward pass; "
+            "pass the module inside it (model.module), and let replicate() synchronize"
+        )
+    options, entry = _method(method)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _name_parameters(model, optimizer)
+        _check_optimizer(type(optimizer).__name__, options, entry)
+        if entry.method.holds_optimizer_state:
+            assert isinstance(optimizer, AdamS)
+            optimizer.release_state()
+    if overlap and not entry.method.supports_overlap:
+        raise ValueError(f"overlap = True does not go with method {_name(options)!r}; leave it out")
+    return ReplicaOptimizer(
+        optimizer,
+        entry.method,
+        options,
+        _replicas(replicas, model),
+        model=model,
+        max_norm=max_norm,
+        reduction=reduction,
+        total_steps=total_steps,
+        overlap=overlap,
+        max_skipped_steps=max_skipped_steps,
+        kernels=kernels,
+    )
+
+
+def _name(options: MethodOptions) -> str:
+    return options.section.rpartition(".")[2]
+
+
+def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
+    """Return the options and the registry's entry. Raises ValueError for an unknown name or option."""
+    if isinstance(method, MethodOptions):
+        return method, METHODS[_name(method)]
+    section = {"method": method} if isinstance(method, str) else dict(method)
+    name = section.pop("method", None)
+    if name not in METHODS:
+        raise ValueError(f"method is {name!r}; it must be one of {', '.join(METHODS)}")
+    entry = METHODS[name]
+    known = [field.name for field in fields(entry.options)]
+    if unknown := sorted(section.keys() - set(known)):
+        raise ValueError(f"method {name!r} has no option {unknown[0]!r}; its options are {', '.join(known) or 'none'}")
+    return entry.options(**section), entry
+
+
+def _check_optimizer(optimizer: str, options: MethodOptions, entry: MethodEntry) -> None:
+    """Refuse one of this project's optimizers, or AdamW, with a method that does not work with it."""
+    if optimizer not in entry.optimizers and (optimizer in OPTIMIZERS or entry.method.holds_optimizer_state):
+        raise ValueError(
+            f"method {_name(options)!r} works with {' or '.join(entry.optimizers)}, not with {optimizer}; pass one of "
+            "these as optimizer"
+        )
+
+
+def _name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the param groups the model's parameter names. Raises ValueError if the optimizer has other parameters."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimized: set[int] = set()
+    for group in optimizer.param_groups:
+        foreign = [p for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that the model does not contain; "
+                "build the optimizer after fully_shard, on model.parameters()"
+            )
+        group["param_names"] = [names[id(p)] for p in group["params"]]
+        optimized.update(id(p) for p in group["params"])
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
+    if left:
+        raise ValueError(
+            f"{len(left)} trainable parameters are not in the optimizer, first {left[0]!r}; pass all of them, or set "
+            "requires_grad to False"
+        )
+
+
+def _replicas(replicas: ReplicaChoice, model: nn.Module) -> OneReplica | SimulatedReplicas:
+    if isinstance(replicas, SimulatedReplicas):
+        return replicas
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise ValueError(f"replicas is a mesh of {replicas.ndim} dimensions; pass one of them: mesh['replicate']")
+        replicas = replicas.get_group() if replicas.size() > 1 else None
+    if isinstance(replicas, ProcessGroup) and dist.get_world_size(replicas) == 1:
+        replicas = None
+    if not isinstance(replicas, ReplicaCollectives):
+        shards = collect_shards([{"params": [p for p in model.parameters() if p.requires_grad]}])
+        group = None if isinstance(replicas, ReplicaGroups) else model_group_of(shards)
+        replicas = collectives_of(replicas, group)
+    return OneReplica(replicas)

@@ -1,0 +1,76 @@
+"""SCAPE as an ordinary optimizer: AdamS's rates and `ScapeMethod` in one constructor."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch.distributed import ProcessGroup
+
+from topology.collectives import ReplicaCollectives
+from topology.groups import ReplicaGroups
+from topology.in_process import OneReplica
+from topology.process_groups import collectives_of
+from torchtitan_scape.core.parameters import collect_shards, model_group_of
+from torchtitan_scape.methods.scape.method import ScapeMethod
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+
+class Scape(ReplicaOptimizer):
+    """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
+
+    Use it without DDP: it synchronizes the replicas. The start is that of replica 0: its parameters are broadcast. See
+    `ScapeMethod` for the dtypes of the parameters, and `ReplicaOptimizer` for the step.
+
+    Args:
+        params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`, `weight_decay`,
+            `betas` or `eps`; plain tensors or DTensors.
+        options: see `ScapeOptions`.
+        replicas: the ranks that hold the same parameters: a ProcessGroup, `topology.groups.ReplicaGroups`,
+            `ReplicaCollectives`, or None for a single replica.
+        max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
+        reduction: "mean" to average the replicas' gradients, "sum" to add them (the loss is divided by the global
+            number of tokens).
+        max_skipped_steps: raise `NonFiniteGradientError` after so many skipped steps in a row.
+        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+
+    Raises:
+        ValueError: for arguments out of range, integer parameters, and replicas that disagree on any of this.
+    """
+
+    methods: list[ScapeMethod]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        options: ScapeOptions | None = None,
+        replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
+        *,
+        max_norm: float | None = 1.0,
+        reduction: Literal["mean", "sum"] = "mean",
+        max_skipped_steps: int = 10,
+        kernels: str = "auto",
+    ) -> None:
+        rates = AdamS(params, lr, betas, eps, weight_decay, kernels, allocate_state=False)
+        if not isinstance(replicas, ReplicaCollectives):
+            grouped = isinstance(replicas, ReplicaGroups)
+            model = None if grouped else model_group_of(collect_shards(rates.param_groups))
+            replicas = collectives_of(replicas, model)
+        super().__init__(
+            rates,
+            ScapeMethod,
+            options or ScapeOptions(),
+            OneReplica(replicas),
+            max_norm=max_norm,
+            reduction=reduction,
+            max_skipped_steps=max_skipped_steps,
+            kernels=kernels,
+        )
+
+    @property
+    def method(self) -> ScapeMethod:
+        return self.methods[0]

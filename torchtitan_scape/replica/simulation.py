@@ -1,0 +1,107 @@
+"""The replicas of one process: their weights, if these differ, and the rows of their states."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from topology.collectives import ReplicaCollectives
+from torchtitan_scape.core.parameters import Shard, collect_shards, local, stored
+from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class ReplicaWeights:
+    """The weights, the optimizer and the moments of one replica, for methods whose replicas differ.
+
+    Attributes:
+        moments: the optimizer's state by kind and parameter name, local tensors.
+    """
+
+    shards: list[Shard]
+    optimizer: torch.optim.Optimizer
+    moments: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
+        """Create the optimizer's state if it has none yet: checkpoints read and write it in place."""
+        if not all(optimizer.state.get(shard.parameter) for shard in shards):
+            create_state(optimizer)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for shard in shards:
+            for kind, values in optimizer.state[shard.parameter].items():
+                if kind != "step" and isinstance(values, Tensor):
+                    moments.setdefault(kind, {})[shard.name] = local(values)
+        return cls(shards, optimizer, moments)
+
+    @classmethod
+    def copy_of(
+        cls, shards: Sequence[Shard], make_optimizer: Callable[[Named], torch.optim.Optimizer]
+    ) -> "ReplicaWeights":
+        """Return another replica with equal weights and an optimizer of its own."""
+        optimizer = make_optimizer([(s.name, nn.Parameter(s.parameter.detach().clone())) for s in shards])
+        return cls.of(collect_shards(optimizer.param_groups), optimizer)
+
+    def states(self) -> list[State]:
+        weights = {shard.name: stored(shard.parameter) for shard in self.shards}
+        moments = [
+            State(kind, tensors, per_replica=True, on_migration="copy") for kind, tensors in self.moments.items()
+        ]
+        return [State(REPLICA_WEIGHTS, weights, per_replica=True, on_migration="displacement"), *moments]
+
+    def steps(self) -> list[Tensor]:
+        """Return the counters of applied steps in the optimizer's state, one per parameter."""
+        return [state["step"] for state in self.optimizer.state.values() if "step" in state]
+
+    def copy_rates(self, param_groups: Sequence[dict]) -> None:
+        """Take the rates of another optimizer's param groups."""
+        for group, rates in zip(self.optimizer.param_groups, param_groups, strict=True):
+            group.update({k: v for k, v in rates.items() if k not in ("params", "param_names")})
+
+    def swap(self, shards: Sequence[Shard]) -> None:
+        """Exchange this replica's weights with those of `shards`."""
+        for shard, own in zip(shards, self.shards, strict=True):
+            first, second = stored(shard.parameter), stored(own.parameter)
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer create its state: a step of length 0 with zero gradients, then zeros."""
+    kept = [{key: group[key] for key in group.keys() & {"lr", "eps"}} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0} | ({"eps": 1.0} if "eps" in group else {})  # with eps = 0 it would compute 0 / 0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        for values in state.values():
+            if isinstance(values, Tensor):
+                values.zero_()
+    for group, rates in zip(optimizer.param_groups, kept, strict=True):
+        group.update(rates)
+
+
+def rows_of(each: Sequence[list[State]]) -> list[State]:
+    """Combine the states of this process's replicas: tensors of per-replica states get one row per replica."""
+    found = []
+    for states in zip(*each, strict=True):
+        first = states[0]
+        tensors = first.tensors
+        if first.per_replica:
+            rows = {name: [state.tensors[name] for state in states] for name in tensors}
+            tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
+        found.append(replace(first, tensors=tensors))
+    return found
+
+
+def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
+    """Return the mean over all replicas; `rows` (r, ...) are those of this process. Collective."""
+    mean = rows.mean(0)
+    collectives.sum_over_replicas(mean)
+    return mean.div_(collectives.replicas)

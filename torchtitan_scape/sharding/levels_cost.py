@@ -1,0 +1,154 @@
+"""Closed form of the traffic and memory of three-level sharding (arXiv:2501.04266, with this project's deviations).
+
+Weights are sharded over w ranks, gradients over the g ranks of a node, masters and optimizer states over R = g * N
+ranks. n is the number of entries. Padding is neglected, as are norms and biases, which are never quantized. Plain
+arithmetic: no torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topology.layout import Layout
+from topology.links import Stage
+from torchtitan_scape.core.workloads import Shape
+
+
+@dataclass(frozen=True)
+class LevelsPlan:
+    """Sharding degrees, and the bytes per entry of each message; `coded` returns those of a block code.
+
+    Attributes:
+        weights, gradients, nodes: Degrees w, g, N.
+        gathered: Bytes per entry of all-gathered weights.
+        reduced: Bytes per entry of reduce-scattered gradients: one hop over all g ranks, or two, over w and then over g
+            / w.
+        summed: Bytes per entry of gradients summed between nodes; 0 if a method of the replicate axis exchanges them.
+        update: Bytes per entry of the weight update.
+        secondary: Ranks over which a secondary copy of the gathered weights is partitioned; 0 for none.
+        stored: Bytes per entry of the weights that FSDP2 stores.
+    """
+
+    weights: int
+    gradients: int
+    nodes: int
+    gathered: float = 2.0
+    reduced: tuple[float, ...] = (4.0,)
+    summed: float = 4.0
+    update: float = 4.0
+    secondary: int = 0
+    stored: float = 2.0
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed between nodes here, so that optimizer states are sharded over the nodes."""
+        return self.summed > 0
+
+    def sent(self, n: float, gathers: float, micro_batches: int, layout: Layout) -> dict[tuple[str, str], float]:
+        """Return the bytes that a rank sends per step, as the mean over ranks, by (link level, kind).
+
+        Args:
+            n: Number of entries.
+            gathers: As in `micro_batch_bytes`.
+            micro_batches: Micro-batches per step.
+            layout: Layout whose shard axis has the g ranks.
+        """
+        sent_bytes: dict[tuple[str, str], float] = {}
+        per_micro_batch = self.micro_batch_bytes(n, gathers, micro_batches)
+        for times, bytes_of in ((micro_batches, per_micro_batch), (1, self.step_bytes(n))):
+            for (over, kind), sent in bytes_of.items():
+                if sent:
+                    key = self._level(over, layout), "weights" if kind == "kept" else kind
+                    sent_bytes[key] = sent_bytes.get(key, 0.0) + times * sent
+        return sent_bytes
+
+    def stages(
+        self, n: float, gathers: float, groups: int, layout: Layout, micro_batches: int = 1
+    ) -> tuple[list[Stage], list[Stage]]:
+        """Return the stages of a micro-batch (mean over the micro-batches of a step), and those once per step.
+
+        Each of the `groups` parameter groups incurs the latency of its stages.
+        """
+        w, g, stages = self.weights, self.gradients, []
+        steps = {"pair": w - 1, "node": g // w - 1, "network": self.nodes - 1}
+        per_micro_batch = self.micro_batch_bytes(n, gathers, micro_batches)
+        for times, bytes_of in ((gathers, per_micro_batch), (1.0, self.step_bytes(n))):
+            stages.append(
+                [
+                    Stage(self._level(over, layout), groups * steps[over] * (times if kind == "weights" else 1.0), sent)
+                    for (over, kind), sent in bytes_of.items()
+                    if sent
+                ]
+            )
+        return stages[0], stages[1]
+
+    def _level(self, over: str, layout: Layout) -> str:
+        """Return the level of the link from the first rank to another rank of its pair, node or network."""
+        ends = {"pair": self.weights - 1, "node": self.weights, "network": self.gradients}
+        return layout.level(0, ends[over])
+
+    def micro_batch_bytes(self, n: float, gathers: float = 2.0, micro_batches: int = 1) -> dict[tuple[str, str], float]:
+        """Return the bytes that a rank sends per micro-batch by (scope, kind), as the mean over ranks and
+        micro-batches.
+
+        The scope is "pair" within the w ranks, or "node" for the rest of the node.
+
+        Args:
+            n: Number of entries.
+            gathers: All-gathers of an entry per micro-batch: 2 if its module is resharded after the forward pass.
+            micro_batches: Micro-batches per step.
+        """
+        w, g = self.weights, self.gradients
+        sent = {("pair", "weights"): gathers * n * self.gathered * (w - 1) / w}
+        if self.secondary:  # Only the first all-gather after an update is over the w ranks.
+            first = 1 / micro_batches
+            again = (gathers - first) * n * self.gathered * (self.secondary - 1) / self.secondary
+            sent = {("pair", "weights"): sent["pair", "weights"] / gathers * first}
+            # In the ring of a node one of w links leads out of a pair.
+            out = 1 / w if self.secondary > w else 0.0
+            sent |= {("pair", "kept"): (1 - out) * again, ("node", "kept"): out * again}
+        if len(self.reduced) == 1:
+            sent["pair", "gradients"] = self.reduced[0] * n * (w - 1) / g
+            sent["node", "gradients"] = self.reduced[0] * n * (g - w) / g
+        else:
+            sent["pair", "gradients"] = self.reduced[0] * n * (w - 1) / w
+            sent["node", "gradients"] = self.reduced[1] * n * (g - w) / (w * g)
+        return sent
+
+    def step_bytes(self, n: float) -> dict[tuple[str, str], float]:
+        """Return the bytes that a rank sends once per step by (scope, kind); the scope may also be "network"."""
+        w, g = self.weights, self.gradients
+        between_nodes = n / g * (self.nodes - 1) / self.nodes if self.sums else 0.0
+        return {
+            ("network", "gradients"): self.summed * between_nodes,
+            ("network", "update"): self.update * between_nodes,
+            ("node", "update"): self.update * n * (g - w) / (w * g),
+        }
+
+    @property
+    def spread(self) -> int:
+        """Number of ranks over which masters and optimizer states are sharded."""
+        return self.gradients * (self.nodes if self.sums else 1)
+
+    def memory(self, shapes: Sequence[Shape], optimizer: dict[str, float]) -> dict[str, float]:
+        """Return the bytes per rank by kind.
+
+        Args:
+            shapes: Shapes of the whole parameters.
+            optimizer: Bytes by kind of the method and the optimizer on one of `spread` shards, whose parameters are the
+                masters. Kinds other than parameters and gradients are copied.
+        """
+        n = float(sum(map(math.prod, shapes)))
+        kinds = {"parameters": self.stored * n / self.weights, "gradients": 4.0 * n / self.gradients}
+        kinds["masters"] = optimizer["parameters"]
+        kinds |= {kind: value for kind, value in optimizer.items() if kind not in ("parameters", "gradients")}
+        if self.sums:
+            kinds["summed gradients"] = optimizer["gradients"]
+        if self.secondary:
+            kinds["secondary partition"] = self.gathered * n / self.secondary
+        return kinds
+
+
+def coded(bits: int, block: int) -> float:
+    """Return the bytes per entry of a block code with FP32 scales."""
+    return bits / 8 + 4 / block

@@ -1,1 +1,0 @@
-"""Gradient-space methods: they take a replica's gradients and give the synchronised ones, in place."""

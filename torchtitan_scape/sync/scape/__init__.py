@@ -1,1 +1,0 @@
-"""SCAPE: options, optimizer, state, masks, exchange (SCAPE paper, Algorithms 1 and 2)."""

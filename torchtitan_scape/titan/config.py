@@ -1,0 +1,15 @@
+"""Sections of the configuration, and what parses it."""
+
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig, Optimizer
+from torchtitan.config.job_config import ActivationCheckpoint, Checkpoint, Training, Validation
+
+__all__ = [
+    "TORCH_DTYPE_MAP",
+    "ActivationCheckpoint",
+    "Checkpoint",
+    "ConfigManager",
+    "JobConfig",
+    "Optimizer",
+    "Training",
+    "Validation",
+]

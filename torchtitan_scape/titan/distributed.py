@@ -1,0 +1,19 @@
+"""The device, process groups, meshes and parallelism inside a replica."""
+
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.distributed.utils import init_distributed, set_pg_timeouts
+from torchtitan.tools.utils import device_module, device_type
+
+__all__ = [
+    "ParallelDims",
+    "apply_ac",
+    "apply_cp_to_attention_module",
+    "device_module",
+    "device_type",
+    "init_distributed",
+    "maybe_enable_async_tp",
+    "set_pg_timeouts",
+]

@@ -1,0 +1,32 @@
+"""Llama 3, the protocols of models, and their registry."""
+
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args, parallelize_llama
+from torchtitan.models.llama3 import get_train_spec as llama3_train_spec
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPERATIONS
+from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.protocols import train_spec
+from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs, ModelProtocol
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+
+__all__ = [
+    "SAVED_OPERATIONS",
+    "AttentionMasksType",
+    "BaseModelArgs",
+    "ModelProtocol",
+    "RoPEScalingArgs",
+    "ScaledDotProductAttentionWrapper",
+    "StateDictAdapter",
+    "TrainSpec",
+    "Transformer",
+    "TransformerModelArgs",
+    "apply_compile",
+    "disable_fsdp_gradient_division",
+    "get_train_spec",
+    "llama3_args",
+    "llama3_train_spec",
+    "parallelize_llama",
+    "train_spec",
+]

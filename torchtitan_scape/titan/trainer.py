@@ -1,0 +1,6 @@
+"""The trainer and its log."""
+
+from torchtitan.tools.logging import init_logger
+from torchtitan.train import Trainer
+
+__all__ = ["Trainer", "init_logger"]

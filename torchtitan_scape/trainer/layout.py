@@ -1,0 +1,76 @@
+"""The layout of a run, from its configuration and its launcher."""
+
+import os
+
+from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
+from topology.machines import detect_machine, get_machine
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.titan.distributed import device_module
+from torchtitan_scape.trainer.specs import whole_model
+
+
+def is_dry_run(config: JobConfig) -> bool:
+    """Whether everything is built and nothing trained: the fake backend with no step to take."""
+    return config.comm.mode == "fake_backend" and config.training.steps == 0
+
+
+def layout_of(config: JobConfig) -> Layout:
+    """The layout that config and launcher ask for. Raises ValueError; needs no process group."""
+    fake = config.comm.mode == "fake_backend"
+    name = "NGPU" if fake else "WORLD_SIZE"
+    value = os.environ.get(name, "1")
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"{name} is {value!r}; it must be the number of ranks")
+    world_size = int(value)
+    machine_name: str = config.topology.machine
+    if machine_name == "auto":
+        machine_name = detect_machine(device_module.get_device_name())
+    machine = get_machine(machine_name)
+    ranks_per_node = config.topology.ranks_per_node
+    if not ranks_per_node and not fake:  # a dry run is one process, whatever the launcher says
+        ranks_per_node = ranks_per_node_from_environment(os.environ, world_size) or 0
+    if not ranks_per_node:
+        ranks_per_node = min(machine.ranks_per_node or world_size, world_size)
+    parallelism = config.parallelism
+    layout = plan_layout(
+        world_size,
+        ranks_per_node=ranks_per_node,
+        machine=machine,
+        replicate=parallelism.data_parallel_replicate_degree,
+        shard=parallelism.data_parallel_shard_degree,
+        context=parallelism.context_parallel_degree,
+        tensor=parallelism.tensor_parallel_degree,
+        pipeline=parallelism.pipeline_parallel_degree,
+    )
+    if (simulated := config.topology.simulate_replicas) > 1 and layout.replicate > 1:
+        raise ValueError(
+            f"[topology] simulate_replicas = {simulated} with {layout.replicate} real replicas (data_parallel_"
+            f"replicate_degree = {parallelism.data_parallel_replicate_degree} on {world_size} ranks): they do not mix; "
+            "set the degree to 1, and start one process, NGPU=1, or one group of shards"
+        )
+    _check_batch(config, layout)
+    return layout
+
+
+def _check_batch(config: JobConfig, layout: Layout) -> None:
+    """What TorchTitan asserts. Raises ValueError with the numbers and the fix."""
+    training, readers, simulated = config.training, layout.replicate * layout.shard, config.topology.simulate_replicas
+    micro = training.local_batch_size * readers * simulated
+    if training.global_batch_size > 0 and training.global_batch_size % micro:
+        raise ValueError(
+            f"[training] global_batch_size = {training.global_batch_size} is no multiple of local_batch_size "
+            f"{training.local_batch_size} x {readers} data-parallel ranks"
+            + (f" x {simulated} simulated replicas" if simulated > 1 else "")
+            + f" = {micro}"
+        )
+    divisor = layout.tensor * 2 * layout.context
+    if training.seq_len % divisor:
+        raise ValueError(
+            f"[training] seq_len = {training.seq_len} must be a multiple of {divisor} "
+            "(tensor degree x 2 x context degree)"
+        )
+
+
+def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
+    """The shapes of the model's parameters, whole; nothing is allocated."""
+    return [tuple(p.shape) for p in whole_model(config)[2].parameters()]

@@ -1,0 +1,161 @@
+"""What the replicas said to each other and where the time went, in the log and in TensorBoard."""
+
+import logging
+import socket
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.text import sent_text, shards_text
+from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits_text
+from torchtitan_scape.sharding.base import KINDS
+from torchtitan_scape.titan.components import MetricsProcessor
+from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
+from torchtitan_scape.trainer.optimizers import TitanOptimizers
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("gcd_pair", "node", "network")
+# Figures of a method that keeps what it did not send: label and format in the log.
+SPARSE = {
+    "density": ("density", ".4f"),
+    "nnz": ("nnz", ",.0f"),
+    "mask_overlap": ("overlap", ".3f"),
+    "residual_norm": ("residual", ".3g"),
+}
+PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
+
+
+class SentBytes(NamedTuple):
+    """Bytes that a rank sends in a step, averaged over ranks.
+
+    replicas: on the replicate axis, by level. shards: on the shard axis, of FSDP's collectives or what stands in for
+    them and of the optimizer, by level and kind; those of a validation are not among them. dense: of an
+    exchange of all gradients on the replicate axis.
+    """
+
+    replicas: dict[str, float]
+    shards: dict[tuple[str, str], float]
+    dense: float
+
+
+class ReplicaMetrics(MetricsProcessor):
+    """TorchTitan's metrics, and one line about the bytes sent since the last log line, see `SentBytes`."""
+
+    optimizers: TitanOptimizers
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+        super().__init__(job_config, parallel_dims, tag)
+        self.last_loss: float | None = None
+        self.steps_since_log = 0
+        self._peak = 0.0
+        self._hosts: list[str] = []  # of all ranks
+        self.forecast = ""  # what a simulation is predicted to take, for every line
+        self._sent_before: dict[Entry, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        steps, self.steps_since_log = max(1, self.steps_since_log), 0
+        self.last_loss = global_avg_loss
+        self.take_peak()  # which logging resets
+        figures = self.optimizers.replica.metrics()
+        sent = self.bytes_per_step(steps, self._sent_before)
+        self._sent_before = dict(self.optimizers.replica.collectives.ledger.sent)
+        seconds = {name: total / steps for name, total in self._take_seconds().items()}
+        extra = dict(extra_metrics or {})
+        extra |= {f"sync/{name}": value for name, value in figures.items()}
+        extra |= {f"sync/bytes_sent/{level}": value for level, value in sent.replicas.items()}
+        extra["sync/bytes_sent/dense_equivalent"] = sent.dense
+        extra |= {f"shard/bytes_sent/{level}/{kind}": value for (level, kind), value in sent.shards.items()}
+        extra |= {f"step_time/{name}(s)": seconds.get(name, 0.0) for name in PHASES}
+        waits, step_seconds = self._gather_waits(seconds)
+        extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
+        extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        line = _sync_line(step, figures, sent, seconds)
+        logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
+        if len(waits) > 1:
+            logger.info(waits_text(waits, step_seconds, self._hosts))
+
+    def take_peak(self) -> float:
+        """Bytes in use at once at most, since the start: of a GPU's allocator, on a CPU of the process."""
+        kind = "reserved" if device_type == "cpu" else "active"
+        self._peak = max(self._peak, device_module.memory_stats().get(f"{kind}_bytes.all.peak", 0))
+        return self._peak
+
+    def _take_seconds(self) -> dict[str, float]:
+        seconds = self.optimizers.replica.timer.take()
+        for name, value in seconds.items():
+            self._seconds[name] += value
+        return seconds
+
+    def mean_seconds(self, steps: int) -> dict[str, float]:
+        """Seconds by phase and step over the `steps` of this run."""
+        self._take_seconds()
+        return {name: self._seconds[name] / steps for name in PHASES if name in self._seconds}
+
+    def mean_waits(self, steps: int) -> list[float]:
+        """Seconds a step that every rank has waited for the others, over the `steps` of this run. A collective call."""
+        return self._gather_waits(self.mean_seconds(steps))[0]
+
+    def _gather_waits(self, seconds: dict[str, float]) -> tuple[list[float], float]:
+        collectives, device = self.optimizers.replica.collectives, self.optimizers.replica.grad_norm.device
+        if not self._hosts and not collectives.is_fake:
+            found = collectives.gather_objects((dist.get_rank(), socket.gethostname()))
+            self._hosts = [host for _, host in sorted(found)]
+        return gather_waits(collectives, seconds.get("wait", 0.0), sum(seconds.values()), device)
+
+    def bytes_per_step(self, steps: int, since: Mapping[Entry, float]) -> SentBytes:
+        """What a rank has sent a step over the last `steps` steps, for one replica where it plays several.
+
+        since: of the ledger before those steps. A collective call: the mean over all ranks.
+        """
+        collectives, simulated = self.optimizers.replica.collectives, self.job_config.topology.simulate_replicas
+        grown = TrafficLedger(sent=defaultdict(float))
+        for entry, sent in collectives.ledger.sent.items():
+            grown.sent[entry] = sent - since.get(entry, 0.0)
+        replicas, shards = grown.sent_by_level(REPLICATE), grown.sent_by_level_and_kind(SHARD)
+        pairs = [(level, kind) for level in LEVELS for kind in KINDS]
+        own = [replicas.get(level, 0.0) for level in LEVELS] + [shards.get(pair, 0.0) / simulated for pair in pairs]
+        device = self.optimizers.replica.grad_norm.device
+        values = torch.tensor(
+            [*own, self.optimizers.replica.dense_bytes() * steps, 1.0], dtype=torch.float64, device=device
+        )
+        total = collectives.sum_over_all(values).tolist()
+        mean = [value / total[-1] / steps for value in total[:-1]]
+        return SentBytes(
+            {level: value for level, value in zip(LEVELS, mean, strict=False) if value > 0},
+            {pair: value for pair, value in zip(pairs, mean[len(LEVELS) : -1], strict=True) if value > 0},
+            mean[-1],
+        )
+
+
+def build_metrics_processor(
+    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+) -> ReplicaMetrics:
+    return ReplicaMetrics(job_config, parallel_dims, tag)
+
+
+def _sync_line(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> str:
+    parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent.replicas, sent.dense)}"]
+    if sent.shards:
+        parts.append(f"shard axis: {shards_text(sent.shards)}")
+    if "residual_norm" in figures:  # of a method that does not send everything
+        parts += [f"{label}: {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
+    parts.append(f"clip: {figures['clip_factor']:.3f}")
+    if figures["skipped_steps"]:
+        parts.append(f"skipped: {figures['skipped_steps']:.0f}")
+    parts.append("ms: " + " ".join(f"{name} {1e3 * seconds[name]:.0f}" for name in PHASES if name in seconds))
+    return "  ".join(parts)

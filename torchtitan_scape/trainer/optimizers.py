@@ -1,0 +1,137 @@
+"""The optimizers that `[sync] method` and `[optimizer] name` select."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+
+from kernels import choose_backend
+from topology.dry_run import DryRunCollectives
+from topology.groups import ReplicaGroups
+from topology.in_process import OneReplica, SimulatedReplicas
+from topology.layout import simulated_layout
+from topology.process_groups import collectives_of
+from topology.shard_collectives import RankGroup, ShardLedger
+from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
+from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
+from torchtitan_scape.sharding.base import UPDATE
+from torchtitan_scape.sharding.build import build_sharding
+from torchtitan_scape.sharding.levels import holder_of
+from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.titan.components import OptimizersContainer
+from torchtitan_scape.titan.config import Optimizer as OptimizerConfig
+from torchtitan_scape.titan.distributed import ParallelDims
+from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+
+
+class TitanOptimizers(OptimizersContainer):
+    """A `ReplicaOptimizer` as TorchTitan's trainer, schedulers and checkpoints expect it.
+
+    TorchTitan iterates over `optimizers` and registers step hooks on the container.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], replica: ReplicaOptimizer) -> None:
+        self.model_parts, self.replica, self.optimizers = model_parts, replica, [replica]
+        self._post_init([p for group in replica.param_groups for p in group["params"]], replica.defaults)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.replica.step()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.replica.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dense_state(self.replica)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_dense_state(self.replica, state_dict)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    *,
+    job_config: JobConfig,
+) -> TitanOptimizers:
+    """Build the optimizers for TorchTitan's TrainSpec. The configuration has been checked before."""
+    assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
+    assert len(model_parts) == 1, "pipeline parallelism is refused at start"
+    model, sync, entry = model_parts[0], job_config.sync, METHODS[job_config.sync.method]
+    groups, simulated = parallel_dims.groups, job_config.topology.simulate_replicas
+    if (level_groups := parallel_dims.level_groups) is not None and entry.is_linear:
+        # Three-level partitioning sums over nodes itself: for the optimizer all ranks hold one replica together.
+        groups = ReplicaGroups(None, level_groups.world, groups.layout)
+    assert groups.layout is not None
+    replicas = _replicas(groups, simulated, entry.is_linear)
+    made: dict[str, Any] = dict(
+        kernels=choose_backend(sync.kernels, next(model.parameters()).device), seed=job_config.debug.seed or 0
+    )
+    levels = count = None
+    if level_groups is None:
+        shard_groups = parallel_dims.shard_groups
+        assert shard_groups is not None
+        sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.ledger, **made)
+        # Simulated replicas that share an update would each send it; in a dry run all share one.
+        copies = simulated // (len(replicas.endpoints) if entry.method.per_replica_weights else 1)
+        count = partial(_count, shard_groups.whole, sharding.ledger, copies)
+    else:
+        made |= dict(sums=entry.is_linear, bf16=job_config.training.mixed_precision_param == "bfloat16")
+        levels = build_levels(model, job_config.sharding, groups.layout, level_groups, replicas.all.ledger, **made)
+        model, sharding = holder_of(levels.parameters), levels.sharding
+    options = options_of(sync)
+    shapes = [tuple(local(p).shape) for p in model.parameters() if p.requires_grad]
+    layout, staged = simulated_layout(groups.layout, simulated), len(replicas.endpoints[0].levels)
+    options = options.resolve_for_links(shapes, layout, dist.get_rank(), staged)
+    entry.method.prepare_model(model, options)
+    optimizer = ReplicaOptimizer(
+        partial(
+            OPTIMIZERS[optimizer_config.name].make,
+            lr=optimizer_config.lr,
+            betas=(optimizer_config.beta1, optimizer_config.beta2),
+            eps=optimizer_config.eps,
+            weight_decay=optimizer_config.weight_decay,
+            implementation=optimizer_config.implementation,
+            kernels=sync.kernels,
+            count=count,
+            **({"allocate_state": False} if entry.method.holds_optimizer_state else {}),
+        ),
+        entry.method,
+        options,
+        replicas,
+        model=model,
+        max_norm=float(job_config.training.max_norm),
+        reduction="sum",  # the loss is divided by the global number of tokens
+        total_steps=job_config.training.steps,
+        overlap=sync.overlap,
+        max_skipped_steps=sync.max_skipped_steps,
+        kernels=sync.kernels,
+    )
+    optimizer.repairs = sync.on_inconsistency == "repair"
+    optimizer.sharding = sharding
+    if levels is not None:
+        optimizer.attach_levels(levels)
+        optimizer.guard.summed_over = "all ranks" if entry.is_linear else "the ranks of its node"
+    elif groups.layout.shard * groups.layout.context > 1:
+        optimizer.guard.summed_over = "the ranks that hold its replica"
+    return TitanOptimizers([model], optimizer)
+
+
+def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
+    ledger.count_all_to_all_uneven(rank_group, [times * size for size in sizes], UPDATE)
+
+
+def _replicas(groups: ReplicaGroups, simulated: int, is_linear: bool) -> Replicas:
+    """Those that this process plays: of a method that adds up, one whose gradient is the sum of all."""
+    collectives = collectives_of(groups)
+    if simulated == 1:
+        return OneReplica(collectives)
+    if is_linear or collectives.is_fake:
+        return OneReplica(DryRunCollectives(groups, simulated))
+    return SimulatedReplicas(simulated, groups)

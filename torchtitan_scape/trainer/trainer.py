@@ -1,0 +1,319 @@
+"""TorchTitan's trainer with the replicate axis under control of the optimizer."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from topology.groups import build_groups, build_level_groups
+from topology.layout import Layout
+from torchtitan_scape.checkpoint.best import BestCheckpoint
+from torchtitan_scape.checkpoint.metadata import RunMetadata
+from torchtitan_scape.checkpoint.reader import GlobalLayout
+from torchtitan_scape.config.checks import check_config, remarks
+from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.core.workloads import local_shapes
+from torchtitan_scape.data.exhaustion import EndOfDataSync
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader
+from torchtitan_scape.data.prepared import PreparedDataLoader
+from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.observe.observation import Observation
+from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of
+from torchtitan_scape.report.interfaces import InterfaceCount
+from torchtitan_scape.report.memory import MemoryReport
+from torchtitan_scape.report.sample import log_samples
+from torchtitan_scape.report.summary import summarise
+from torchtitan_scape.runtime.agreement import check_ranks_agree, facts
+from torchtitan_scape.runtime.shutdown import Shutdown
+from torchtitan_scape.sharding.build import groups_for
+from torchtitan_scape.sharding.levels_build import check_levels
+from torchtitan_scape.titan import DEVICE_TYPE, patches
+from torchtitan_scape.titan.data import DataloaderExhaustedError
+from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
+from torchtitan_scape.titan.trainer import Trainer
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
+from torchtitan_scape.trainer.layout import is_dry_run, layout_of
+from torchtitan_scape.trainer.metrics import ReplicaMetrics
+from torchtitan_scape.trainer.optimizers import TitanOptimizers
+from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+from torchtitan_scape.trainer.specs import register
+
+logger = logging.getLogger(__name__)
+
+
+class ScapeTrainer(Trainer):
+    """TorchTitan's Trainer. It adds the layout, who clips, timing, the resume check and the summary."""
+
+    job_config: JobConfig
+    optimizers: TitanOptimizers
+    metrics_processor: ReplicaMetrics
+    checkpointer: ReplicaCheckpointer
+    dataloader: TextDataLoader | SimulatedDataLoader | PreparedDataLoader
+    layout: Layout
+    step: int
+    ntokens_seen: int
+    shutdown: Shutdown | None = None  # of this process, where it is a rank of its own and not a test's
+
+    def __init__(self, job_config: JobConfig) -> None:
+        check_config(job_config, DEVICE_TYPE)
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
+        self.layout = layout_of(job_config)
+        check_layout(job_config.optimizer.name, self.layout, job_config.sharding.levels.active)
+        if job_config.sharding.levels.active:
+            check_levels(job_config.sharding, self.layout)
+        else:
+            job_config.sharding.check(self.layout)
+        self.simulated = job_config.topology.simulate_replicas
+        if self.simulated > 1 and job_config.training.global_batch_size < 0:
+            readers = self.layout.shard * self.simulated
+            job_config.training.global_batch_size = job_config.training.local_batch_size * readers
+        register(job_config, with_data=not is_dry_run(job_config))
+        self._resolve_options(job_config)
+        self.forecast: Forecast | None = None
+        self.memory: MemoryReport | None = None
+        if self.simulated > 1:
+            check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
+            self.forecast = Forecast.of(job_config, self.layout)
+        else:
+            self.memory = MemoryReport.of(job_config, self.layout, device_module)
+            for line in self.memory.lines():
+                logger.info(line)
+            if job_config.comm.mode != "fake_backend":
+                self.memory.check()
+        with ExitStack() as self._dry_run, patches.checkpoint_manager(ReplicaCheckpointer):
+            super().__init__(job_config)
+        if self.tokenizer is not None:
+            self._check_vocabulary()
+        if job_config.checkpoint.enable:
+            self._attach_checkpointer()
+        self.replica_optimizer.timer.enabled = True
+        self.observation: Observation | None = None
+        if job_config.observe.enable:
+            self.observation = Observation(job_config, self.replica_optimizer, self.metrics_processor.logger.log)
+        if self.forecast is not None:
+            self.metrics_processor.forecast = self.forecast.line()
+        if job_config.validation.enable:
+            self.validator.shared_weights = self._model_shown
+            self.validator.validated = self._validated
+            validation = job_config.validation
+            compared = ("dataset", "dataset_path", "steps", "seq_len")
+            self.best = BestCheckpoint(
+                Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared}
+            )
+            self.checkpointer.spared = self.best.checkpoint_step
+        self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
+        self.train_seconds = 0.0
+        self.steps_taken = self._micro_batches = 0
+        self._data_end = EndOfDataSync()
+        self.ran_out = False
+
+    @property
+    def replica_optimizer(self) -> ReplicaOptimizer:
+        return self.optimizers.replica
+
+    def _resolve_options(self, config: JobConfig) -> None:
+        """What the method's options leave to the model: all that follows sees what was chosen."""
+        options, layout = options_of(config.sync), self.layout
+        shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
+        setattr(config.sync, config.sync.method, options.resolve(shapes, layout.replicate * self.simulated))
+
+    def init_distributed(self) -> ParallelDims:
+        config, layout = self.job_config, self.layout
+        init_distributed(config.comm, base_folder=config.job.dump_folder)
+        if config.comm.mode != "fake_backend":
+            check_ranks_agree(facts(config), self.device)
+        logger.info(self.described)
+        for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable)):
+            logger.warning(line)
+        timeout, levels = timedelta(seconds=config.comm.init_timeout_seconds), config.sharding.levels
+        inner = levels.inner(layout)  # as FSDP sees it
+        parallel_dims = ReplicaParallelDims(
+            dp_replicate=inner.replicate,
+            dp_shard=inner.shard,
+            cp=layout.context,
+            tp=layout.tensor,
+            pp=layout.pipeline,
+            ep=1,
+            etp=1,
+            world_size=layout.world_size,
+            groups=build_groups(
+                layout,
+                timeout,
+                hierarchical=config.topology.exchange == "hierarchical",
+                staged=options_of(config.sync).needs_comm_streams(),
+            ),
+            shard_groups=None if levels.active else groups_for(config.sharding, layout, timeout),
+            level_groups=build_level_groups(layout, levels.weights, timeout, levels.secondary)
+            if levels.active
+            else None,
+        )
+        # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.
+        parallel_dims.build_mesh()
+        if is_dry_run(config):
+            # From here on tensors take no memory; a mesh needs real ones.
+            self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return parallel_dims
+
+    @property
+    def described(self) -> str:
+        text = self.layout.describe()
+        return f"{text}, which plays {self.simulated} simulated replicas" if self.simulated > 1 else text
+
+    def _check_vocabulary(self) -> None:
+        entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
+        if entries > rows:
+            raise ValueError(
+                f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, the model "
+                f"{self.job_config.model.flavor} embeds {rows}; use the tokenizer that belongs to the model"
+            )
+
+    def _attach_checkpointer(self) -> None:
+        options = self.job_config.checkpoint
+        mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
+        record = RunMetadata(self.layout, self.job_config, options.residual, self.replica_optimizer)
+        replicas = None
+        if self.replica_optimizer.levels is not None:
+            own = self.layout.coordinates(dist.get_rank())["replicate"]
+            replicas = (1, 0) if self.replica_optimizer.collectives.replicas == 1 else (self.layout.replicate, own)
+        frame = GlobalLayout(mesh, self.simulated, replicas)
+        self.checkpointer.attach(record, frame, options.fallback, self.device)
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        return self._data_end.batches(super().batch_generator(data_iterable), alone=not self.parallel_dims.dp_enabled)
+
+    def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        if self._micro_batches == 0 and self.checkpointer.enable:
+            self.checkpointer.restore_random()
+        number = self._micro_batches % self.gradient_accumulation_steps
+        self._micro_batches += 1
+        last = number + 1 == self.gradient_accumulation_steps
+        self.replica_optimizer.sharding.before_micro_batch(self.step, number, last)
+        if last:
+            self.replica_optimizer.prepare_last_backward()
+        with self.replica_optimizer.timer.phase("forward_backward"):
+            loss = super().forward_backward_step(**kwargs)
+        # A replica's micro-batches follow each other.
+        if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
+            self.replica_optimizer.stash_replica_gradients()
+        return loss
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in.
+
+        Raises, on every rank, DataloaderExhaustedError or NoTextError where the data of one have ended: it is not
+        counted then.
+        """
+        flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
+        if flushes:
+            self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
+            self.replica_optimizer.request_full_exchange()
+        self.interfaces.before_step(self.steps_taken)
+        begin = time.perf_counter()
+        if self.observation is not None:
+            self.observation.before_step(self.step)
+        seen = self.ntokens_seen
+        self.metrics_processor.steps_since_log += 1
+        try:
+            with (
+                patches.gradient_norm(lambda: self.replica_optimizer.grad_norm),
+                patches.first_token_count(self._data_end.count, self.replica_optimizer.timer),
+            ):
+                super().train_step(data_iterator)
+        except (DataloaderExhaustedError, NoTextError):
+            self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
+            raise
+        if flushes and not self.replica_optimizer.guard.last_applied():
+            self.replica_optimizer.flush()  # the step that was to send all was skipped
+        if self.observation is not None:
+            self.observation.after_step()
+        interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
+        if (interval and self.step % interval == 0) or self.checkpointer.saves_at(self.step, last):
+            self._check_replicas()
+        self.train_seconds += time.perf_counter() - begin
+        self.steps_taken += 1
+        if self.steps_taken == 1:
+            # TorchTitan shortens its own groups' timeout after the first step.
+            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+            self.replica_optimizer.collectives.groups.set_timeout(timeout)
+            self.replica_optimizer.sharding.set_timeout(timeout)
+            if self.step > 1:  # a resumed run has no step 1, after which TorchTitan does this
+                set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
+        self.interfaces.after_step(self._a_step_follows())
+        if self.shutdown is not None:
+            self.shutdown.after_step(self, first=self.steps_taken == 1)
+
+    def _a_step_follows(self) -> bool:
+        """Whether the next step comes before a validation, a checkpoint and the end."""
+        last = self.step == self.job_config.training.steps
+        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
+        return not (last or validates or self.checkpointer.saves_at(self.step, last))
+
+    def should_continue_training(self) -> bool:
+        """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
+        more = super().should_continue_training()
+        if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
+            self._check_replicas()
+            self.shutdown.stop_here(self)
+        return more
+
+    @contextmanager
+    def _model_shown(self) -> Iterator[None]:
+        """What is to be validated, and exported, in the model."""
+        self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
+        with self.replica_optimizer.sharding.uncounted(), self.replica_optimizer.shared_weights():
+            yield
+
+    def _validated(self, step: int, loss: float) -> None:
+        if dist.get_rank() == 0:
+            saved = self.checkpointer.saves_at(step, self.ran_out or step == self.job_config.training.steps)
+            self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
+
+    def _check_replicas(self) -> None:
+        """In front of every save, and at the interval: no checkpoint shall hold what a flipped bit has made."""
+        if self.observation is not None:
+            self.observation.write()  # what a run that goes on from there does not see again
+        if self.job_config.sync.consistency_interval:
+            self.replica_optimizer.check_consistency(self.step)
+
+    def train(self) -> None:
+        super().train()
+        if self.observation is not None:
+            self.observation.write()
+            self.replica_optimizer.observe(None)
+        if self.ran_out:
+            logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
+            saved = self.checkpointer.saves_at(self.step)
+            if self.steps_taken and self.job_config.sync.flush_at_end:
+                self.checkpointer.maybe_wait_for_staging()
+                self.replica_optimizer.flush()
+                saved = False
+            if self.steps_taken and not saved:
+                self._check_replicas()
+                self.checkpointer.save(self.step, last_step=True)
+        if self.steps_taken == 0:
+            logger.info("No step was left to take")
+            return
+        if self.job_config.validation.enable:
+            if self.validator.last_step != self.step:
+                self.validator.validate(self.model_parts, self.step)
+            elif self.ran_out and self.validator.last_loss is not None:
+                self._validated(self.step, self.validator.last_loss)  # its checkpoint was written since then
+        log_samples(self)
+        self.summarise()
+
+    def summarise(self) -> None:
+        """What the run says at its end. A collective call."""
+        summarise(self)

@@ -1,0 +1,137 @@
+"""Validation on the same batches every time, and what its loss means."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data.validation_batches import by_rows, validation_batches
+from torchtitan_scape.titan.components import MetricsProcessor, Validator
+from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
+from torchtitan_scape.titan.patches import no_validation_loader
+
+logger = logging.getLogger(__name__)
+
+
+def figures_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
+    """What a loss in nats per token is as perplexity, and, where text was counted, in bits per byte of it.
+
+    Bits per byte compare across tokenizers: loss / ln 2 bits a token, which stands for `bytes_per_token` of UTF-8.
+    """
+    figures = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+    if bytes_per_token:
+        figures["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return figures
+
+
+class _ValidationMetrics:
+    """What the validator sees in place of the trainer's MetricsProcessor.
+
+    TorchTitan's validator adds its tokens to the trainer's count, and logging them resets count and clock, so
+    that both throughputs are wrong. This one counts apart, keeps the loss, and stops the trainer's clock
+    meanwhile.
+    """
+
+    def __init__(self, processor: MetricsProcessor, bytes_per_token: float | None) -> None:
+        self.processor, self.bytes_per_token = processor, bytes_per_token
+        self.last_loss: float | None = None
+        self.last_step = 0
+        self.figures: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        self.ntokens_since_last_log = 0
+        self._started = time.perf_counter()
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        self.last_loss, self.last_step = float(loss), step
+        self.figures = figures_of(self.last_loss, self.bytes_per_token)
+        processor = self.processor
+        n_tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
+        processor.ntokens_since_last_log, processor.time_last_log = self.ntokens_since_last_log, self._started
+        shown = {f"validation_metrics/{name}": value for name, value in self.figures.items()}
+        processor.log_validation(loss=loss, step=step, extra_metrics={**(extra_metrics or {}), **shown})
+        figures = "  ".join(f"{name.replace('_', ' ')}: {value:.4f}" for name, value in self.figures.items())
+        logger.info(f"validate step: {step:2}  {figures}")
+        processor.ntokens_since_last_log = n_tokens
+        processor.time_last_log = last_log + (time.perf_counter() - self._started)
+
+
+class FixedValidator(Validator):
+    """TorchTitan's validator on the same batches each time: `validation.steps` of them, or the whole split for -1.
+
+    The parent goes on reading where the last validation stopped, so that two losses of one run come from
+    different text. This one finds its batches at construction; with `simulated` > 1 those of as many replicas.
+
+    Attributes:
+        last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first.
+            With pipeline parallelism it is true on the last stage only.
+        last_step: training step of the last validation, 0 before the first.
+        figures: of the last one, see `figures_of`; {} before the first.
+        model_shown: inside it the model has the parameters that are to be validated.
+        validated: called after a validation with its step and loss.
+
+    Raises:
+        ValueError: see `validation_batches`.
+    """
+
+    validation_dataloader: BaseDataLoader
+    shared_weights: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    validated: Callable[[int, float], None] = staticmethod(lambda step, loss: None)
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        *,
+        metrics_processor: MetricsProcessor,
+        simulated: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        batches = validation_batches(job_config, dp_world_size, dp_rank, tokenizer, simulated)
+        self._metrics = _ValidationMetrics(metrics_processor, batches.bytes_per_token)
+        # The parent asks for a number of batches, and builds a loader of its own, which is not used.
+        counted: Any = replace(cast(Any, job_config), validation=replace(job_config.validation, steps=len(batches)))
+        with no_validation_loader():
+            super().__init__(
+                job_config=counted,
+                dp_world_size=dp_world_size,
+                dp_rank=dp_rank,
+                tokenizer=tokenizer,
+                metrics_processor=cast(MetricsProcessor, self._metrics),
+                **kwargs,
+            )
+        self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
+        self.loss_fn: Any = by_rows(self.loss_fn, batches.rows)
+
+    @property
+    def last_loss(self) -> float | None:
+        return self._metrics.last_loss
+
+    @property
+    def last_step(self) -> int:
+        return self._metrics.last_step
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return self._metrics.figures
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validates, logs, and keeps the loss in `last_loss`; the trainer's throughput does not count it."""
+        self._metrics.start()
+        with self.shared_weights():
+            super().validate(model_parts, step)
+        self.validated(step, float(self._metrics.last_loss or 0.0))
+
+
+def build_validator(**kwargs: Any) -> FixedValidator:
+    """Builds a `FixedValidator` from the keyword arguments that TorchTitan's trainer passes."""
+    return FixedValidator(**kwargs)
