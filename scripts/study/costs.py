@@ -15,11 +15,13 @@ from kernels.scape.blocks import density_at
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.budget import share
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.volumes import VOLUMES, Method
-from torchtitan_scape.planner.workloads import Workload, get_workload
-from torchtitan_scape.sync.registry import METHODS
+from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.planner.bf16 import Bf16Options
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import Assumptions, predict
 
 WORKLOAD, MODEL = "llama_1_8b", "Llama-1.8B"
 RANKS = 64  # where the losses do not give the number of replicas
@@ -36,43 +38,50 @@ STUDY = Workload("study", layers=2, width=80, heads=2, kv_heads=2, ffn=224, voca
 Options = dict[str, Any]
 
 
-def planned_run(options: Options, about: Options | None = None) -> Method:
-    """Return what the planner knows of a run's method, from its options.
+def planned_run(options: Options, about: Options | None = None) -> PlannedRun:
+    """Return a run's method as the planner prices it, from its options.
 
     Args:
-        about: The method's table in the grid; its `planned` replaces fields of the result.
+        about: The method's table in the grid. Its `planned` replaces options of the method, `overlap`, or the `method`
+            itself, for a peer that this trainer does not have.
     """
-    kind = options["sync.method"]
-    section = METHODS[kind].options
-    given = {f.name: options[name] for f in dataclasses.fields(section) if (name := f"sync.{kind}.{f.name}") in options}
-    found = section(**given).planned(options.get("optimizer.name", "AdamS"))
-    return dataclasses.replace(found, **{"overlap": options.get("sync.overlap", False), **(about or {}).get("planned", {})})
+    planned = dict((about or {}).get("planned", {}))
+    overlap = bool(planned.pop("overlap", options.get("sync.overlap", False)))
+    name = planned.pop("method", "")
+    kind = name or options["sync.method"]
+    section = METHODS[kind].options if kind in METHODS else Bf16Options
+    known = () if name else dataclasses.fields(section)
+    given = {f.name: options[key] for f in known if (key := f"sync.{kind}.{f.name}") in options}
+    return PlannedRun(section(**(given | planned)), options.get("optimizer.name", "AdamS"), overlap)
 
 
-def overlapped(options: Options) -> Method:
+def overlapped(options: Options) -> PlannedRun:
     """Return `planned_run` with an overlapped exchange if the method supports it, which changes no loss."""
     found = planned_run(options)
-    return dataclasses.replace(found, overlap=VOLUMES[found.kind].overlaps)
+    return dataclasses.replace(found, overlap=found.options.cost().supports_overlap)
 
 
-def method_at(options: Options, step: int) -> Method:
+def method_at(options: Options, step: int) -> PlannedRun:
     """Return the method at a step of the density warm-up, with densities of three digits.
 
     While the mask is denser than the target, a coded payload is sent in INT8, and in FP32 in the first step.
     """
     kind, found = options["sync.method"], dataclasses.replace(planned_run(options), overlap=False)
     target = options.get(f"sync.{kind}.density")
-    if target is None or step >= (last := int(options.get(f"sync.{kind}.density_warmup_steps", 0))) and step > 1 + last:
+    if target is None:
         return found
-    density = density_at(step, target, last) if step > 1 else 1.0
+    density = density_at(step, target, int(options.get(f"sync.{kind}.density_warmup_steps", 0))) if step > 1 else 1.0
     if density <= target:
         return found
-    coded = density < 1.0 and options.get(f"sync.{kind}.wire") in FORMATS
-    return dataclasses.replace(found, density=float(f"{density:.3g}"), wire="int8" if coded else "float32")
+    replaced: Options = {"density": float(f"{density:.3g}")}
+    if hasattr(found.options, "wire"):
+        coded = density < 1.0 and options.get(f"sync.{kind}.wire") in FORMATS
+        replaced["wire"] = "int8" if coded else "float32"
+    return dataclasses.replace(found, options=dataclasses.replace(found.options, **replaced))
 
 
 @functools.cache
-def step_seconds(machine: str, method: Method, replicas: int = 0) -> float:
+def step_seconds(machine: str, method: PlannedRun, replicas: int = 0) -> float:
     """Return the predicted step of `MODEL` on one of MACHINES; replicas 0: RANKS ranks and the model's own batch."""
     name, shard, bandwidth = MACHINES[machine]
     preset, workload = get_machine(name), get_workload(WORKLOAD)
@@ -99,7 +108,7 @@ def run_seconds(options: Options, run: dict[str, Any], machine: str) -> float:
     Bytes beyond the planned ones, of dense steps at the start or of a density warm-up, count as as many dense steps.
     """
     method, replicas = overlapped(options), run["replicas"]
-    dense = step_seconds(machine, Method(options["optimizer.name"].lower()), replicas)
+    dense = step_seconds(machine, PlannedRun(DenseOptions(), options["optimizer.name"]), replicas)
     step, (steady, whole) = step_seconds(machine, method, replicas), planned_shares(options, run)
     at_start = min(1.0, max(0.0, whole - steady) / (1.0 - steady)) if steady < 1.0 else 0.0
     return run["steps"] * (step + at_start * (dense - step))
@@ -108,7 +117,7 @@ def run_seconds(options: Options, run: dict[str, Any], machine: str) -> float:
 def planned_shares(options: Options, run: dict[str, Any]) -> tuple[float, float]:
     """Return bytes over dense FP32 bytes: of a step after the start, planned, and of the whole run, counted."""
     counted = run["bytes_per_step"] / run["dense_bytes_per_step"]
-    return share(overlapped(options), STUDY.shapes(), run["replicas"]), counted
+    return share_of_dense(overlapped(options).options, STUDY.local(1), run["replicas"]), counted
 
 
 def shares(options: Options, run: dict[str, Any]) -> tuple[float, float]:
@@ -136,8 +145,8 @@ def counted_shares(run: dict[str, Any]) -> tuple[float, float]:
 
 
 @functools.cache
-def _share(method: Method, replicas: int) -> float:
-    return share(method, STUDY.shapes(), replicas)
+def _share(method: PlannedRun, replicas: int) -> float:
+    return share_of_dense(method.options, STUDY.local(1), replicas)
 
 
 def describe(replicas: bool) -> str:

@@ -18,8 +18,8 @@ from scripts.study.grid import CURVE_POINTS, RunSpec
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
-from torchtitan_scape.planner.cost import Assumptions, predict
-from torchtitan_scape.planner.workloads import WORKLOADS, get_workload
+from torchtitan_scape.core.workloads import WORKLOADS, get_workload
+from torchtitan_scape.planner.step import Assumptions, predict
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ARRAYS = "observations.npz"

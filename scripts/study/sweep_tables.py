@@ -17,7 +17,7 @@ COMPUTE = {
     "real": "forward and backward are real",
     "predicted": "everything is predicted by the planner",
 }
-NEEDED = ("launcher", "recipe", "size", "nodes", "ranks_per_node", "compute", "step_seconds", "phases", "tokens_per_step")
+NEEDED = ("launcher", "recipe", "size", "step_seconds", "phases", "tokens_per_step")
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 # Columns of a step with a shard axis, and the phases in each.
 SHARD_PARTS = {
@@ -43,7 +43,8 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
 
     Raises ValueError for a line that lacks a value.
     """
-    order = {name: i for i, name in enumerate(grid.methods)}
+    (one,) = grid.choose([set_name])
+    order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods]))}
     found = []
     for line in store.own.values():
         cell = line["result"]
@@ -306,7 +307,7 @@ def weights(grid: Grid, store: Store) -> list[str]:
             found = dict(sorted(forms[form].items()))
             pairs = [(r, forms[base][seed]) for seed, r in found.items() if seed in forms.get(base, {})]
             gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
-            error, excess = (max((r[k] for r in found.values() if k in r), default=None) for k in ("error", "excess"))
+            error, excess = (max((r[k] for r in found.values() if k in r), default=None) for k in ("master_distance", "excess_length"))
             row = {"density": f"{density:g}", "forward": compute, "weights": form}
             row["validation loss, by seed"] = ", ".join(f"{r['validation_loss']:.4f}" for r in found.values())
             row["gap to FP32 weights, %"] = spread(gaps, "+.2f") if gaps and form != base else ""
