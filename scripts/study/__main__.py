@@ -17,10 +17,13 @@ report  writes report.md and the figures, from the store alone.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from scripts.common import OUTPUTS, RESULTS, guarded, names, parser
-from scripts.study.grid import GRIDS, Grid
+from scripts.study import emulated, slurm
+from scripts.study.grid import GRIDS, BudgetSet, Grid
+from scripts.study.launchers import predicted_set
 from scripts.study.queue import Queue
 from scripts.study.report import write_report
 from scripts.study.store import Store
@@ -50,16 +53,29 @@ def command(args: argparse.Namespace) -> int:
     if args.command == "report":
         print(f"wrote {write_report(grid, output)}")
         return 0
-    store = Store(output, [RESULTS / name for name in grid.shared])
+    sets, store = grid.choose(args.sets), Store(output, [RESULTS / name for name in grid.shared])
     work = (args.work or OUTPUTS / path.stem).resolve()
-    queue = Queue(grid, grid.choose(args.sets), store, args.jobs, work)
+
+    def queue(chosen: list[BudgetSet]) -> Queue:
+        return Queue(grid, chosen, store, args.jobs, work)
+
+    every = queue(sets)
     if args.command == "list":
-        print("".join(f"{spec.title}\n" for spec in queue.missing()), end="")
-    print(f"{len(queue.runs(guess=True))} runs, {queue.done()} of them done; {queue.remaining()}", flush=True)
+        print("".join(f"{spec.title}\n" for spec in every.missing()), end="")
+    print(f"{len(every.runs(guess=True))} runs, {every.done()} of them done; {every.remaining()}", flush=True)
     if args.command == "list":
         return 0
-    failed = queue.run()
-    print(f"{queue.done()} runs done, {failed} failed; next: python -m scripts.study report {args.study}", flush=True)
+    failed = 0
+    for launcher in dict.fromkeys(one.launcher for one in sets):
+        part = queue([one for one in sets if one.launcher == launcher])
+        if launcher in ("simulated", "local"):
+            part.jobs = part.jobs if launcher == "simulated" else 1  # ranks of several runs would share the cores
+            failed += part.run()
+        elif launcher == "slurm":
+            failed += slurm.run(part, args)
+        else:
+            failed += emulated.run(part) if launcher == "emulated" else part.run_in_turn(partial(predicted_set, store))
+    print(f"{every.done()} runs done, {failed} failed; next: python -m scripts.study report {args.study}", flush=True)
     return 1 if failed else 0
 
 

@@ -297,6 +297,7 @@ class Grid:
 def _ranks(one: BudgetSet, base: Options, size: int, sequences: int) -> Options:
     """Return the batch options of a run on several ranks: a fixed global batch in the largest micro-batches."""
     shared: Options = {"training.steps": one.steps} if one.steps else {}
+    sequences = sequences or int(base.get("training.global_batch_size", 0))
     if not sequences:
         return shared
     if sequences % size:

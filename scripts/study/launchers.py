@@ -5,19 +5,20 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from scripts.common import ALONE, RESULTS, Curve, losses
+from scripts.common import ALONE, Curve, command_of, losses
 from scripts.study.costs import planned_run
-from scripts.study.grid import CURVE_POINTS, RunSpec
+from scripts.study.grid import CURVE_POINTS, BudgetSet, RunSpec, largest_divisor
+from scripts.study.store import SETUP, Store
 from topology.layout import plan_layout
 from topology.links import Links
-from topology.machines import get_machine
+from topology.machines import Machine, get_machine
 from torchtitan_scape.core.workloads import WORKLOADS, get_workload
 from torchtitan_scape.planner.step import Assumptions, predict
 
@@ -129,29 +130,37 @@ def cumulative(levels: Sequence[Curve], at: Sequence[int]) -> list[list[int]]:
     return totals
 
 
-def predicted(spec: RunSpec) -> dict[str, Any]:
-    """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
-    if spec.recipe_name not in WORKLOADS:
-        raise ValueError(f"the planner has no model of {spec.recipe}; known are {', '.join(WORKLOADS)}")
-    launch, workload = spec.of.launch, get_workload(spec.recipe_name)
+def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str, Any]]:
+    """Return the function that predicts the steps of a set, from links, machine and assumptions of its `launch`.
+
+    `network`: GB/s that a rank sends, in the place of the machine's; `links`: file of the preflight.
+    """
+    launch = one.launch
     machine = get_machine(launch.get("machine", "vista"))
     links = Links.from_json(launch["links"]) if "links" in launch else Links.from_machine(machine)
     if "network" in launch:
         links = links.with_bandwidth("network", launch["network"] * 1e9)
+    assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
+    notes = [
+        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the device's "
+        f"peak; optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
+        "An overlapped exchange is hidden behind at most two thirds of the last micro-batch; others follow the backward pass.",
+    ]
+    store.note(SETUP, one.name, {}, {"launcher": "predicted", "notes": notes}, command_of("scripts.study"))
+    return lambda spec: predicted(spec, machine, links, assumptions)
+
+
+def predicted(spec: RunSpec, machine: Machine, links: Links, assumptions: Assumptions) -> dict[str, Any]:
+    """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
+    if spec.recipe_name not in WORKLOADS:
+        raise ValueError(f"the planner has no model of {spec.recipe}; known are {', '.join(WORKLOADS)}")
+    workload, shard = get_workload(spec.recipe_name), spec.of.launch.get("shard", 1)
     per_node = min(machine.ranks_per_node or spec.size, spec.size)
-    shard = launch.get("shard", 1)
     layout = plan_layout(spec.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=shard)
     batch = spec.sequences or workload.batch
-    micro_batch = next(n for n in (4, 3, 2, 1) if max(1, batch // spec.size) % n == 0)
-    found = predict(
-        planned_run(spec.options, spec.about),
-        workload,
-        layout,
-        links,
-        batch=batch,
-        micro_batch=micro_batch,
-        assumptions=Assumptions(mfu=launch.get("mfu", 0.4)),
-    )
+    micro_batch = largest_divisor(max(1, batch // spec.size), 4)
+    run = planned_run(spec.options, spec.about)
+    found = predict(run, workload, layout, links, batch=batch, micro_batch=micro_batch, assumptions=assumptions)
     phases = {"compute": found.compute, "exposed": found.exchange + found.shard}
     return {
         "launcher": "predicted",
@@ -163,25 +172,9 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
         "compute": "predicted",
         "steps": [found.step],
         "step_seconds": found.step,
-        "quartiles": [found.step, found.step],
         "phases": phases | {"optimizer": found.optimizer, "other": found.fixed},
         "tokens_per_step": batch * workload.sequence,
         "peak_memory_bytes": sum(found.memory.values()),
         "memory_kind": "predicted",
         "sent": found.sent,
     }
-
-
-def predicted_notes(launch: dict[str, Any]) -> list[str]:
-    """Return the assumptions behind predicted steps."""
-    links = Links.from_json(launch["links"]) if "links" in launch else Links.from_machine(get_machine(launch["machine"]))
-    assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
-    return [
-        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the device's "
-        f"peak; optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
-        "An overlapped exchange hides behind up to two thirds of the last micro-batch; other gradients follow it.",
-    ]
-
-
-def default_output(name: str) -> Path:
-    return RESULTS / name

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from scripts.common import ROOT, versions, without_paths
+from scripts.common import ROOT, RunError, versions, without_paths
 from scripts.study.grid import BudgetSet, Grid, RunSpec
 from scripts.study.launchers import ENVIRONMENT, command_of, result
 from scripts.study.store import Store
@@ -131,20 +132,52 @@ class Queue:
 
     def _collect(self, one: _Running) -> None:
         log = (one.out / "log.txt").read_text(errors="replace")
-        seconds = time.monotonic() - one.begin
-        command = without_paths(" ".join(["python -m torchtitan_scape.train", *one.spec.arguments]))
         try:
             if one.process.returncode:
                 errors = re.findall(r"error: (.*)", log)
                 raise ValueError(f"exit code {one.process.returncode}" + (f": {errors[-1]}" if errors else ""))
             content = result(one.spec, one.out, log, self.grid.parameters, self.store.path.parent)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            reason = without_paths(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
-            self.failed.add(one.spec.key)
-            self.store.keep(one.spec, {"label": one.spec.label, "error": reason}, command, versions())
             last = "\n".join("    " + line for line in log.splitlines()[-LOG_LINES:])
-            print(f"failed: {one.spec.title}: {reason}\n{last}\n    log: {one.out / 'log.txt'}", flush=True)
-            return
-        self.store.keep(one.spec, content | {"wall_seconds": round(seconds, 1)}, command, versions())
-        text = f"{one.spec.title}: {content['validation_loss']:.4f} in {seconds:.0f} s"
-        print(f"[{self.done()}/{len(self.runs(guess=True))}] {text}; {self.remaining()}", flush=True)
+            text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+            self.fail(one.spec, text, f"\n{last}\n    log: {one.out / 'log.txt'}")
+        else:
+            self.keep(one.spec, content, time.monotonic() - one.begin)
+
+    def run_in_turn(self, prepare: Callable[[BudgetSet], Callable[[RunSpec], dict[str, Any]]]) -> int:
+        """Run everything that is missing, one run after the other. Returns the number of failed runs.
+
+        Args:
+            prepare: Returns the function that measures a run of a set. RunError and ValueError are the run's failure.
+        """
+        for one in self.sets:
+            specs = [spec for spec in self.missing() if spec.of is one]
+            measure = prepare(one) if specs else None
+            for spec in specs:
+                assert measure is not None
+                print(f"[{self.done() + 1}/{len(self.runs())}] {spec.title} ...", flush=True)
+                begin = time.monotonic()
+                try:
+                    content = measure(spec)
+                except (RunError, ValueError) as error:
+                    self.fail(spec, str(error))
+                else:
+                    self.keep(spec, content, time.monotonic() - begin)
+        return len(self.failed)
+
+    def keep(self, spec: RunSpec, content: dict[str, Any], seconds: float) -> None:
+        """Store a run's result and print it, with the progress."""
+        command = without_paths(" ".join(["python -m torchtitan_scape.train", *spec.arguments]))
+        self.store.keep(spec, content | {"wall_seconds": round(seconds, 1)}, command, versions())
+        if "step_seconds" in content:
+            text = f"{1e3 * content['step_seconds']:.1f} ms per step"
+        else:
+            text = f"validation loss {content['validation_loss']:.4f}"
+        print(f"[{self.done()}/{len(self.runs(guess=True))}] {spec.title}: {text}; {self.remaining()}", flush=True)
+
+    def fail(self, spec: RunSpec, reason: str, details: str = "") -> None:
+        """Store and print the reason of a failure. This process does not try the run again."""
+        self.failed.add(spec.key)
+        content = {"label": spec.label, "error": without_paths(reason)}
+        self.store.keep(spec, content, without_paths(" ".join(spec.arguments)), versions())
+        print(f"failed: {spec.title}: {reason}{details}", flush=True)

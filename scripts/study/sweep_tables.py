@@ -58,7 +58,7 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
         dense = line["options"]["sync.method"] == "dense"
         count = line["options"].get("training.global_batch_size", 0) // cell["size"]
         found.append(cell | {"method": line["method"], "dense": dense, "micro_batches": count, "set": set_name})
-    found.sort(key=lambda cell: (cell["recipe"], cell["micro_batches"], order[cell["method"]], cell["size"]))
+    found.sort(key=lambda cell: (cell["recipe"], order[cell["method"]], cell["size"], cell["micro_batches"]))
     for recipe in dict.fromkeys(cell["recipe"] for cell in found):
         _derive([cell for cell in found if cell["recipe"] == recipe])
     return found
@@ -192,7 +192,7 @@ def _by_count(cells: list[Cell]) -> dict[int, dict[str, Cell]]:
     found: dict[int, dict[str, Cell]] = {}
     for cell in cells:
         found.setdefault(cell["micro_batches"], {})[cell["method"]] = cell
-    return found
+    return dict(sorted(found.items()))
 
 
 def _form(count: int, cell: Cell) -> dict[str, str]:
@@ -250,7 +250,7 @@ def shard_exchange(cells: list[Cell]) -> str:
 
 def shard_bytes(cells: list[Cell]) -> str:
     rows = []
-    for cell in cells:
+    for cell in (cell for by_method in _by_count(cells).values() for cell in by_method.values()):
         for level, kinds in cell.get("by_kind", {}).items():
             nic, counted = cell["nic"][level], sum(kinds.values())
             if not counted:
