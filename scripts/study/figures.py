@@ -18,6 +18,8 @@ GAP_TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 
 BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
 SECOND_TICKS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
 PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
+# Places of a label, in points from its mark, the nearest first.
+PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for x, y in ((1, -0.4), (-1, -0.4), (1, 0.8), (-1, 0.8), (1, -1.6), (-1, -1.6))]
 Captions = dict[str, str]  # by file name
 
 
@@ -45,9 +47,11 @@ def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     drawn.suptitle(f"Loss of the small model ({one.title}), predicted step time of {costs.MODEL}")
     for axis, machine in zip(axes.flat, costs.MACHINES, strict=True):
         times = {entry.label: relative(one, entry, machine) for entry in one.entries}
-        _panel(axis, one, "AdamW", one.others, lambda entry, t=times: t[entry.label], machine)  # type: ignore[misc]
+        _panel(axis, one, "AdamW", one.others, lambda e, t=times: t[e.label], _families([one]))  # type: ignore[misc]
+        axis.set_title(machine, fontsize=10)
         axis.set_xlabel("predicted seconds of the run over those of dense AdamW")
         _ticks(axis, SECOND_TICKS, 0.93 * min(times.values()), 1.07 * max(times.values()))
+    _name_marks(drawn, list(axes.flat), [(one, "AdamW")] * len(costs.MACHINES))
     save(drawn, folder / "loss_against_seconds.png", axes.flat)
     return {"loss_against_seconds.png": "Loss against predicted seconds"}
 
@@ -66,7 +70,8 @@ def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: 
     drawn.suptitle(f"Bytes that replicas send, and the loss: {found[0].entries[0].first['parameters']:,} parameters")
     for axis, one in zip(axes.flat, found, strict=False):
         shown = [e for e in one.others if e.method not in grid.report.get("not_on_frontier", ())]
-        _panel(axis, one, name, shown, lambda entry: 100 * entry.shares[0], one.title.replace(": ", ":\n", 1))
+        _panel(axis, one, name, shown, lambda entry: 100 * entry.shares[0], _families(found))
+        axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
         axis.set_xlabel("sent per step, masks and scales included (% of dense FP32 bytes)")
         _ticks(axis, BYTE_TICKS, 0.7 * min(100 * entry.shares[0] for entry in shown), 180)
         if best_line:
@@ -76,7 +81,12 @@ def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: 
             axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.08, label="± one deviation of dense AdamS")
     for axis in axes.flat[len(found) :]:
         axis.set_axis_off()
+    _name_marks(drawn, axes.flat[: len(found)], [(one, name) for one in found])
     save(drawn, path, axes.flat[: len(found)])
+
+
+def _families(found: Sequence[Budget]) -> list[str]:
+    return sorted({family(entry) for one in found for entry in one.others})
 
 
 def family(entry: Entry) -> str:
@@ -86,34 +96,50 @@ def family(entry: Entry) -> str:
 
 
 def _panel(
-    axis: Any, one: Budget, base: str, shown: Sequence[Entry], x: Callable[[Entry], float], title: str
+    axis: Any, one: Budget, base: str, shown: Sequence[Entry], x: Callable[[Entry], float], families: list[str]
 ) -> None:
-    """Draw methods as marks with their labels, hollow for one seed; small dots are seeds. Dense training is a line."""
+    """Draw methods as marks, hollow for one seed; small dots are seeds. Dense training is a line."""
     reference, low, high = one.dense(base), 0.0, 0.0
-    families = sorted({family(entry) for entry in one.others})
     for entry in (entry for entry in one.entries if entry.is_dense and entry.gaps(reference)):
         gap = statistics.mean(entry.gaps(reference))
         low, high = min(low, gap), max(high, gap)
-        axis.axhline(gap, color="#000000", linewidth=1, linestyle="-" if entry is reference else "--")
-        axis.annotate(entry.label, (0, gap), xycoords=("axes fraction", "data"), xytext=(3, 2), textcoords="offset points", fontsize=7)
-    for i, entry in enumerate(entry for entry in shown if entry.gaps(reference)):
+        axis.axhline(gap, color="#000000", linewidth=0.8, linestyle="-" if entry is reference else "--")
+    for entry in (entry for entry in shown if entry.gaps(reference)):
         gaps, number = entry.gaps(reference), families.index(family(entry))
         low, high = min(low, *gaps), max(high, *gaps)
         style = {"color": COLOURS[1 + number % (len(COLOURS) - 1)], "marker": MARKERS[number % len(MARKERS)]}
         axis.plot([x(entry)] * len(gaps), gaps, ".", color=style["color"], markersize=4, alpha=0.7)
         face = "white" if len(gaps) == 1 else style["color"]
         mark = {"linestyle": "none", "markersize": 8, "markeredgewidth": 2, "markerfacecolor": face}
-        axis.plot([x(entry)], [statistics.mean(gaps)], label=family(entry), **mark, **style)
-        place = ((6, 5), (-6, -9), (6, -9), (-6, 5))[i % 4]
-        note = {"textcoords": "offset points", "fontsize": 7, "ha": "left" if place[0] > 0 else "right"}
-        axis.annotate(entry.label, (x(entry), statistics.mean(gaps)), xytext=place, color=style["color"], **note)
+        axis.plot([x(entry)], [statistics.mean(gaps)], label=family(entry), gid=entry.label, **mark, **style)
     log_above(axis, LINEAR)
     axis.set_ylim(low - 1, high + 1 if high < LINEAR else 1.25 * high)
     axis.set_yticks([tick for tick in GAP_TICKS if low - 1 <= tick <= axis.get_ylim()[1]])
     axis.yaxis.set_major_formatter("{x:+.0f}")
-    axis.set_title(title, fontsize=10)
     axis.set_ylabel(f"final validation loss above dense {base}\n(%; logarithmic above {LINEAR:g})")
     axis.grid(alpha=0.3)
+
+
+def _name_marks(drawn: Any, axes: Sequence[Any], panels: Sequence[tuple[Budget, str]]) -> None:
+    """Label every mark, and every dense line on the right, where the label covers no other label if possible."""
+    drawn.draw_without_rendering()
+    for axis, (one, base) in zip(axes, panels, strict=True):
+        reference, right = one.dense(base), axis.get_xlim()[1]
+        dense = [e for e in one.entries if e.is_dense and e.gaps(reference)]
+        marks = [(e.label, right, statistics.mean(e.gaps(reference)), "#000000") for e in dense]
+        named = [line for line in axis.get_lines() if line.get_gid()]
+        marks += [(line.get_gid(), line.get_xdata()[0], line.get_ydata()[0], line.get_color()) for line in named]
+        taken: list[Any] = []
+        for label, x, y, colour in sorted(marks, key=lambda mark: mark[2]):
+            note = axis.annotate(label, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=colour)
+            for place in ((-3, 1), *((-90 * i, 1) for i in range(1, 5))) if x == right else PLACES:
+                note.set_position(place)
+                note.set_ha("left" if place[0] > 0 else "right")
+                box, frame = note.get_window_extent(), axis.get_window_extent()
+                fits = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+                if fits and not any(box.overlaps(other) for other in taken):
+                    break
+            taken.append(note.get_window_extent())
 
 
 def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:

@@ -88,44 +88,23 @@ def distributions(runs: Runs, name: str, path: Path) -> None:
 
 
 def _signed(axis: Any, both: Runs) -> None:
-    """Draw signed histograms over the range that contains 99.5 % of the wider one."""
-    exponent = max(figures["exponent"] for figures in both.values())
-    counts = {name: coarse(figures, exponent) for name, figures in both.items()}
-    edges = 2.0**exponent * np.linspace(-1, 1, LINEAR + 1)
-    reach = max(_reach(values, edges) for values in counts.values())
-    inside = max(1, round(LINEAR * reach / 2 ** (exponent + 1)))  # bins of one side
-    joined = max(1, 2 * inside // BINS)
-    half = -(-inside // joined) * joined  # from the middle outwards, so that 0 is an edge
-    for name, values in counts.items():
-        middle = values[LINEAR // 2 - half : LINEAR // 2 + half] if half <= LINEAR // 2 else values
-        kept = middle[: middle.size // joined * joined].reshape(-1, joined).sum(1)
-        width = joined * (edges[1] - edges[0])
+    """Draw signed histograms over the range that contains 99.5 % of the wider one's entries that are not zero."""
+    reach = 0.0
+    for name, figures in both.items():
+        counts, edges = figures["linear"].copy(), 2.0 ** figures["exponent"] * np.linspace(-1, 1, LINEAR + 1)
+        counts[LINEAR // 2] -= figures["zeros"]  # the bin to the right of 0 contains all zero entries
+        sides = (counts[LINEAR // 2 :] + counts[LINEAR // 2 - 1 :: -1]).cumsum()
+        inside = 1 + int(np.searchsorted(sides, 0.995 * sides[-1]))  # bins of one side
+        joined = max(1, 2 * inside // BINS)
+        half = min(-(-inside // joined), LINEAR // 2 // joined) * joined  # from the middle outwards, so that 0 is an edge
+        middle = slice(LINEAR // 2 - half, LINEAR // 2 + half)
+        drawn, edges = counts[middle].reshape(-1, joined).sum(1), edges[middle.start : middle.stop + 1 : joined]
         label, colour = OPTIMIZERS[name]
-        places = width * (np.arange(kept.size + 1) - kept.size / 2)
-        axis.stairs(kept / max(1, values.sum()) / width, places, color=colour, label=label, linewidth=1.2)
+        axis.stairs(drawn / counts.sum() / np.diff(edges), edges, color=colour, label=label, linewidth=1.2)
+        reach = max(reach, edges[-1])
     axis.set_xlim(-reach, reach)
     axis.ticklabel_format(axis="both", style="sci", scilimits=(-2, 3))
     axis.set_xlabel("g")
-
-
-def coarse(figures: Observed, exponent: int) -> Any:
-    """Return a signed histogram in the bins of another exponent that is not smaller, without the zero entries.
-
-    The bin to the right of 0 contains all zero entries.
-    """
-    counts, half = figures["linear"].copy(), LINEAR // 2
-    counts[half] -= figures["zeros"]
-    found = np.zeros(LINEAR, dtype=np.int64)
-    np.add.at(found, half + (np.arange(LINEAR) - half) // 2 ** (exponent - figures["exponent"]), counts)
-    return found
-
-
-def _reach(counts: Any, edges: Any) -> float:
-    """Return half of the symmetric range that contains 99.5 % of all entries."""
-    middles = np.abs((edges[:-1] + edges[1:]) / 2)
-    order = np.argsort(middles)
-    held = np.cumsum(counts[order])
-    return float(middles[order][np.searchsorted(held, 0.995 * held[-1])])
 
 
 def _logarithmic(axis: Any, both: Runs) -> None:

@@ -36,19 +36,10 @@ class Queue:
     A run is identified by the values of all its options: sets share runs, and a run that the store has is not run again.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        sets: Sequence[BudgetSet],
-        store: Store,
-        jobs: int,
-        work: Path,
-        command: Callable[[RunSpec, Path], list[str]] = command_of,
-    ) -> None:
+    def __init__(self, grid: Grid, sets: Sequence[BudgetSet], store: Store, jobs: int, work: Path) -> None:
         if jobs < 1:
             raise ValueError(f"--jobs {jobs}: give 1 or more")
-        self.grid, self.sets, self.store, self.work = grid, sets, store, work
-        self.jobs, self.command = jobs, command
+        self.grid, self.sets, self.store, self.jobs, self.work = grid, sets, store, jobs, work
         self.failed: set[str] = set()
         self.running: list[_Running] = []
 
@@ -121,7 +112,7 @@ class Queue:
         out.mkdir(parents=True)
         with open(out / "log.txt", "wb") as log:
             process = subprocess.Popen(
-                self.command(spec, out),
+                command_of(spec, out),
                 cwd=ROOT,
                 env=os.environ | ENVIRONMENT,
                 stdout=log,

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ Losses are final validation losses in nats per token, on the same validation bat
 method is tuned by the same budget of runs with one seed, which the grid declares; the other seeds run at its best setting. A
 seed changes the start, not the order of the data. Gaps are paired by seed, mean ± sample standard deviation; (edge) marks a
 best rate that is the lowest or the highest that ran. Bytes are what a replica sends relative to dense FP32 gradients, masks
-and scales included: of a step after the start, and of the whole run, with dense starts and warm-ups."""
-REPLICAS = """\
-Every replica validates on its own part of the text, so other numbers of replicas are validated on other text: compare the
-gaps, not the losses."""
+and scales included: of a step after the start, and of the whole run, with dense starts and warm-ups. Every replica validates on
+its own part of the text: between different numbers of replicas compare the gaps, not the losses."""
 
 
 def percent(share: float) -> str:
@@ -133,24 +130,6 @@ def relative(one: Budget, entry: Entry, machine: str) -> float:
     return own / base
 
 
-def replicas_table(found: list[Budget], name: str) -> str:
-    """Pairs of budgets that differ in replicas alone, by method."""
-    rows = []
-    for few, many in product(found, found):
-        if (few.steps, few.batch) != (many.steps, many.batch) or few.replicas >= many.replicas:
-            continue
-        counterparts = {entry.label: entry for entry in many.entries}
-        for entry in (entry for entry in few.entries if entry.label in counterparts):
-            other = counterparts[entry.label]
-            row = {"budget": f"{few.steps:,} steps x {few.batch:,} tokens", "method": entry.label}
-            row["replicas"] = f"{few.replicas}, {many.replicas}"
-            for text, budget, one in (("fewer", few, entry), ("more", many, other)):
-                row[f"final validation loss, {text}"] = spread(list(one.losses.values()), ".4f")
-                row[f"gap to dense {name}, %, {text}"] = spread(one.gaps(budget.dense(name)), "+.2f")
-            rows.append(row)
-    return markdown(rows)
-
-
 def provenance(store: Store) -> str:
     """Return the number of runs, and what they were made with."""
     runs = [line for line in store.own.values() if "validation_loss" in line["result"]]
@@ -178,8 +157,6 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
             parts += [f"Predicted seconds to dense AdamS's final loss + {100 * MARGIN:g} %:", times]
     if report.get("target"):
         parts += [costs.describe(replicas=False)]
-        if table := replicas_table(found, report["gaps"][0]):
-            parts += ["## Replicas", REPLICAS, table]
     if report.get("seconds"):
         parts += ["## Predicted seconds", costs.describe(replicas=True)]
         for one in (one for one in found if one.dense("AdamW")):
