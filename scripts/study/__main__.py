@@ -65,18 +65,21 @@ def command(args: argparse.Namespace) -> int:
     print(f"{len(every.runs(guess=True))} runs, {every.done()} of them done; {every.remaining()}", flush=True)
     if args.command == "list":
         return 0
-    failed = 0
     for launcher in dict.fromkeys(one.launcher for one in sets):
         part = queue([one for one in sets if one.launcher == launcher])
-        if launcher in ("simulated", "local"):
-            part.jobs = part.jobs if launcher == "simulated" else 1  # ranks of several runs would share the cores
-            failed += part.run()
-        elif launcher == "slurm":
-            failed += slurm.run(part, args)
+        part.failed = every.failed
+        if launcher == "slurm":
+            slurm.run(part, args)
+        elif launcher == "emulated":
+            emulated.run(part)
+        elif launcher == "predicted":
+            part.run_in_turn(partial(predicted_set, store))
         else:
-            failed += emulated.run(part) if launcher == "emulated" else part.run_in_turn(partial(predicted_set, store))
-    print(f"{every.done()} runs done, {failed} failed; next: python -m scripts.study report {args.study}", flush=True)
-    return 1 if failed else 0
+            part.jobs = args.jobs if launcher == "simulated" else 1  # ranks of several runs would share the cores
+            part.run()
+    text = f"{every.done()} runs done, {len(every.failed)} failed"
+    print(f"{text}; next: python -m scripts.study report {args.study}", flush=True)
+    return 1 if every.failed else 0
 
 
 if __name__ == "__main__":

@@ -249,6 +249,6 @@ class EmulatedSet:
         return found
 
 
-def run(queue: Queue) -> int:
-    """Run what is missing, one run after the other. Returns the number of failed runs."""
-    return queue.run_in_turn(lambda one: EmulatedSet(queue, one).measure)
+def run(queue: Queue) -> None:
+    """Run what is missing, one run after the other."""
+    queue.run_in_turn(lambda one: EmulatedSet(queue, one).measure)

@@ -139,10 +139,10 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
         method = spec.method if spec else line["method"]
         groups.setdefault(_setting(line["options"]), {}).setdefault(method, []).append((line["options"], run, spec))
     found = [_budget(methods, bool(grid.report.get("planned_bytes"))) for methods in groups.values()]
+    titles = [one.title for one in found]
     for one, methods in zip(found, groups.values(), strict=True):
-        same = [other for b, other in zip(found, groups.values(), strict=True) if b.title == one.title and b is not one]
-        if same:
-            others = [_common(other) for other in same]
+        same = [group for title, group in zip(titles, groups.values(), strict=True) if title == one.title]
+        if others := [_common(group) for group in same if group is not methods]:
             own = {k: v for k, v in _common(methods).items() if any(o.get(k, v) != v for o in others)}
             one.title += f" ({', '.join(f'{k} = {v}' for k, v in own.items())})"
     found = [one for one in found if one.entries]
@@ -155,9 +155,10 @@ def _setting(options: Options) -> str:
 
 
 def _budget(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]], planned_bytes: bool) -> Budget:
-    _, run, _ = next(iter(methods.values()))[0]
+    every = [run for runs in methods.values() for _, run, _ in runs]
+    run = next((run for run in every if "error" not in run), every[0])
     steps, batch, replicas = run["steps"], run["batch"], run["replicas"]
-    title = f"{steps * batch / run['parameters']:.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
+    title = f"{steps * batch / run.get('parameters', 1):.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
     one = Budget(title + f"{replicas} replica{'s' if replicas > 1 else ''}", steps, batch, replicas)
     for method, runs in methods.items():
         trials: dict[Trial, Options] = {}

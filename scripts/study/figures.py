@@ -29,20 +29,20 @@ Captions = dict[str, str]  # by file name
 def frontier(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the gap over bytes with the best method for its bytes joined by a line, for budgets with coded payloads."""
     found = [one for one in budgets_of(grid, store)[0] if any(e.option("wire") in costs.FORMATS for e in one.others)]
-    _gap_over_bytes(found, grid, folder / "frontier.png", best_line=True)
-    return {"frontier.png": "Loss against bytes"}
+    return _gap_over_bytes(found, grid, folder / "frontier.png", best_line=True)
 
 
 def loss_against_bytes(grid: Grid, store: Store, folder: Path) -> Captions:
-    _gap_over_bytes(_compared(grid, store), grid, folder / "loss_against_bytes.png")
-    return {"loss_against_bytes.png": "Loss against bytes"}
+    return _gap_over_bytes(_compared(grid, store), grid, folder / "loss_against_bytes.png")
 
 
 def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the gap over the predicted seconds of the run, for the first budget with the most methods."""
     from scripts.study.report import relative
 
-    one = max(_compared(grid, store), key=lambda budget: len(budget.entries))
+    if not (found := _compared(grid, store)):
+        return {}
+    one = max(found, key=lambda budget: len(budget.entries))
     drawn, axes = figure(2, 2, (16.4, 13.0))
     drawn.suptitle(f"Loss of the small model ({one.title}), predicted step time of {costs.MODEL}")
     for axis, machine in zip(axes.flat, costs.MACHINES, strict=True):
@@ -60,11 +60,12 @@ def _compared(grid: Grid, store: Store) -> list[Budget]:
     return [one for one in budgets_of(grid, store)[0] if one.dense("AdamW") and one.others]
 
 
-def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> None:
+def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> Captions:
     from scripts.study.report import best_below
 
-    name = grid.report["gaps"][0]
-    columns = min(2, len(found))
+    if not found:
+        return {}
+    name, columns = grid.report["gaps"][0], min(2, len(found))
     rows = -(-len(found) // columns)
     drawn, axes = figure(rows, columns, (8.2 * columns, 0.6 + 6.2 * rows))
     drawn.suptitle(f"Bytes that replicas send, and the loss: {found[0].entries[0].first['parameters']:,} parameters")
@@ -83,6 +84,7 @@ def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: 
         axis.set_axis_off()
     _name_marks(drawn, axes.flat[: len(found)], [(one, name) for one in found])
     save(drawn, path, axes.flat[: len(found)])
+    return {path.name: "Loss against bytes"}
 
 
 def _families(found: Sequence[Budget]) -> list[str]:
@@ -153,6 +155,8 @@ def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:
 def gap(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the final gap to dense AdamS over the density, a line for each wire."""
     found = [one for one in budgets_of(grid, store)[0] if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)]
+    if not found:
+        return {}
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
     drawn, axes = figure(rows, columns, (max(6.4, 5.0 * columns), 0.9 + 3.6 * rows))

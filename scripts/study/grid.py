@@ -121,6 +121,15 @@ class RunSpec:
         return int(self.options["training.steps"])
 
     @property
+    def head(self) -> Options:
+        """What a stored result begins with, also that of a failure."""
+        head: Options = {"label": self.label}
+        if self.of.batch:
+            head |= {name: getattr(self.of, name) for name in ("steps", "batch", "replicas")}
+            head |= {"learning_rate": self.learning_rate, "seed": self.seed, "tuning_seed": self.of.seeds[0]}
+        return head
+
+    @property
     def recipe_name(self) -> str:
         return Path(self.recipe).stem
 

@@ -56,17 +56,15 @@ def result(spec: RunSpec, out: Path, log: str, parameters: int, folder: Path) ->
     summary = json.loads((out / "summary.json").read_text())
     if summary["steps"] != spec.steps or not math.isfinite(summary["validation_loss"]):
         raise ValueError(f"ended at step {summary['steps']} with validation loss {summary['validation_loss']}")
-    head = {"label": spec.label, "parameters": count}
+    head = spec.head | {"parameters": count}
     if not spec.of.batch:
         return head | summary | {"curves": _curves(spec, out, folder)}
     sent = summary["bytes_sent_per_step_and_rank"]
     curves = losses(out, **{level: f"sync/bytes_sent/{level}" for level in sent})
     corpora = re.findall(r"digest ([0-9a-f]+)", log)  # the last one is of the training text
     validated = [step for step, _ in curves["validation"]]
-    budget = {name: getattr(spec.of, name) for name in ("steps", "batch", "replicas")}
-    tuned = {"learning_rate": spec.learning_rate, "seed": spec.seed, "tuning_seed": spec.of.seeds[0]}
     return {
-        **(head | budget | tuned),
+        **head,
         "corpus": corpora[-1] if corpora else None,
         "validation_loss": summary["validation_loss"],
         "training_loss": summary["training_loss"],

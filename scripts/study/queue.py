@@ -83,8 +83,8 @@ class Queue:
         seconds = sum(spec.steps * fmean(rates.get(spec.of.name, every)) for spec in left)
         return f"about {seconds / self.jobs / 60:.0f} min left"
 
-    def run(self) -> int:
-        """Run everything that is missing. Returns the number of failed runs. Ends the children whatever happens."""
+    def run(self) -> None:
+        """Run everything that is missing. Ends the children whatever happens."""
         try:
             while True:
                 for one in [one for one in self.running if one.process.poll() is not None]:
@@ -93,7 +93,7 @@ class Queue:
                 if len(self.running) < self.jobs and (missing := self.missing()):
                     self._start(missing[0])
                 elif not self.running:
-                    return len(self.failed)
+                    return
                 else:
                     time.sleep(POLL)
         finally:
@@ -135,8 +135,8 @@ class Queue:
         else:
             self.keep(one.spec, content, time.monotonic() - one.begin)
 
-    def run_in_turn(self, prepare: Callable[[BudgetSet], Callable[[RunSpec], dict[str, Any]]]) -> int:
-        """Run everything that is missing, one run after the other. Returns the number of failed runs.
+    def run_in_turn(self, prepare: Callable[[BudgetSet], Callable[[RunSpec], dict[str, Any]]]) -> None:
+        """Run everything that is missing, one run after the other.
 
         Args:
             prepare: Returns the function that measures a run of a set. RunError and ValueError are the run's failure.
@@ -154,7 +154,6 @@ class Queue:
                     self.fail(spec, str(error))
                 else:
                     self.keep(spec, content, time.monotonic() - begin)
-        return len(self.failed)
 
     def keep(self, spec: RunSpec, content: dict[str, Any], seconds: float) -> None:
         """Store a run's result and print it, with the progress."""
@@ -169,6 +168,6 @@ class Queue:
     def fail(self, spec: RunSpec, reason: str, details: str = "") -> None:
         """Store and print the reason of a failure. This process does not try the run again."""
         self.failed.add(spec.key)
-        content = {"label": spec.label, "error": without_paths(reason)}
+        content = spec.head | {"error": without_paths(reason)}
         self.store.keep(spec, content, without_paths(" ".join(spec.arguments)), versions())
         print(f"failed: {spec.title}: {reason}{details}", flush=True)

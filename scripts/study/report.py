@@ -144,7 +144,7 @@ def provenance(store: Store) -> str:
 def budget_parts(grid: Grid, store: Store) -> list[str]:
     found, missing = budgets_of(grid, store)
     if not found:
-        raise ValueError(f"{store.path} has no finished run; first run python -m scripts.study run {grid.path.stem}")
+        return []
     report = grid.report
     parts = [f"{provenance(store)}\n{READING}"]
     parts += [f"{missing} declared run(s) have not run yet."] if missing else []
@@ -201,11 +201,13 @@ def write_report(grid: Grid, folder: Path) -> Path:
     name = grid.path.stem
     parts = [f"# {grid.declared.get('title', name)}", f"Made by `python -m scripts.study report {name}`."]
     parts += [grid.declared["about"].strip()] if "about" in grid.declared else []
+    tables = [part for table in grid.report["tables"] for part in TABLES[table](grid, store)]
+    failed = failures(store)
+    if not (tables or failed):
+        raise ValueError(f"{store.path} has no finished run; first run python -m scripts.study run {name}")
     for figure in grid.report.get("figures", []):
         parts += [f"![{caption}]({file})" for file, caption in FIGURES[figure](grid, store, folder).items()]
-    for table in grid.report["tables"]:
-        parts += TABLES[table](grid, store)
-    parts += [*failures(store), *setups(store)]
+    parts += [*tables, *failed, *setups(store)]
     path = folder / "report.md"
     write(path, "\n\n".join(parts) + "\n")
     return path

@@ -133,8 +133,7 @@ class SlurmSet:
             self.queue.fail(spec, self.reason(spec))
 
 
-def run(queue: Queue, args: argparse.Namespace) -> int:
-    """Run the sets of a queue. Returns the number of failed runs."""
+def run(queue: Queue, args: argparse.Namespace) -> None:
+    """Run the sets of a queue."""
     for one in [SlurmSet(queue, one, args) for one in queue.sets]:
         one.run()
-    return len(queue.failed)

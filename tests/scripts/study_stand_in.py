@@ -1,11 +1,13 @@
-"""A study of the quality study's form: a small grid, and a stand-in for the trainer."""
+"""A small study: its grid, and a stand-in for the trainer."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.studies.quality_study import main
+from scripts.study.__main__ import main
+from scripts.study.grid import RunSpec
+from scripts.study.store import Store
 
 HEAD = """
 recipe = "train_configs/study.toml"
@@ -14,11 +16,20 @@ lr_warmup = 0.05
 density_warmup = 0.1
 validations = 4
 validation_tokens = 81920
+[report]
+tables = ["budgets"]
+figures = ["frontier", "gap", "steps"]
+gaps = ["AdamS"]
+limits = [0.003, 0.005, 0.012, 0.025, 0.05, 0.12]
+standard_error = true
+target = true
+not_on_frontier = ["scape-0.1"]
 [methods.dense-adams]
 label = "AdamS, dense"
 "sync.method" = "dense"
 "optimizer.name" = "AdamS"
 [methods.dense-adamw]
+label = "AdamW, dense"
 "sync.method" = "dense"
 "optimizer.name" = "AdamW"
 [methods."scape-0.1"]
@@ -50,8 +61,8 @@ SMALL = {
     "learning_rates": [1e-3, 2e-3, 4e-3],
     "seeds": [0, 1],
 }
-# A trainer's outputs in no time. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It notes
-# that it ran; told so by the environment, it fails with SCAPE at 4e-3.
+# Writes a trainer's outputs at once. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It appends its
+# name to the file CALLS; with FAILS in the environment it fails with SCAPE at 4e-3.
 TRAINER = """
 import json, os, sys
 from pathlib import Path
@@ -89,19 +100,47 @@ def declare(path: Path, *sets: dict[str, Any]) -> Path:
 
 
 class Study:
-    """A study in a folder of its own, with the stand-in."""
+    """A study in its own folder, with the stand-in."""
 
     def __init__(self, folder: Path) -> None:
         self.grid, self.output, self.calls = folder / "grid.toml", folder / "out", folder / "calls"
-        self.trainer = (sys.executable, "-S", str(folder / "trainer.py"))
         (folder / "trainer.py").write_text(TRAINER)
-        self.options = ("--grid", self.grid, "--output", self.output, "--work", folder / "work")
+        self.options = (str(self.grid), f"--output={self.output}")
+
+    def command(self, spec: RunSpec, out: Path) -> list[str]:
+        """Take the place of `launchers.command_of`."""
+        trainer = self.grid.parent / "trainer.py"
+        return [sys.executable, "-S", str(trainer), *spec.arguments, f"--job.dump_folder={out}"]
 
     def run(self, *sets: dict[str, Any], jobs: int = 2) -> int:
         declare(self.grid, *sets)
-        return main(["run", f"--jobs={jobs}", *map(str, self.options)], self.trainer)
+        return main(["run", *self.options, f"--jobs={jobs}", f"--work={self.grid.parent / 'work'}"])
+
+    def report(self) -> str:
+        assert main(["report", *self.options]) == 0
+        return (self.output / "report.md").read_text()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return list(Store(self.output).own.values())
+
+    def rewrite(self, lines: list[dict[str, Any]]) -> None:
+        (self.output / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def ran(self) -> list[str]:
+        """Return the names of the runs since the last call."""
         names = self.calls.read_text().split() if self.calls.exists() else []
         self.calls.unlink(missing_ok=True)
         return names
+
+
+def rows(text: str, head: str) -> dict[str, list[str]]:
+    """Return a table's rows by their first field; `head` is in the table's first line."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| method") and head in line)
+    table = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        table.append([field.strip() for field in line.strip("|").split("|")])
+    return {fields[0]: fields[1:] for fields in table}
