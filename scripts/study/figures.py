@@ -226,6 +226,8 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
     for one in grid.sets:
         for cell in cells_of(grid, store, one.name):
             panels.setdefault(f"{one.name}, {cell['recipe']}", []).append(cell)
+    if not panels:
+        return {}
     low = 0.9 + 0.34 * max(len({cell["method"] for cell in panel}) for panel in panels.values())
     drawn, axes = subplots(panels, 2, 4.8 + low, (3.6, low))
     for (top, bottom), panel in zip(axes.T, panels.values(), strict=True):

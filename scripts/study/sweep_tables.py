@@ -45,7 +45,7 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     """
     (one,) = grid.choose([set_name])
     order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods]))}
-    found = []
+    found: dict[Any, Cell] = {}
     for line in store.own.values():
         cell = line["result"]
         if line["set"] != set_name or not isinstance(cell, dict) or "step_seconds" not in cell or "error" in cell:
@@ -57,11 +57,13 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
             raise ValueError(f"{store.path}: {line['key']} lacks {', '.join(lacking) or 'a step time'}")
         dense = line["options"]["sync.method"] == "dense"
         count = line["options"].get("training.global_batch_size", 0) // cell["size"]
-        found.append(cell | {"method": line["method"], "dense": dense, "micro_batches": count, "set": set_name})
-    found.sort(key=lambda cell: (cell["recipe"], order[cell["method"]], cell["size"], cell["micro_batches"]))
-    for recipe in dict.fromkeys(cell["recipe"] for cell in found):
-        _derive([cell for cell in found if cell["recipe"] == recipe])
-    return found
+        place = (cell["recipe"], order[line["method"]], cell["size"], count)
+        found.pop(place, None)  # a run with other settings of the launcher
+        found[place] = cell | {"method": line["method"], "dense": dense, "micro_batches": count, "set": set_name}
+    cells = [found[place] for place in sorted(found)]
+    for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
+        _derive([cell for cell in cells if cell["recipe"] == recipe])
+    return cells
 
 
 def _derive(panel: Sequence[Cell]) -> None:

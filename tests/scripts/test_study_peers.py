@@ -12,11 +12,11 @@ from tests.test_training import LAYOUTS, METHODS, train
 
 
 def with_peer(folder: str, peer: str, arguments: list[str]) -> dict[str, Any]:
-    from scripts.studies.scaling_rank import ScalingTrainer
+    from scripts.study.timed_rank import TimedTrainer
     from torchtitan_scape.trainer import trainer
 
     wanted = json.dumps({"output": f"{folder}/measured.json", "warm_up": 2, "peer": peer})
-    with patch.dict("os.environ", SCALING=wanted), patch.object(trainer, "ScapeTrainer", ScalingTrainer):
+    with patch.dict("os.environ", TIMED_RUN=wanted), patch.object(trainer, "ScapeTrainer", TimedTrainer):
         return train(folder, arguments)
 
 
