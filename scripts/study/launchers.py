@@ -26,7 +26,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ARRAYS = "observations.npz"
 
 
-def command_of(spec: RunSpec, out: Path) -> list[str]:
+def process_command(spec: RunSpec, out: Path) -> list[str]:
     """Return the command of a run on this host: one process for simulated replicas, `local` under the launcher."""
     arguments = [*spec.arguments, f"--job.dump_folder={out}", "--metrics.enable_tensorboard"]
     _copy_checkpoint(spec, out)

@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.common import ROOT, RunError, versions, without_paths
 from scripts.study.grid import BudgetSet, Grid, RunSpec
-from scripts.study.launchers import ENVIRONMENT, command_of, result
+from scripts.study.launchers import ENVIRONMENT, process_command, result
 from scripts.study.store import Store
 from scripts.study.tuning import Tuning
 
@@ -112,7 +112,7 @@ class Queue:
         out.mkdir(parents=True)
         with open(out / "log.txt", "wb") as log:
             process = subprocess.Popen(
-                command_of(spec, out),
+                process_command(spec, out),
                 cwd=ROOT,
                 env=os.environ | ENVIRONMENT,
                 stdout=log,

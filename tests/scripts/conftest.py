@@ -17,6 +17,6 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     found = Study(tmp_path)
     monkeypatch.setattr(launchers, "losses", curves)
     monkeypatch.setattr(queue, "POLL", 0.01)
-    monkeypatch.setattr(queue, "command_of", found.command)
+    monkeypatch.setattr(queue, "process_command", found.command)
     monkeypatch.setenv("CALLS", str(found.calls))
     return found

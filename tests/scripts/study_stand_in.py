@@ -108,7 +108,7 @@ class Study:
         self.options = (str(self.grid), f"--output={self.output}")
 
     def command(self, spec: RunSpec, out: Path) -> list[str]:
-        """Take the place of `launchers.command_of`."""
+        """Take the place of `launchers.process_command`."""
         trainer = self.grid.parent / "trainer.py"
         return [sys.executable, "-S", str(trainer), *spec.arguments, f"--job.dump_folder={out}"]
 

@@ -163,7 +163,7 @@ def test_a_failed_run_stops_nothing_and_is_tried_again(
 def test_an_interrupt_ends_the_children_and_stores_nothing(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Grid(declare(study.grid, SMALL))
     sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(queue, "command_of", lambda spec, out: sleeps)
+    monkeypatch.setattr(queue, "process_command", lambda spec, out: sleeps)
     one = Queue(grid, grid.sets, Store(study.output), jobs=2, work=study.output.parent / "work")
 
     def interrupt(_: float) -> None:
