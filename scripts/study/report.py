@@ -190,7 +190,8 @@ def setups(store: Store) -> list[str]:
     for line in store.own.values():
         if line["method"] == SETUP:
             machine = line["result"].get("machine")
-            text = f"Set {line['set']}: `{line['command']}`" + (f" on {machine}." if machine else ".")
+            old = "" if line["source"] == "scripts.study" else " (a command of commit bc06ed0)"
+            text = f"Set {line['set']}: `{line['command']}`{old}" + (f" on {machine}." if machine else ".")
             parts.append("\n".join([text, *(f"- {note}" for note in line["result"].get("notes", []))]))
     return parts
 

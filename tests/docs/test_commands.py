@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests import server
+from scripts.study.grid import GRIDS, Grid
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.methods import test_contract
 from tests.pool import Pool
@@ -71,6 +72,12 @@ def check_module(module: str, arguments: list[str]) -> None:
     """Whether `python -m MODULE ARGUMENTS` would start: its own parser reads them."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
+    if spec.submodule_search_locations:
+        check_module(f"{module}.__main__", arguments)
+        return
+    if module == "scripts.study.__main__":
+        sets = arguments[arguments.index("--sets") + 1].split(",") if "--sets" in arguments else []
+        Grid(GRIDS / f"{arguments[1]}.toml").choose(sets)
     source = (ROOT / spec.origin).read_text()
     if "argparse" not in source:
         assert all(argument in source for argument in arguments), f"{module} does not know {arguments}"
