@@ -1,6 +1,6 @@
 """Shared by the scripts: commands, files, tables, and the trainer as a process.
 
-Scripts are modules, started from the repository's root: `python -m scripts.studies.quality_study run`.
+Scripts are modules, started from the repository's root: `python -m scripts.study run quality_study`.
 """
 
 import argparse

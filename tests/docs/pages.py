@@ -63,3 +63,25 @@ def parse_command(page: str, text: str) -> Command | None:
 def commands(page: str) -> list[Command]:
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     return [command for line in lines if (command := parse_command(page, line)) is not None]
+
+
+def tables(page: str) -> list[tuple[str, list[str]]]:
+    """Return (text between the previous table or heading and this one, lines) of each table."""
+    found: list[tuple[str, list[str]]] = []
+    before: list[str] = []
+    lines: list[str] = []
+    for line in [*prose(page).splitlines(), ""]:
+        if line.startswith("|"):
+            lines.append(line)
+            continue
+        if lines:
+            found.append(("\n".join(before), lines))
+            before, lines = [], []
+        before = [] if line.startswith("#") else [*before, line]
+    return found
+
+
+def numbers(text: str) -> list[str]:
+    """Return the numbers of a text, without names that contain digits, as "-1.50"."""
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    return [one.lstrip("+") for one in re.findall(r"(?<![\w.`-])[+-]?\d+(?:\.\d+)?(?![\w.]*[A-Za-z_]|\.\d)", text)]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.benchmarks.bytes import kernel_table
+from scripts.study.grid import GRIDS, Grid
 from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.methods import test_contract
@@ -77,6 +78,12 @@ def check_module(module: str, arguments: list[str]) -> None:
     """Check that the module's own parser accepts the arguments."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
+    if spec.submodule_search_locations:
+        check_module(f"{module}.__main__", arguments)
+        return
+    if module == "scripts.study.__main__":
+        sets = arguments[arguments.index("--sets") + 1].split(",") if "--sets" in arguments else []
+        Grid(GRIDS / f"{arguments[1]}.toml").choose(sets)
     source = (ROOT / spec.origin).read_text()
     if "argparse" not in source:
         assert all(argument in source for argument in arguments), f"{module} does not know {arguments}"

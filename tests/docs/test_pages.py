@@ -4,12 +4,13 @@ import json
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
+from tests.docs.pages import PAGES, ROOT, blocks, headings, links, numbers, quoted, read, tables
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.type_checks import check_value
@@ -32,6 +33,15 @@ from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.planner.run import PlannedRun
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
+# First cell of a table -> other studies that it quotes, and numbers that no report contains, with the reason.
+OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "links between replicas": (
+        ("speeches",),
+        {"400", "256"},
+    ),  # Gb/s of a link; tokens of a replica per step: 4,096 / 16
+    "the paper": ((), {"35"}),  # steps after the switch at step 100: the report has step 135
+    "method": (("comparison",), set()),  # columns "on code" beside natural English
+}
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
 # Programs, variables and keys that are not defined here.
 FOREIGN = {"PATH", "WORLD_SIZE", "text", "offload"}
@@ -103,6 +113,26 @@ def test_quoted_paths_exist(page: str) -> None:
                 assert list(ROOT.glob(word.rstrip("/"))), word
             if word.endswith(".toml") and "/" not in word and "*" not in word:
                 assert (ROOT / "train_configs" / word).exists() or (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_of_a_study_are_those_of_its_report(page: str) -> None:
+    """Every number of a table that follows the name of a report is, rounded to its digits, a number of the report."""
+    for before, lines in tables(page):
+        studies = set(re.findall(r"results/(\w+)/report\.md", before))
+        others, exceptions = OTHER_NUMBERS.get(lines[0].strip("| ").split(" | ")[0], ((), set()))
+        if studies:
+            known = [number for study in studies.union(others) for number in report_numbers(study)]
+            for text in (text for line in lines[2:] for text in numbers(line) if text not in exceptions):
+                half = Decimal(5).scaleb(Decimal(text).as_tuple().exponent - 1)  # type: ignore[operator]
+                assert any(abs(one - Decimal(text)) <= half for one in known), (
+                    f"{text} of {lines[0]} is not in {studies}"
+                )
+
+
+@cache
+def report_numbers(study: str) -> list[Decimal]:
+    return [Decimal(text) for text in numbers((ROOT / "results" / study / "report.md").read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES)

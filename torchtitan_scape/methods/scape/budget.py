@@ -14,7 +14,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 BLOCK = 1024
 # Largest number of entries per block: with 192 and 320 the study's loss was 2 and 7 % higher
-# (results/quality_study/frontier.md).
+# (results/quality_study/report.md).
 MAX_ENTRIES = 112
 # (minimum budget, wire), tried in this order.
 WIRES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
