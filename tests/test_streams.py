@@ -67,5 +67,5 @@ def test_pinned_memory_is_registered_for_all_devices(monkeypatch: pytest.MonkeyP
     host = torch.zeros(10)
     offload._pin(host)
     assert calls == [(host.data_ptr(), 40, 1)]  # cudaHostRegisterPortable
-    with pytest.raises(ValueError, match=r"cannot be locked \(CUDA error 2\)"):
+    with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\)"):
         offload._pin(host)

@@ -110,7 +110,7 @@ def test_another_model_or_a_model_only_checkpoint_is_refused(
     refused(
         pool2,
         folder,
-        (["--checkpoint.load_step=8", *EMBEDDED], "contains only the model"),
+        (["--checkpoint.load_step=8", *EMBEDDED], "holds the model"),
         (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is not a checkpoint folder"),
         (["--training.steps=10"], "step-9 contains only the model"),
     )

@@ -51,7 +51,7 @@ def test_a_density_below_one_entry_per_block_is_logged_once(caplog: pytest.LogCa
         p.grad = torch.ones_like(p)
     optimizer.step()
     (message,) = [r.getMessage() for r in caplog.records]
-    assert "density 0.001 of a block of 16 entries is less than one" in message
+    assert "density 0.001 is less than one entry per block of 16" in message
     assert "which is a density of 0.093" in message
     caplog.clear()
     make_scape(parameters, lr=0.1, block_size=16, density=0.04)

@@ -153,7 +153,7 @@ def test_int8_is_within_one_percent_of_dense() -> None:
             assert (torch.cat(at) - torch.cat(exact)).norm() <= 1e-2 * torch.cat(exact).norm()
 
 
-# ----------------------------------------------------------------------------------------------- what it promises
+# ----------------------------------------------------------------------------------------------------- properties
 
 
 def test_entries_too_small_for_a_scale_stay_in_the_residual() -> None:

@@ -170,7 +170,10 @@ def test_no_replica_is_far_from_the_mean() -> None:
 
 
 def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
-    """Four replicas on two nodes, as many: (anchors, parameters, parameters with what is owed) after every step."""
+    """Run one of four replicas on two nodes; return its tensors before and after every step.
+
+    They are the anchors, the parameters before and after the exchange, and the latter minus the owner's errors.
+    """
     sparta.OWNER_ERROR_ABOVE = 3
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     collectives = collectives_of(build_groups(layout, timedelta(seconds=60), True))

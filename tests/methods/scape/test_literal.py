@@ -209,6 +209,6 @@ def test_quantization_conserves_the_sum_over_replicas(wire: str) -> None:
         total = sum(p[step].double() for p in packed) - sum(k[step].double() for k in kept)
         torch.testing.assert_close(total, 3 * mean.double(), rtol=1e-6, atol=1e-6)
         assert wire != "bfloat16" or torch.equal(mean, mean.bfloat16().float())
-        # Blocks take few values, which are multiples of a number of BF16, or one of them.
+        # The mean was decoded from a code, so that its blocks contain few distinct values.
         most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "e3m0": 15, "2bit": 4, "1bit": 2}[wire]
         assert all(block.unique().numel() <= most for block in mean.split(128))

@@ -33,8 +33,8 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
         got = flat(results[0][step])
         off = got - flat(want)
         if options.get("values") in FORMATS:
-            # The last bit of a parameter is a large one of its change, whose code, or its block's scale, may be
-            # rounded the other way: by a seventh of the largest change, until the entry is sent again.
+            # The last bit of a parameter is a large part of its change. The code of the change or the scale of its
+            # block may round differently, by up to a seventh of the largest change, until the entry is sent again.
             assert off.abs().max() < 3e-3 and (off.abs() > 1e-5).float().mean() < 0.4
             off = off[off.abs() <= 1e-5]
         assert off.norm() <= bound * flat(want).norm(), step
