@@ -17,6 +17,7 @@ from unicodedata import category
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from torchtitan_scape.config.help import help_text
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
@@ -75,7 +76,12 @@ def parse(arguments: list[str]) -> JobConfig:
 
 
 def resolve(arguments: list[str]) -> Resolved:
-    """Return the config of `parse` together with the origin of each value."""
+    """Return the config of `parse` together with the origin of each value.
+
+    Raises:
+        SystemExit: after printing help, if the arguments contain --help.
+    """
+    _print_help(arguments)
     switches = set(_switches(JobConfig, ""))
     for argument in arguments:
         if any(category(character) in ("Cc", "Cs") for character in argument):
@@ -88,17 +94,13 @@ def resolve(arguments: list[str]) -> Resolved:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
     recipe = _recipe(arguments)
-    asks_help = bool({"-h", "--help"} & set(arguments))
     stderr = io.StringIO()
     try:
-        with contextlib.ExitStack() as stack:
-            if not asks_help:
-                stack.enter_context(contextlib.redirect_stderr(stderr))
-                # The parser prints its message in a box of this width; a narrow box would break the line.
-                stack.enter_context(environment(COLUMNS="100000"))
+        # The parser prints its message in a box of this width; a narrow box would break the line.
+        with contextlib.redirect_stderr(stderr), environment(COLUMNS="100000"):
             config = _Composed(recipe.table).parse_args(arguments)
     except SystemExit as end:
-        if asks_help or not end.code:
+        if not end.code:
             raise
         blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
         raise ValueError(f"command line: {_message_in_box(stderr.getvalue())} {blank}".rstrip()) from None
@@ -106,12 +108,21 @@ def resolve(arguments: list[str]) -> Resolved:
         stderr.truncate(0)
         raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
     finally:
-        if not asks_help and sys.exc_info()[0] is None:
+        if sys.exc_info()[0] is None:
             sys.stderr.write(stderr.getvalue())  # warnings
     if not isinstance(config, JobConfig):
         raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
     check_section(config, "")
     return Resolved.of(config, recipe)
+
+
+def _print_help(arguments: list[str]) -> None:
+    """Print the help and exit, if the arguments ask for it: `--help`, or `--help SECTION`."""
+    for i, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            following = arguments[i + 1] if i + 1 < len(arguments) else ""
+            print(help_text("" if following.startswith("-") else following))
+            raise SystemExit(0)
 
 
 def _switches(section: Any, name: str) -> Iterator[str]:
