@@ -7,9 +7,9 @@ import pytest
 from tests.docs.pages import PAGES, prose, read
 
 _CLAUSE = re.compile(r"\b(what|who|where|which|whose|whom)\b", re.I)
-# Pages of the earlier structure, which is being replaced.
-_EARLIER = {page for page in PAGES if page.count("/") == 1 and page != "docs/index.md"} | {"README.md"}
-CHECKED = [page for page in PAGES if page not in _EARLIER]
+# Pages that are still to be rewritten, and the page that quotes TorchTitan's own descriptions.
+_EXCEPTIONS = {"docs/benchmarks/results.md", "docs/benchmarks/observations.md", "docs/reference/configuration.md"}
+CHECKED = [page for page in PAGES if page not in _EXCEPTIONS]
 
 
 def text_of(page: str) -> str:
@@ -44,5 +44,4 @@ def test_titles_are_no_questions(page: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    if "README.md" in CHECKED:
-        assert len(read("README.md").splitlines()) <= 120
+    assert len(read("README.md").splitlines()) <= 120
