@@ -202,5 +202,5 @@ def test_the_table_of_methods_matches_the_planner() -> None:
 
 
 def test_the_site_has_all_pages() -> None:
-    nav = re.findall(r"- ([\w/]+\.md)$", read("mkdocs.yml").partition("nav:")[2], re.M)
+    nav = re.findall(r"- ([\w/]+\.md)$", read("mkdocs.yml").partition("\nnav:")[2], re.M)
     assert sorted(f"docs/{page}" for page in nav) == sorted(page for page in PAGES if page != "README.md")
