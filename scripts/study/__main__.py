@@ -34,10 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = own.add_subparsers(dest="command", required=True)
     for name in ("run", "list", "report"):
         one = commands.add_parser(name)
-        one.add_argument("study", help=f"one of {', '.join(sorted(grid.stem for grid in GRIDS.glob('*.toml')))}, or a file")
+        one.add_argument(
+            "study", help=f"one of {', '.join(sorted(grid.stem for grid in GRIDS.glob('*.toml')))}, or a file"
+        )
         one.add_argument("--output", type=Path, help="folder of the results; results/STUDY")
         if name != "report":
-            one.add_argument("--sets", type=names, default=[], help="names of sets, with commas between; all by default")
+            one.add_argument("--sets", type=names, default=[], help="names, with commas between; all by default")
             one.add_argument("--jobs", type=int, default=2, help="runs at a time, where a launcher runs several")
             one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
             one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')

@@ -2,7 +2,7 @@
 
 Settings of a set's `launch`:
 
-    compute         "real", or the seconds of forward and backward at the smallest size, in proportion less at larger ones
+    compute         "real", or seconds of forward and backward at the smallest size, in proportion less at larger ones
     rate            Mbit/s of a node's interface, each way; 0: no limit
     slowdown        chooses the rate: a step of the set's first method takes so many times its compute-only step
     ranks_per_node  1 by default
@@ -24,7 +24,7 @@ from scripts.study.costs import planned_run
 from scripts.study.grid import BudgetSet, Options, RunSpec
 from scripts.study.queue import Queue
 from scripts.study.store import SETUP
-from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, timing
+from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
 from topology.links import Links
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
@@ -40,13 +40,13 @@ class EmulatedSet:
         self.queue, self.one, self.store, self.launch = queue, one, queue.store, one.launch
         self.per_node = int(self.launch.get("ranks_per_node", 1))
         self.compute = str(self.launch.get("compute", "real"))
-        self.real = self.compute == "real"
+        self.real, self.plain = self.compute == "real", bool(self.launch.get("plain", False))
         self.rate: float | None = self.launch.get("rate") or None
         self.timeout = float(self.launch.get("timeout", 1200))
         self.slowdown = float(self.launch.get("slowdown", 0))
         self.specs = [spec for method in one.methods for spec in queue.grid.specs(one, method)]
         if any(size % self.per_node for size in one.sizes):
-            raise ValueError(f"set {one.name!r}: ranks_per_node = {self.per_node} does not divide all sizes {one.sizes}")
+            raise ValueError(f"set {one.name!r}: ranks_per_node = {self.per_node} does not divide sizes = {one.sizes}")
         if not self.real and not self.compute.replace(".", "", 1).isdigit():
             raise ValueError(f"set {one.name!r}: compute = {self.compute!r}; give seconds, or real")
         overlapping = [s.method for s in self.specs if "peer" in s.about or s.options.get("sync.overlap")]
@@ -84,11 +84,12 @@ class EmulatedSet:
         log = self.queue.work / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        wanted: Options = {"output": str(raw), "plain": self.launch.get("plain", False), **timing(spec)}
+        wanted: Options = {"output": str(raw), "plain": self.plain, **timing(spec)}
         wanted |= {} if self.real else {"compute": self.wait(spec.size)}
         wanted |= {key: spec.about[key] for key in ("every_forward", "peer", "rank") if key in spec.about}
         del wanted["steps"]
-        self.start(spec.size, ["-m", *TIMED, *self.arguments(spec, log, steps)], log, rate, TIMED_RUN=json.dumps(wanted))
+        arguments = ["-m", *TIMED, *self.arguments(spec, log, steps)]
+        self.start(spec.size, arguments, log, rate, TIMED_RUN=json.dumps(wanted))
         if not raw.exists():
             raise RunError(f"nothing was measured (log in {log})")
         return raw
@@ -101,7 +102,7 @@ class EmulatedSet:
         if self.launch.get("measure") == "loss":
             return self.trained(spec)
         raw = self.timed(spec, timing(spec)["steps"], self.rate, spec.name)
-        found = from_raw(spec, raw, self.per_node) | {"compute": "real" if self.real else "wait", "rate_mbit": self.rate}
+        found = from_raw(spec, raw, self.per_node, "real" if self.real else "wait") | {"rate_mbit": self.rate}
         try:
             found["predicted"] = self.predicted(spec, found)
         except (RunError, ValueError) as error:
@@ -140,14 +141,14 @@ class EmulatedSet:
         return Links.from_json(path)
 
     def passes(self, spec: RunSpec) -> dict[str, Any]:
-        """Return the cost of a method's step with this number of ranks on the host's cores, without compute and exchange."""
+        """Return the cost of a method's step on this host without compute and exchange."""
         found = self.store.noted("passes", self.one.name, {"ranks": spec.size}) or {}
         if spec.method not in found:
             log = self.queue.work / f"passes-{self.one.name}-{spec.method}-{spec.size}"
             steps, raw = timing(spec), log / "measured.json"
             options = [f"--training.steps={steps.pop('steps')}"]
             calibrate = {spec.method: {"options": options, **steps}}
-            wanted = {"output": str(raw), "calibrate": calibrate, "compute": 0, "plain": self.launch.get("plain", False)}
+            wanted = {"output": str(raw), "calibrate": calibrate, "compute": 0, "plain": self.plain}
             arguments = self.arguments(spec, log, timing(spec)["steps"])
             self.start(spec.size, ["-m", *TIMED, *arguments], log, None, TIMED_RUN=json.dumps(wanted))
             found = found | read(raw)
@@ -166,7 +167,7 @@ class EmulatedSet:
         return [tuple(shape) for shape in found]
 
     def calibrated_rate(self) -> float:
-        """Return the rate at which a step takes `slowdown` times its duration without limits and without the exchange."""
+        """Return the rate for a step of `slowdown` times its duration without limits and without the exchange."""
         if found := self.store.noted("rate", self.one.name, {}):
             return float(found["rate"])
         first = self.specs[0]
@@ -174,7 +175,7 @@ class EmulatedSet:
         def measured(rate: float | None) -> tuple[float, float, float]:
             print(f"[calibration] {first.label}, {f'{rate:.2f} Mbit/s' if rate else 'no limit'} ...", flush=True)
             raw = self.timed(first, timing(first)["warm_up"] + 6, rate, f"rate-{self.one.name}")
-            found = from_raw(first, raw, self.per_node)
+            found = from_raw(first, raw, self.per_node, "real")
             exposed = found["phases"]["exposed"]
             return found["step_seconds"] - exposed, exposed, found["nic"]["network"]
 
@@ -223,19 +224,17 @@ class EmulatedSet:
 
     def notes(self) -> list[str]:
         """Return the text about the set-up for the report."""
-        first, launch = self.one.sizes[0], self.launch
         found = ["Forward and backward are real."]
         if not self.real:
-            seconds = f"{float(self.compute):g} s with {first} ranks"
-            found = [f"Forward and backward are a wait of {seconds} and in proportion less with more; nothing is learned."]
+            seconds = f"{float(self.compute):g} s with {self.one.sizes[0]} ranks"
+            found = [f"Forward and backward are a wait of {seconds}, in proportion less with more; nothing is learned."]
         found += [
             f"All ranks share the host's {os.cpu_count()} cores: optimizer and exchange are slower with more ranks.",
-            f"Interfaces are limited to {self.rate:.4g} Mbit/s each way." if self.rate else "No limit of the link rate.",
-            f"Medians over {launch.get('steps', 12)} steps after {launch.get('warm_up', 4)}, means over whole periods of "
-            "methods that exchange once in several steps; a step is that of its slowest rank.",
-            "Predictions use links measured by the preflight, passes and other costs measured in steps of the same method "
-            "without compute and exchange, and the given or measured compute. They test the model of the exchange, not of "
-            "the passes. Coding is part of the measured exchange and not predicted.",
+            f"Interfaces send and receive at most {self.rate:.4g} Mbit/s." if self.rate else "Links have no limit.",
+            f"{medians(self.launch)}; means over whole periods of methods that exchange once in several steps.",
+            "Predictions use links measured by the preflight, passes and other costs measured in steps of the same "
+            "method without compute and exchange, and the given or measured compute. They test the model of the "
+            "exchange, not of the passes. Coding is part of the measured exchange and not predicted.",
         ]
         if any("peer" in spec.about for spec in self.specs):
             found.append(PEERS_NOTE)

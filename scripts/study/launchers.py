@@ -1,4 +1,4 @@
-"""The launchers of a study that need this host alone: `simulated`, `local` and `predicted`, and what is stored of a run."""
+"""The launchers `simulated`, `local` and `predicted`, and the stored result of a run."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def process_command(spec: RunSpec, out: Path) -> list[str]:
 
 
 def _copy_checkpoint(spec: RunSpec, out: Path) -> None:
-    """Copy the checkpoint that a run with `start_from` continues: its method's, in the same set, at half of the steps."""
+    """Copy the checkpoint at half of the steps of the method that a run with `start_from` continues."""
     if not (method := spec.about.get("start_from")):
         return
     folders = sorted(out.parent.glob(f"{spec.of.name}-{method}-????????/checkpoint/step-{spec.steps // 2}"))
@@ -113,7 +113,7 @@ def cumulative(levels: Sequence[Curve], at: Sequence[int]) -> list[list[int]]:
     """Return (step, bytes sent by a rank until then) at the steps `at`.
 
     Args:
-        levels: For each link level (step, bytes per step since the previous point). After the last point its rate holds.
+        levels: For each link level (step, bytes per step since the previous point). The last rate continues.
     """
     totals = []
     for step in at:
@@ -140,9 +140,9 @@ def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str,
         links = links.with_bandwidth("network", launch["network"] * 1e9)
     assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
     notes = [
-        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the device's "
-        f"peak; optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
-        "An overlapped exchange is hidden behind at most two thirds of the last micro-batch; others follow the backward pass.",
+        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the device's peak; "
+        f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
+        "An overlapped exchange is hidden behind at most two thirds of the last micro-batch.",
     ]
     store.note(SETUP, one.name, {}, {"launcher": "predicted", "notes": notes}, command_of("scripts.study"))
     return lambda spec: predicted(spec, machine, links, assumptions)

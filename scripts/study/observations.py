@@ -28,7 +28,7 @@ Runs = dict[str, Observed]  # by method: adamw, adamw-topk, ...
 
 def read_runs(store: Store, set_name: str) -> Runs:
     """Return what the runs of a set observed, by method. Raises ValueError if their arrays are missing."""
-    lines = {line["method"]: line for line in store.own.values() if line["set"] == set_name and "curves" in line["result"]}
+    lines = {line["method"]: line for line in store.of(set_name) if "curves" in line["result"]}
     path, found = store.path.parent / ARRAYS, Runs()
     for method, line in lines.items():
         if not path.exists():
@@ -96,7 +96,7 @@ def _signed(axis: Any, both: Runs) -> None:
         sides = (counts[LINEAR // 2 :] + counts[LINEAR // 2 - 1 :: -1]).cumsum()
         inside = 1 + int(np.searchsorted(sides, 0.995 * sides[-1]))  # bins of one side
         joined = max(1, 2 * inside // BINS)
-        half = min(-(-inside // joined), LINEAR // 2 // joined) * joined  # from the middle outwards, so that 0 is an edge
+        half = min(-(-inside // joined), LINEAR // 2 // joined) * joined  # 0 is an edge
         middle = slice(LINEAR // 2 - half, LINEAR // 2 + half)
         drawn, edges = counts[middle].reshape(-1, joined).sum(1), edges[middle.start : middle.stop + 1 : joined]
         label, colour = OPTIMIZERS[name]
@@ -144,7 +144,7 @@ def overlap_of_noise(step: int, density: float, beta1: float = BETA1) -> float:
     normal = statistics.NormalDist()
     edge, deviation = normal.inv_cdf(1 - density / 2), math.sqrt(1 - correlation**2)
     x = np.linspace(edge, 9.0, 2001)
-    below = [normal.cdf((-edge - correlation * v) / deviation) + normal.cdf((correlation * v - edge) / deviation) for v in x]
+    below = [sum(normal.cdf((sign * correlation * v - edge) / deviation) for sign in (-1, 1)) for v in x]
     weights = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     return float(2 * np.trapezoid(weights * np.array(below), x) / density)
 

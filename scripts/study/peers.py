@@ -75,8 +75,8 @@ class DdpPeer:
 class HsdpPeer:
     """TorchTitan's parallelization as it is, with FSDP2 on a mesh of two axes.
 
-    FSDP2 starts the all-reduce of a layer's gradients during the backward pass, on its own stream. gloo has no streams: its
-    call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
+    FSDP2 starts the all-reduce of a layer's gradients during the backward pass, on its own stream. gloo has no streams:
+    its call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
     """
 
     def __init__(self, overlaps: bool) -> None:

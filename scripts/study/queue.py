@@ -31,9 +31,9 @@ class _Running:
 
 
 class Queue:
-    """Runs the missing runs of `sets` as processes on this host, `jobs` at a time.
+    """Run the missing runs of `sets` as processes on this host, `jobs` at a time.
 
-    A run is identified by the values of all its options: sets share runs, and a run that the store has is not run again.
+    A run is identified by the values of all its options: sets share runs, and stored runs are not repeated.
     """
 
     def __init__(self, grid: Grid, sets: Sequence[BudgetSet], store: Store, jobs: int, work: Path) -> None:
@@ -50,7 +50,8 @@ class Queue:
         further runs of the tuning, then the other seeds. With `guess`, other seeds count before the tuning is done.
         """
         found: list[RunSpec] = []
-        for (_, tuned), sets in itertools.groupby(self.sets, lambda one: ((one.steps, one.batch, one.replicas), one.tuned)):
+        budgets = itertools.groupby(self.sets, lambda one: (one.tuned, one.steps, one.batch, one.replicas))
+        for (tuned, *_), sets in budgets:
             pairs = [(one, method) for one in sets for method in one.methods]
             if not tuned:
                 found += [spec for one, method in pairs for spec in self.grid.specs(one, method)]

@@ -5,13 +5,12 @@ The environment variable TIMED_RUN contains, as JSON:
     output         file for the measurement, written by rank 0
     warm_up        steps that are not measured, the first, dense one included
     period         steps over which means are taken; 1: medians
-    compute        seconds; forward and backward are a wait of that length, and every step has the gradients of the first
-                   one. Absent: they are real
+    compute        seconds that forward and backward wait, with the gradients of the first step. Absent: they are real
     plain          true: no FSDP around the model
     peer, rank     data-parallel training of peers.py in the place of our method, and PowerSGD's rank
     every_forward  true: weights that cross nodes once per update (hpZ) do so in every forward pass, as published
-    calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange; their time is
-                   the cost of passes and trainer on this host
+    calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange, which
+                   cost passes and trainer alone
 
 All other arguments are the trainer's command line.
 """
@@ -229,7 +228,9 @@ class _SilentCollectives(DryRunCollectives):
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas=replicas)
         if replicas != dist.get_world_size():
-            raise ValueError(f"{replicas} replicas on {dist.get_world_size()} ranks; passes are measured without shards")
+            raise ValueError(
+                f"{replicas} replicas on {dist.get_world_size()} ranks; passes are measured without shards"
+            )
         self.replica = dist.get_rank()
         self.levels = (RankGroup("network", replicas, self.replica),)
 

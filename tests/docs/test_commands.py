@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import server
 from scripts.study.grid import GRIDS, Grid
+from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.methods import test_contract
 from tests.pool import Pool

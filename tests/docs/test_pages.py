@@ -51,7 +51,10 @@ QUESTIONS = {
 }
 # First cell of a table -> other studies that it quotes, and numbers that no report contains, with the reason.
 OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "links between replicas": (("speeches",), {"400", "256"}),  # Gb/s of a link; tokens of a replica per step: 4,096 / 16
+    "links between replicas": (
+        ("speeches",),
+        {"400", "256"},
+    ),  # Gb/s of a link; tokens of a replica per step: 4,096 / 16
     "the paper": ((), {"35"}),  # steps after the switch at step 100: the report has step 135
     "method": (("comparison",), set()),  # columns "on code" beside natural English
 }
@@ -144,7 +147,9 @@ def test_numbers_of_a_study_are_those_of_its_report(page: str) -> None:
             known = [number for study in studies.union(others) for number in report_numbers(study)]
             for text in (text for line in lines[2:] for text in numbers(line) if text not in exceptions):
                 half = Decimal(5).scaleb(Decimal(text).as_tuple().exponent - 1)  # type: ignore[operator]
-                assert any(abs(one - Decimal(text)) <= half for one in known), f"{text} of {lines[0]} is not in {studies}"
+                assert any(abs(one - Decimal(text)) <= half for one in known), (
+                    f"{text} of {lines[0]} is not in {studies}"
+                )
 
 
 @cache

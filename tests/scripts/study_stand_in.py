@@ -61,8 +61,8 @@ SMALL = {
     "learning_rates": [1e-3, 2e-3, 4e-3],
     "seeds": [0, 1],
 }
-# Writes a trainer's outputs at once. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It appends its
-# name to the file CALLS; with FAILS in the environment it fails with SCAPE at 4e-3.
+# Writes a trainer's outputs at once. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It
+# appends its name to the file CALLS; with FAILS in the environment it fails with SCAPE at 4e-3.
 TRAINER = """
 import json, os, sys
 from pathlib import Path

@@ -28,12 +28,12 @@ from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 
-
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:
     """Write a grid with the methods of network_bound.toml."""
     text = f'recipe = "{EMBEDDED}"\nmethods_of = "{GRIDS / "network_bound.toml"}"\n'
     text += '[report]\ntables = ["step_times", "shard_steps", "shard_losses"]\n[methods]\n'
-    text += 'tagc = { label = "TAGC, 10 %", sync.method = "dense", optimizer.name = "AdamW", sharding.gradients = "tagc", sharding.tagc.sparsity = 0.9 }\n'
+    text += 'tagc = { label = "TAGC, 10 %", sync.method = "dense", optimizer.name = "AdamW", '
+    text += 'sharding.gradients = "tagc", sharding.tagc.sparsity = 0.9 }\n'
     for one in sets:
         pairs = [f"{key} = {toml(value)}" for key, value in {"name": "all", **one}.items()]
         text += "[[sets]]\n" + "\n".join(pairs) + "\n"
@@ -54,7 +54,11 @@ def run(grid: Path, *arguments: str, **environment: str) -> subprocess.Completed
 
 def results(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the results by recipe and method, and size."""
-    lines = [line for line in Store(folder / "out").own.values() if line["method"] not in (SETUP, "links", "passes", "shapes")]
+    lines = [
+        line
+        for line in Store(folder / "out").own.values()
+        if line["method"] not in (SETUP, "links", "passes", "shapes")
+    ]
     return {(line["method"], line["options"]["launch.ranks"]): line["result"] for line in lines}
 
 
@@ -142,7 +146,9 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path) -> None
     """By hand: its latency once, the masks hidden."""
     silent = {"by_phase": {"pack": 0.1}, "phases": {"optimizer": 0.2, "compute": 0.0}, "step_seconds": 0.3}
     links, tiers = Links({"network": Link(1e-3, 1e7)}, "by hand"), [("network", 4)]
-    grid = Grid(declare(tmp_path, {"launcher": "emulated", "methods": ["scape-0.047-int4"], "sizes": [4], "sequences": [32]}))
+    grid = Grid(
+        declare(tmp_path, {"launcher": "emulated", "methods": ["scape-0.047-int4"], "sizes": [4], "sequences": [32]})
+    )
     (spec,) = grid.specs(grid.sets[0], "scape-0.047-int4")
     emulated = SimpleNamespace(per_node=1, real=True, links=lambda _: links)
     emulated.passes, emulated.shapes = lambda _: silent, lambda _: [(100, 1000), (100,)]
@@ -210,7 +216,7 @@ def test_a_run_for_its_loss_with_a_shard_axis(tmp_path: Path) -> None:
 
 
 def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
-    """sbatch runs the job at once. The first method fails, the second is measured; the next command submits the first alone."""
+    """sbatch runs the job at once. The first method fails; the next command submits it alone."""
     programs = stand_ins(tmp_path)
     sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\nbash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
     for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
@@ -226,7 +232,13 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     # DDP takes no shards: that method alone is refused, by every rank of its run.
     options = {"training.seq_len": 32, "parallelism.data_parallel_replicate_degree": 1}
     launch = {"machine": "vista", "steps": 2, "warm_up": 2}
-    one = {"launcher": "slurm", "methods": ["ddp-powersgd", "scape-0.1"], "sizes": [2], "sequences": [4], "launch": launch}
+    one = {
+        "launcher": "slurm",
+        "methods": ["ddp-powersgd", "scape-0.1"],
+        "sizes": [2],
+        "sequences": [4],
+        "launch": launch,
+    }
     grid = declare(tmp_path, one | {"options": options | {"parallelism.data_parallel_shard_degree": 2}})
     result = run(grid, "--poll=0.1", "--sbatch=-A project", **environment)
     assert result.returncode == 1 and "1 runs done, 1 failed" in result.stdout, result.stdout + result.stderr

@@ -1,7 +1,5 @@
 """Reports of studies that are tuned by budget, from stored lines of a stand-in for the trainer."""
 
-from pathlib import Path
-
 import pytest
 
 from scripts.study import costs
@@ -9,7 +7,6 @@ from scripts.study.__main__ import main
 from scripts.study.costs import MACHINES, STUDY, elapsed, method_at, planned_run, step_seconds
 from scripts.study.entries import at, reached
 from scripts.study.report import percent
-from scripts.study.store import Store
 from tests.scripts.study_stand_in import SMALL, Study, rows
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
@@ -41,7 +38,7 @@ def test_the_report_has_the_numbers_of_the_runs(study: Study) -> None:
 
 
 def test_the_limits_have_the_best_method_for_its_bytes(study: Study) -> None:
-    """Made-up losses. A variant that the grid leaves out is not listed; one good seed (few) is not better than two (coded)."""
+    """A variant that the grid leaves out is not listed; one good seed (few) is not better than two (coded)."""
     losses = {"dense-adams": 2.0, "dense-adamw": 1.9, "scape-0.1": 1.8, "slow": 2.04, "coded": 2.02, "few": 2.019}
     one = SMALL | {"learning_rates": [2e-3]}
     study.run(one | {"methods": [*losses][:-1]}, one | {"name": "seed", "methods": ["few"], "seeds": [0]})
@@ -108,7 +105,12 @@ def test_predicted_seconds_follow_the_density_of_every_step() -> None:
 
 
 def test_a_method_is_planned_by_its_options_or_by_those_of_the_grid() -> None:
-    options = {"sync.method": "radius", "optimizer.name": "AdamW", "sync.radius.density": 0.4, "sync.radius.interval": 16}
+    options = {
+        "sync.method": "radius",
+        "optimizer.name": "AdamW",
+        "sync.radius.density": 0.4,
+        "sync.radius.interval": 16,
+    }
     assert planned_run(options, {"planned": {"interval": 1000}}).options.interval == 1000  # type: ignore[attr-defined]
     dense = {"sync.method": "dense", "optimizer.name": "AdamS"}
     assert planned_run(dense | {"sync.overlap": True}) == PlannedRun(DenseOptions(), overlap=True)
