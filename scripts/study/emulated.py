@@ -8,8 +8,7 @@ Settings of a set's `launch`:
     ranks_per_node  1 by default
     plain           true: no FSDP around a model of one shard
     steps, warm_up  measured steps, and steps before them
-    loss_steps      trains each method for so many steps, without a limit of the rate, for its validation loss
-    measure         "loss": trains the set's steps without timing them
+    measure         "loss": trains the set's steps for their validation loss, without timing them
     timeout         seconds of a run
 """
 
@@ -34,7 +33,7 @@ MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
 
 
 class EmulatedSet:
-    """The runs of one set. Calibrations (links, passes, rate, shapes of the model) are lines of the store."""
+    """The runs of one set. Calibrations (links, passes, rate) are lines of the store."""
 
     def __init__(self, queue: Queue, one: BudgetSet) -> None:
         self.queue, self.one, self.store, self.launch = queue, one, queue.store, one.launch
@@ -60,8 +59,6 @@ class EmulatedSet:
                 self.rate = self.calibrated_rate()
             setup = {"launcher": "emulated", "machine": MACHINE, "notes": self.notes()}
             self.store.note(SETUP, one.name, {}, setup, command_of("scripts.study"))
-
-    # -------------------------------------------------------------------------------------------- runs
 
     def start(self, size: int, arguments: list[str], log: Path, rate: float | None, **env: str) -> None:
         """Run torchrun's arguments on all nodes. Raises RunError."""
@@ -98,7 +95,7 @@ class EmulatedSet:
         return float(self.compute) * self.one.sizes[0] / size
 
     def measure(self, spec: RunSpec) -> dict[str, Any]:
-        """Return a run's result. A missing prediction or loss does not discard the measurement."""
+        """Return a run's result. A missing prediction does not discard the measurement."""
         if self.launch.get("measure") == "loss":
             return self.trained(spec)
         raw = self.timed(spec, timing(spec)["steps"], self.rate, spec.name)
@@ -107,12 +104,6 @@ class EmulatedSet:
             found["predicted"] = self.predicted(spec, found)
         except (RunError, ValueError) as error:
             print(f"    not predicted: {error}", flush=True)
-        if steps := int(self.launch.get("loss_steps", 0)):
-            try:
-                longer = read(self.timed(spec, steps, None, f"{spec.name}-loss"))["summary"]
-                found |= {"validation_loss": longer["validation_loss"], "steps_trained": longer["steps"]}
-            except RunError as error:
-                print(f"    no loss: {error}", flush=True)
         return found
 
     def trained(self, spec: RunSpec) -> dict[str, Any]:
@@ -124,8 +115,6 @@ class EmulatedSet:
             raise RunError(f"the run wrote no summary (log in {log})")
         kept = ("steps", "validation_loss", "training_loss", "skipped_steps", "layout")
         return {"label": spec.label, **{key: summary[key] for key in kept}}
-
-    # ------------------------------------------------------------------------------------ calibration
 
     def links(self, size: int) -> Links:
         """Return the links that the preflight measures with this size and rate."""
@@ -157,14 +146,10 @@ class EmulatedSet:
 
     def shapes(self, spec: RunSpec) -> list[tuple[int, ...]]:
         """Return the shapes of the model's tensors."""
-        found = self.store.noted("shapes", self.one.name, {})
-        if found is None:
-            from torchtitan_scape.config.parsing import parse
-            from torchtitan_scape.trainer.layout import parameter_shapes
+        from torchtitan_scape.config.parsing import parse
+        from torchtitan_scape.trainer.layout import parameter_shapes
 
-            found = parameter_shapes(parse([f"--job.config_file={spec.recipe}"]))
-            self.store.note("shapes", self.one.name, {}, found)
-        return [tuple(shape) for shape in found]
+        return [tuple(shape) for shape in parameter_shapes(parse([f"--job.config_file={spec.recipe}"]))]
 
     def calibrated_rate(self) -> float:
         """Return the rate for a step of `slowdown` times its duration without limits and without the exchange."""
@@ -190,8 +175,6 @@ class EmulatedSet:
             rate *= exposed / max(exposed + goal - (own + exposed), 0.1 * exposed)
         self.store.note("rate", self.one.name, {}, {"rate": rate, "not_limited": alone, "tried": tried})
         return rate
-
-    # ------------------------------------------------------------------------------------- prediction
 
     def predicted(self, spec: RunSpec, measured: dict[str, Any]) -> dict[str, float] | None:
         """Return the step that the planner predicts from measured links and passes and the given or measured compute.

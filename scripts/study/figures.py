@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save, subplots
 from scripts.study import costs, observations
-from scripts.study.entries import Budget, Entry, budgets_of
+from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
 from scripts.study.store import Store
 from scripts.study.sweep_tables import PHASES, Cell, cells_of
@@ -24,9 +24,6 @@ KINDS = ("training", "validation")
 Captions = dict[str, str]  # by file name
 
 
-# ------------------------------------------------------------------------------------- gap over bytes or seconds
-
-
 def frontier(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the gap over bytes with the best method for its bytes joined by a line, for budgets with coded payloads."""
     found = [one for one in budgets_of(grid, store)[0] if any(e.option("wire") in costs.FORMATS for e in one.others)]
@@ -39,8 +36,6 @@ def loss_against_bytes(grid: Grid, store: Store, folder: Path) -> Captions:
 
 def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the gap over the predicted seconds of the run, for the first budget with the most methods."""
-    from scripts.study.report import relative
-
     if not (found := _compared(grid, store)):
         return {}
     one = max(found, key=lambda budget: len(budget.entries))
@@ -62,8 +57,6 @@ def _compared(grid: Grid, store: Store) -> list[Budget]:
 
 
 def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> Captions:
-    from scripts.study.report import best_below
-
     if not found:
         return {}
     name, columns = grid.report["gaps"][0], min(2, len(found))
@@ -186,9 +179,6 @@ def gap(grid: Grid, store: Store, folder: Path) -> Captions:
     return {"gap.png": "Final gap to dense AdamS against density"}
 
 
-# --------------------------------------------------------------------------------------------- loss over steps
-
-
 def steps(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw training and validation losses over the steps of the budget with the most tokens."""
     one = max(budgets_of(grid, store)[0], key=lambda budget: budget.steps * budget.batch)
@@ -217,9 +207,6 @@ def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: fl
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     save(drawn, path, [axes[0][1]])
-
-
-# --------------------------------------------------------------------------------------------- strong scaling
 
 
 def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:

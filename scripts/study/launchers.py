@@ -140,7 +140,7 @@ def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str,
         links = links.with_bandwidth("network", launch["network"] * 1e9)
     assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
     notes = [
-        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the device's peak; "
+        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the peak; "
         f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
         "An overlapped exchange is hidden behind at most two thirds of the last micro-batch.",
     ]

@@ -66,9 +66,6 @@ def draw(grid: Grid, store: Store, folder: Path) -> dict[str, str]:
     return captions
 
 
-# ----------------------------------------------------------------------------- distributions: Figures 4 and 5
-
-
 def distributions(runs: Runs, name: str, path: Path) -> None:
     """Draw a row for each tensor; at each step a signed histogram and one of log2 |g|, with both optimizers."""
     found = {(n, step, tensor): h for n, run in dense(runs).items() for step, tensor, h in run["histograms"]}
@@ -121,9 +118,6 @@ def _logarithmic(axis: Any, both: Runs) -> None:
     axis.set_ylabel("share per octave")
 
 
-# ------------------------------------------------------------------------------------------ overlap: Figure 6
-
-
 def windows(rows: Sequence[record.Row]) -> list[tuple[int, int]]:
     """Return (first, last step) of each range of consecutive steps."""
     found = list[tuple[int, int]]()
@@ -169,9 +163,6 @@ def overlaps(runs: Runs, name: str, path: Path) -> None:
             axis.grid(alpha=0.3)
         row[0].set_ylabel(f"overlap of the top {100 * density:g} %")
     save(drawn, path, [axes[0][0]])
-
-
-# ---------------------------------------------------------------------------------------- residuals: Figure 3
 
 
 def residuals(runs: Runs, name: str, path: Path) -> None:
@@ -230,8 +221,6 @@ FIGURES = {
     "overlap": (overlaps, "Overlap of the largest moments of consecutive steps"),
     "residuals": (residuals, "Residuals after the switch to top-k"),
 }
-
-# --------------------------------------------------------------------------------------------------- tables
 
 
 def parts(grid: Grid, store: Store) -> list[str]:

@@ -91,8 +91,8 @@ class Queue:
                 for one in [one for one in self.running if one.process.poll() is not None]:
                     self.running.remove(one)
                     self._collect(one)
-                if len(self.running) < self.jobs and (missing := self.missing()):
-                    self._start(missing[0])
+                if len(self.running) < self.jobs and (spec := self._next()):
+                    self._start(spec)
                 elif not self.running:
                     return
                 else:
@@ -107,13 +107,23 @@ class Queue:
                     one.process.kill()
                     one.process.wait()
 
+    def _next(self) -> RunSpec | None:
+        """Return the next run to start: not one that continues from the checkpoint of a running one."""
+        running = [(one.spec.of, one.spec.method) for one in self.running]
+        return next((s for s in self.missing() if (s.of, s.about.get("start_from")) not in running), None)
+
     def _start(self, spec: RunSpec) -> None:
         out = self.work / spec.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
+        try:
+            command = process_command(spec, out)
+        except ValueError as error:
+            self.fail(spec, str(error))
+            return
         with open(out / "log.txt", "wb") as log:
             process = subprocess.Popen(
-                process_command(spec, out),
+                command,
                 cwd=ROOT,
                 env=os.environ | ENVIRONMENT,
                 stdout=log,

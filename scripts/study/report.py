@@ -1,6 +1,5 @@
 """A study's report.md, from its stored lines: the tables that its grid names, and the figures."""
 
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from scripts.common import markdown, number, spread, write
 from scripts.study import costs, observations, special_tables, sweep_tables
-from scripts.study.entries import Budget, Entry, at, budgets_of, reached
+from scripts.study.entries import Budget, at, best_below, budgets_of, reached, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
 from scripts.study.store import SETUP, Store, is_failure
@@ -27,9 +26,6 @@ not the losses."""
 def percent(share: float) -> str:
     """Return a share in percent with three digits."""
     return f"{100 * share:.3g}"
-
-
-# ------------------------------------------------------------------------------------------- losses by budget
 
 
 def loss_table(one: Budget, report: dict[str, Any]) -> str:
@@ -63,20 +59,6 @@ def trials_table(one: Budget) -> str:
             texts.append(f"**{text}**" if trial == entry.best else text)
         rows.append({"method": entry.label, "learning rate: final loss with the first seed": "; ".join(texts)})
     return markdown(rows)
-
-
-def best_below(one: Budget, limit: float, report: dict[str, Any], kind: str = "") -> Entry | None:
-    """Return the method of the least gap that sends at most `limit` of the dense bytes per step.
-
-    With `standard_error`: of the least gap plus its standard error, with dense AdamS's scatter for all methods.
-    """
-    base = one.dense(report["gaps"][0])
-    scatter = one.scatter if report.get("standard_error") else 0.0
-    fits = [entry for entry in one.others if entry.shares[0] <= limit and entry.gaps(base)]
-    left_out = report.get("not_on_frontier", ())
-    fits = [entry for entry in fits if entry.method not in left_out and kind in ("", entry.kind)]
-    key = [statistics.mean(entry.gaps(base)) + scatter / math.sqrt(len(entry.gaps(base))) for entry in fits]
-    return min(zip(key, range(len(fits)), fits, strict=True), default=(0, 0, None))[2]
 
 
 def limits_table(one: Budget, report: dict[str, Any]) -> str:
@@ -126,14 +108,6 @@ def seconds_table(one: Budget) -> str:
     return markdown(rows)
 
 
-def relative(one: Budget, entry: Entry, machine: str) -> float:
-    """Return the predicted seconds of a run over those of dense AdamW's."""
-    dense = one.dense("AdamW")
-    assert dense is not None
-    own, base = (costs.run_seconds(e.options, e.first, machine) for e in (entry, dense))
-    return own / base
-
-
 def provenance(store: Store) -> str:
     """Return the number of runs, and what they were made with."""
     runs = [line for line in store.own.values() if "validation_loss" in line["result"]]
@@ -168,8 +142,6 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
             parts += [f"{one.title}:", seconds_table(one)]
     return parts
 
-
-# --------------------------------------------------------------------------------------------- the page
 
 TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
     "budgets": budget_parts,

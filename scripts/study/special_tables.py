@@ -130,9 +130,6 @@ def shard_losses(grid: Grid, store: Store) -> list[str]:
     return parts if len(parts) > 2 else []
 
 
-# -------------------------------------------------------------------------------------------- other tables
-
-
 def weights(grid: Grid, store: Store) -> list[str]:
     """Losses of BF16 weights by density and compute dtype, against FP32 weights of the same seed."""
     runs: dict[tuple[float, str], dict[str, dict[int, Cell]]] = {}

@@ -73,11 +73,6 @@ class Store:
         found = self.result(spec.key)
         return None if found is None else found["validation_loss"]
 
-    @property
-    def failed(self) -> set[str]:
-        """Keys of the runs that failed."""
-        return {key for key, line in self.lines.items() if is_failure(line["result"])}
-
 
 def is_failure(result: Any) -> bool:
     return isinstance(result, dict) and "error" in result

@@ -219,9 +219,6 @@ def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
         yield
 
 
-# ----------------------------------------------------------------------------------- passes without an exchange
-
-
 class _SilentCollectives(DryRunCollectives):
     """Replicas, all ranks of the world, whose payloads are not sent."""
 

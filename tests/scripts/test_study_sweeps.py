@@ -9,8 +9,8 @@ import pytest
 from scripts.study.__main__ import main
 from scripts.study.grid import Grid, digest
 from scripts.study.report import write_report
-from scripts.study.store import SETUP, Store
 from scripts.study.special_tables import shard_bytes, shard_exchange, shard_steps, shard_targets
+from scripts.study.store import SETUP, Store
 
 GRID = """
 title = "Strong scaling"
