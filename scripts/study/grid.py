@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = ("job.", "metrics.")
 _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes")
 _TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
 # Keys of a method that are not options of the trainer.
-_METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned")
+_METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
 _METHOD_KEYS += ("every_forward", "start_from")
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
@@ -325,8 +325,8 @@ def largest_divisor(count: int, limit: int) -> int:
 
 
 def _flat_method(table: dict[str, Any]) -> Options:
-    planned = {"planned": table["planned"]} if "planned" in table else {}
-    return flatten({k: v for k, v in table.items() if k != "planned"}) | planned
+    nested = {key: table[key] for key in ("planned", "targets") if key in table}
+    return flatten({key: value for key, value in table.items() if key not in nested}) | nested
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:

@@ -66,13 +66,10 @@ def result(spec: RunSpec, out: Path, log: str, parameters: int, folder: Path) ->
     return {
         **head,
         "corpus": corpora[-1] if corpora else None,
-        "validation_loss": summary["validation_loss"],
-        "training_loss": summary["training_loss"],
-        "tokens": summary["tokens"],
+        **{key: summary[key] for key in ("validation_loss", "training_loss", "tokens", "skipped_steps")},
         "seconds_per_step": round(summary["seconds_per_step"], 6),
         "bytes_per_step": sum(sent.values()),
         "dense_bytes_per_step": summary["dense_bytes_per_step_and_rank"],
-        "skipped_steps": summary["skipped_steps"],
         "validation": [[step, round(loss, 6)] for step, loss in curves["validation"]],
         "training": thin(curves["training"]),
         "bytes": cumulative([curves[level] for level in sent], validated),
@@ -85,8 +82,8 @@ def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
     if (out / ARRAYS).exists():
         tags = {"norm": "grad_norm"} | ({"residual": "sync/residual_norm"} if spec.about.get("start_from") else {})
         prefix = f"{spec.of.name}/{spec.method}/"
-        arrays = {k: v for k, v in _load_arrays(folder / ARRAYS).items() if not k.startswith(prefix)}
-        arrays |= {prefix + key: value for key, value in _load_arrays(out / ARRAYS).items()}
+        arrays = {k: v for k, v in load_arrays(folder / ARRAYS).items() if not k.startswith(prefix)}
+        arrays |= {prefix + key: value for key, value in load_arrays(out / ARRAYS).items()}
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{ARRAYS}.part", "wb") as file:
             np.savez_compressed(file, **arrays)
@@ -94,7 +91,7 @@ def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
     return {key: [[s, round(value, 6)] for s, value in curve] for key, curve in losses(out, **tags).items()}
 
 
-def _load_arrays(path: Path) -> dict[str, Any]:
+def load_arrays(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with np.load(path, allow_pickle=False) as file:

@@ -12,7 +12,7 @@ import numpy as np
 from scripts.common import markdown, number
 from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import Grid
-from scripts.study.launchers import ARRAYS
+from scripts.study.launchers import ARRAYS, load_arrays
 from scripts.study.store import Store
 from torchtitan_scape.observe import record
 from torchtitan_scape.observe.figures import HIGHEST, LINEAR, LOWEST, PER_OCTAVE
@@ -30,14 +30,12 @@ def read_runs(store: Store, set_name: str) -> Runs:
     """Return what the runs of a set observed, by method. Raises ValueError if their arrays are missing."""
     lines = {line["method"]: line for line in store.of(set_name) if "curves" in line["result"]}
     path, found = store.path.parent / ARRAYS, Runs()
+    if lines and not path.exists():
+        raise ValueError(f"{path} is missing; run the study again")
+    arrays = load_arrays(path)
     for method, line in lines.items():
-        if not path.exists():
-            raise ValueError(f"{path} is missing; run the study again")
-        with np.load(path, allow_pickle=False) as file:
-            prefix = f"{set_name}/{method}/"
-            arrays = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
-        content = io.BytesIO()
-        np.savez(content, **arrays)
+        prefix, content = f"{set_name}/{method}/", io.BytesIO()
+        np.savez(content, **{key.removeprefix(prefix): v for key, v in arrays.items() if key.startswith(prefix)})
         content.seek(0)
         rows, histograms = record.read(content)  # type: ignore[arg-type]
         found[method] = {"rows": rows, "histograms": histograms, "curves": line["result"]["curves"]}

@@ -71,8 +71,8 @@ def limits_table(one: Budget, report: dict[str, Any]) -> str:
             row |= {"step, %": percent(best.shares[0]), "whole run, %": percent(best.shares[1])}
             row[f"gap to dense {name}, %"] = spread(best.gaps(base), "+.2f")
             row[f"to {dense.label}, at {dense.tuned}, %"] = spread(best.gaps(dense), "+.2f")
-            scape = best_below(one, limit, report, "scape")
-            row["best of SCAPE"] = scape.label if scape else "-"
+            scape = best_below(one, limit, report, report["beside"])
+            row[f"best of {report['beside']}"] = scape.label if scape else "-"
             above = spread(scape.gaps(best), "+.2f") if scape and scape is not best else "-"
             row["its loss above the least, %"] = above
             rows.append(row)

@@ -27,12 +27,10 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     (one,) = grid.choose([set_name])
     order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods]))}
     found: dict[Any, Cell] = {}
-    for line in store.own.values():
+    for line in store.of(set_name):
         cell = line["result"]
-        if line["set"] != set_name or not isinstance(cell, dict) or "step_seconds" not in cell or "error" in cell:
-            continue
-        if line["method"] not in order:
-            continue  # a calibration
+        if line["method"] not in order or "step_seconds" not in cell or "error" in cell:
+            continue  # a calibration, a run for its loss, or a failure
         lacking = [key for key in NEEDED if cell.get(key) is None]
         if lacking or not 0 < cell["step_seconds"] < math.inf:
             raise ValueError(f"{store.path}: {line['key']} lacks {', '.join(lacking) or 'a step time'}")
@@ -40,7 +38,8 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
         count = line["options"].get("training.global_batch_size", 0) // cell["size"]
         place = (cell["recipe"], order[line["method"]], cell["size"], count)
         found.pop(place, None)  # a run with other settings of the launcher
-        found[place] = cell | {"method": line["method"], "dense": dense, "micro_batches": count, "set": set_name}
+        declared = {"method": line["method"], "targets": grid.methods[line["method"]].get("targets", {})}
+        found[place] = cell | declared | {"dense": dense, "micro_batches": count, "set": set_name}
     cells = [found[place] for place in sorted(found)]
     for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
         _derive([cell for cell in cells if cell["recipe"] == recipe])
