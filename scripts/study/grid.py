@@ -145,6 +145,7 @@ class RunSpec:
         parts += [] if self.seed is None else [f"seed {self.seed}"]
         parts += [f"{self.size} ranks"] if self.of.launcher != "simulated" else []
         parts += [self.recipe_name] if len(self.of.recipes) > 1 else []
+        parts += [f"{self.sequences} sequences"] if len(self.of.sequences) > 1 else []
         parts += [f"{self.of.steps} x {self.of.batch} tokens"] if self.of.batch else []
         parts += [f"{self.of.replicas} replicas"] if self.of.replicas else []
         return f"{self.of.name}: {self.method}" + "".join(f", {part}" for part in parts)

@@ -154,9 +154,10 @@ class Queue:
         """
         for one in self.sets:
             specs = [spec for spec in self.missing() if spec.of is one]
-            measure = prepare(one) if specs else None
+            if not specs:
+                continue
+            measure = prepare(one)
             for spec in specs:
-                assert measure is not None
                 print(f"[{self.done() + 1}/{len(self.runs())}] {spec.title} ...", flush=True)
                 begin = time.monotonic()
                 try:

@@ -82,10 +82,8 @@ def levels_of(volumes: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _heading(cell: Cell) -> dict[str, str]:
-    return {
-        "method": cell["label"],
-        "ranks (nodes x each)": f"{cell['size']} ({cell['nodes']} x {cell['ranks_per_node']})",
-    }
+    ranks = f"{cell['size']} ({cell['nodes']} x {cell['ranks_per_node']})"
+    return {"method": cell["label"], "ranks (nodes x each)": ranks}
 
 
 def describe(panel: Sequence[Cell]) -> str:
@@ -107,10 +105,8 @@ def step_times(panel: list[Cell]) -> str:
     for cell in panel:
         row = _heading(cell)
         row["method"] += f" (mean of {cell['period']} steps)" if cell.get("period", 1) > 1 else ""
-        row |= {
-            "step, ms": ms(cell["step_seconds"]),
-            "quartiles, ms": " to ".join(map(ms, cell.get("quartiles") or [None])),
-        }
+        row["step, ms"] = ms(cell["step_seconds"])
+        row["quartiles, ms"] = " to ".join(map(ms, cell.get("quartiles") or [None]))
         row |= {f"{name}, ms": ms(cell["phases"].get(phase)) for phase, name in PHASES.items()}
         row["tokens/s"] = number(cell["tokens_per_second"], ",.0f")
         start = f" (from {cell['smallest_size']})" if cell["smallest_size"] > smallest else ""
@@ -135,10 +131,8 @@ def prediction(panel: list[Cell]) -> str:
     cells, rows = [cell for cell in panel if cell["residual"] is not None], []
     for cell in cells:
         predicted, phases = cell["predicted"], cell["phases"]
-        row = _heading(cell) | {
-            "predicted, ms": ms(predicted["step_seconds"]),
-            "measured, ms": ms(cell["step_seconds"]),
-        }
+        row = _heading(cell) | {"predicted, ms": ms(predicted["step_seconds"])}
+        row["measured, ms"] = ms(cell["step_seconds"])
         row["residual, %"] = number(cell["residual"], "+.1f", 100)
         for part in ("compute", "exposed", "optimizer"):
             row[f"{PHASES[part]}, predicted / measured"] = f"{ms(predicted.get(part))} / {ms(phases.get(part))}"
@@ -146,11 +140,8 @@ def prediction(panel: list[Cell]) -> str:
     if not rows:
         return ""
     worst = max(cells, key=lambda cell: abs(cell["residual"]))
-    where = f"{worst['label']}, {worst['size']} ranks"
-    return (
-        f"Largest residual, (predicted - measured) / measured: {100 * worst['residual']:+.1f} % ({where}).\n\n"
-        + markdown(rows)
-    )
+    largest = f"{100 * worst['residual']:+.1f} % ({worst['label']}, {worst['size']} ranks)"
+    return f"Largest residual, (predicted - measured) / measured: {largest}.\n\n{markdown(rows)}"
 
 
 def interface_bytes(panel: list[Cell]) -> str:

@@ -65,17 +65,13 @@ def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str,
         "predicted": None,
     }
     if planned := summary.get("planned_shard_axis_bytes_per_step_and_rank"):
-        found["planned"] = _planned_per_node(spec, planned, summary["planned_bytes_per_step_and_rank"], per_node)
+        planned = {key: per_node * value for key, value in planned.items()}
+        if spec.about.get("every_forward"):  # the closed form has one gather per update
+            planned["network weights"] *= batch // spec.size
+        replicas = per_node * summary["planned_bytes_per_step_and_rank"]
+        found["planned"] = planned | ({"network replicas": replicas} if replicas else {})
         found["by_kind"] = {
             level: {kind: sum(n["by_kind"].get(kind, 0.0) for n in nodes) / len(nodes) for kind in nodes[0]["by_kind"]}
             for level, nodes in sent.items()
         }
     return found
-
-
-def _planned_per_node(spec: RunSpec, planned: dict[str, float], replicas: float, per_node: int) -> dict[str, float]:
-    """Return the closed-form bytes per step and node."""
-    found = {key: per_node * value for key, value in planned.items()}
-    if spec.about.get("every_forward"):  # the closed form has one gather per update
-        found["network weights"] *= spec.options["training.global_batch_size"] // spec.size
-    return found | ({"network replicas": per_node * replicas} if replicas else {})
