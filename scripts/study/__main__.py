@@ -39,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         one.add_argument("--output", type=Path, help="folder of the results; results/STUDY")
         if name != "report":
-            one.add_argument(
-                "--sets", type=names, default=[], help="names of sets, with commas between; all by default"
-            )
+            one.add_argument("--sets", type=names, default=[], help="names, with commas between; all by default")
             one.add_argument("--jobs", type=int, default=2, help="runs at a time, where a launcher runs several")
             one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
             one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')

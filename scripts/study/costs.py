@@ -162,5 +162,5 @@ def describe(replicas: bool) -> str:
     return (
         f"Predicted seconds combine the losses of the small model with the step time of {MODEL} on {ranks}, {batch} of "
         f"{workload.sequence:,} tokens per step: {', '.join(places)}. Links are nominal; forward and backward reach "
-        f"{100 * Assumptions().mfu:g} % of the device's peak. Neither a loss of the large model nor a second was measured."
+        f"{100 * Assumptions().mfu:g} % of the device's peak. Neither a loss of this model nor a second was measured."
     )

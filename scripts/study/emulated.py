@@ -2,14 +2,13 @@
 
 Settings of a set's `launch`:
 
-    compute         "real", or the seconds of forward and backward at the smallest size, in proportion less at larger ones
+    compute         "real", or seconds of forward and backward at the smallest size, in proportion less at larger ones
     rate            Mbit/s of a node's interface, each way; 0: no limit
     slowdown        chooses the rate: a step of the set's first method takes so many times its compute-only step
     ranks_per_node  1 by default
     plain           true: no FSDP around a model of one shard
     steps, warm_up  measured steps, and steps before them
-    loss_steps      trains each method for so many steps, without a limit of the rate, for its validation loss
-    measure         "loss": trains the set's steps without timing them
+    measure         "loss": trains the set's steps for their validation loss, without timing them
     timeout         seconds of a run
 """
 
@@ -24,7 +23,7 @@ from scripts.study.costs import planned_run
 from scripts.study.grid import BudgetSet, Options, RunSpec
 from scripts.study.queue import Queue
 from scripts.study.store import SETUP
-from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, timing
+from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
 from topology.links import Links
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
@@ -34,21 +33,19 @@ MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
 
 
 class EmulatedSet:
-    """The runs of one set. Calibrations (links, passes, rate, shapes of the model) are lines of the store."""
+    """The runs of one set. Calibrations (links, passes, rate) are lines of the store."""
 
     def __init__(self, queue: Queue, one: BudgetSet) -> None:
         self.queue, self.one, self.store, self.launch = queue, one, queue.store, one.launch
         self.per_node = int(self.launch.get("ranks_per_node", 1))
         self.compute = str(self.launch.get("compute", "real"))
-        self.real = self.compute == "real"
+        self.real, self.plain = self.compute == "real", bool(self.launch.get("plain", False))
         self.rate: float | None = self.launch.get("rate") or None
         self.timeout = float(self.launch.get("timeout", 1200))
         self.slowdown = float(self.launch.get("slowdown", 0))
         self.specs = [spec for method in one.methods for spec in queue.grid.specs(one, method)]
         if any(size % self.per_node for size in one.sizes):
-            raise ValueError(
-                f"set {one.name!r}: ranks_per_node = {self.per_node} does not divide all sizes {one.sizes}"
-            )
+            raise ValueError(f"set {one.name!r}: ranks_per_node = {self.per_node} does not divide sizes = {one.sizes}")
         if not self.real and not self.compute.replace(".", "", 1).isdigit():
             raise ValueError(f"set {one.name!r}: compute = {self.compute!r}; give seconds, or real")
         overlapping = [s.method for s in self.specs if "peer" in s.about or s.options.get("sync.overlap")]
@@ -62,8 +59,6 @@ class EmulatedSet:
                 self.rate = self.calibrated_rate()
             setup = {"launcher": "emulated", "machine": MACHINE, "notes": self.notes()}
             self.store.note(SETUP, one.name, {}, setup, command_of("scripts.study"))
-
-    # -------------------------------------------------------------------------------------------- runs
 
     def start(self, size: int, arguments: list[str], log: Path, rate: float | None, **env: str) -> None:
         """Run torchrun's arguments on all nodes. Raises RunError."""
@@ -86,13 +81,12 @@ class EmulatedSet:
         log = self.queue.work / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        wanted: Options = {"output": str(raw), "plain": self.launch.get("plain", False), **timing(spec)}
+        wanted: Options = {"output": str(raw), "plain": self.plain, **timing(spec)}
         wanted |= {} if self.real else {"compute": self.wait(spec.size)}
         wanted |= {key: spec.about[key] for key in ("every_forward", "peer", "rank") if key in spec.about}
         del wanted["steps"]
-        self.start(
-            spec.size, ["-m", *TIMED, *self.arguments(spec, log, steps)], log, rate, TIMED_RUN=json.dumps(wanted)
-        )
+        arguments = ["-m", *TIMED, *self.arguments(spec, log, steps)]
+        self.start(spec.size, arguments, log, rate, TIMED_RUN=json.dumps(wanted))
         if not raw.exists():
             raise RunError(f"nothing was measured (log in {log})")
         return raw
@@ -101,24 +95,15 @@ class EmulatedSet:
         return float(self.compute) * self.one.sizes[0] / size
 
     def measure(self, spec: RunSpec) -> dict[str, Any]:
-        """Return a run's result. A missing prediction or loss does not discard the measurement."""
+        """Return a run's result. A missing prediction does not discard the measurement."""
         if self.launch.get("measure") == "loss":
             return self.trained(spec)
         raw = self.timed(spec, timing(spec)["steps"], self.rate, spec.name)
-        found = from_raw(spec, raw, self.per_node) | {
-            "compute": "real" if self.real else "wait",
-            "rate_mbit": self.rate,
-        }
+        found = from_raw(spec, raw, self.per_node, "real" if self.real else "wait") | {"rate_mbit": self.rate}
         try:
             found["predicted"] = self.predicted(spec, found)
         except (RunError, ValueError) as error:
             print(f"    not predicted: {error}", flush=True)
-        if steps := int(self.launch.get("loss_steps", 0)):
-            try:
-                longer = read(self.timed(spec, steps, None, f"{spec.name}-loss"))["summary"]
-                found |= {"validation_loss": longer["validation_loss"], "steps_trained": longer["steps"]}
-            except RunError as error:
-                print(f"    no loss: {error}", flush=True)
         return found
 
     def trained(self, spec: RunSpec) -> dict[str, Any]:
@@ -130,8 +115,6 @@ class EmulatedSet:
             raise RunError(f"the run wrote no summary (log in {log})")
         kept = ("steps", "validation_loss", "training_loss", "skipped_steps", "layout")
         return {"label": spec.label, **{key: summary[key] for key in kept}}
-
-    # ------------------------------------------------------------------------------------ calibration
 
     def links(self, size: int) -> Links:
         """Return the links that the preflight measures with this size and rate."""
@@ -147,19 +130,14 @@ class EmulatedSet:
         return Links.from_json(path)
 
     def passes(self, spec: RunSpec) -> dict[str, Any]:
-        """Return the cost of a method's step with this number of ranks on the host's cores, without compute and exchange."""
+        """Return the cost of a method's step on this host without compute and exchange."""
         found = self.store.noted("passes", self.one.name, {"ranks": spec.size}) or {}
         if spec.method not in found:
             log = self.queue.work / f"passes-{self.one.name}-{spec.method}-{spec.size}"
             steps, raw = timing(spec), log / "measured.json"
             options = [f"--training.steps={steps.pop('steps')}"]
             calibrate = {spec.method: {"options": options, **steps}}
-            wanted = {
-                "output": str(raw),
-                "calibrate": calibrate,
-                "compute": 0,
-                "plain": self.launch.get("plain", False),
-            }
+            wanted = {"output": str(raw), "calibrate": calibrate, "compute": 0, "plain": self.plain}
             arguments = self.arguments(spec, log, timing(spec)["steps"])
             self.start(spec.size, ["-m", *TIMED, *arguments], log, None, TIMED_RUN=json.dumps(wanted))
             found = found | read(raw)
@@ -168,17 +146,13 @@ class EmulatedSet:
 
     def shapes(self, spec: RunSpec) -> list[tuple[int, ...]]:
         """Return the shapes of the model's tensors."""
-        found = self.store.noted("shapes", self.one.name, {})
-        if found is None:
-            from torchtitan_scape.config.parsing import parse
-            from torchtitan_scape.trainer.layout import parameter_shapes
+        from torchtitan_scape.config.parsing import parse
+        from torchtitan_scape.trainer.layout import parameter_shapes
 
-            found = parameter_shapes(parse([f"--job.config_file={spec.recipe}"]))
-            self.store.note("shapes", self.one.name, {}, found)
-        return [tuple(shape) for shape in found]
+        return [tuple(shape) for shape in parameter_shapes(parse([f"--job.config_file={spec.recipe}"]))]
 
     def calibrated_rate(self) -> float:
-        """Return the rate at which a step takes `slowdown` times its duration without limits and without the exchange."""
+        """Return the rate for a step of `slowdown` times its duration without limits and without the exchange."""
         if found := self.store.noted("rate", self.one.name, {}):
             return float(found["rate"])
         first = self.specs[0]
@@ -186,7 +160,7 @@ class EmulatedSet:
         def measured(rate: float | None) -> tuple[float, float, float]:
             print(f"[calibration] {first.label}, {f'{rate:.2f} Mbit/s' if rate else 'no limit'} ...", flush=True)
             raw = self.timed(first, timing(first)["warm_up"] + 6, rate, f"rate-{self.one.name}")
-            found = from_raw(first, raw, self.per_node)
+            found = from_raw(first, raw, self.per_node, "real")
             exposed = found["phases"]["exposed"]
             return found["step_seconds"] - exposed, exposed, found["nic"]["network"]
 
@@ -201,8 +175,6 @@ class EmulatedSet:
             rate *= exposed / max(exposed + goal - (own + exposed), 0.1 * exposed)
         self.store.note("rate", self.one.name, {}, {"rate": rate, "not_limited": alone, "tried": tried})
         return rate
-
-    # ------------------------------------------------------------------------------------- prediction
 
     def predicted(self, spec: RunSpec, measured: dict[str, Any]) -> dict[str, float] | None:
         """Return the step that the planner predicts from measured links and passes and the given or measured compute.
@@ -235,23 +207,17 @@ class EmulatedSet:
 
     def notes(self) -> list[str]:
         """Return the text about the set-up for the report."""
-        first, launch = self.one.sizes[0], self.launch
         found = ["Forward and backward are real."]
         if not self.real:
-            seconds = f"{float(self.compute):g} s with {first} ranks"
-            found = [
-                f"Forward and backward are a wait of {seconds} and in proportion less with more; nothing is learned."
-            ]
+            seconds = f"{float(self.compute):g} s with {self.one.sizes[0]} ranks"
+            found = [f"Forward and backward are a wait of {seconds}, in proportion less with more; nothing is learned."]
         found += [
             f"All ranks share the host's {os.cpu_count()} cores: optimizer and exchange are slower with more ranks.",
-            f"Interfaces are limited to {self.rate:.4g} Mbit/s each way."
-            if self.rate
-            else "No limit of the link rate.",
-            f"Medians over {launch.get('steps', 12)} steps after {launch.get('warm_up', 4)}, means over whole periods of "
-            "methods that exchange once in several steps; a step is that of its slowest rank.",
-            "Predictions use links measured by the preflight, passes and other costs measured in steps of the same method "
-            "without compute and exchange, and the given or measured compute. They test the model of the exchange, not of "
-            "the passes. Coding is part of the measured exchange and not predicted.",
+            f"Interfaces send and receive at most {self.rate:.4g} Mbit/s." if self.rate else "Links have no limit.",
+            f"{medians(self.launch)}; means over whole periods of methods that exchange once in several steps.",
+            "Predictions use links measured by the preflight, passes and other costs measured in steps of the same "
+            "method without compute and exchange, and the given or measured compute. They test the model of the "
+            "exchange, not of the passes. Coding is part of the measured exchange and not predicted.",
         ]
         if any("peer" in spec.about for spec in self.specs):
             found.append(PEERS_NOTE)

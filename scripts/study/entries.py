@@ -1,5 +1,6 @@
 """The methods of a study by budget, at their best learning rates, as the report and the figures compare them."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -184,6 +185,28 @@ def _common(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]]) -> Op
     """Return the options that have one value in all runs."""
     every = [options for runs in methods.values() for options, *_ in runs]
     return {key: value for key, value in every[0].items() if all(o.get(key) == value for o in every)}
+
+
+def best_below(one: Budget, limit: float, report: dict[str, Any], kind: str = "") -> Entry | None:
+    """Return the method of the least gap that sends at most `limit` of the dense bytes per step.
+
+    With `standard_error`: of the least gap plus its standard error, with dense AdamS's scatter for all methods.
+    """
+    base = one.dense(report["gaps"][0])
+    scatter = one.scatter if report.get("standard_error") else 0.0
+    fits = [entry for entry in one.others if entry.shares[0] <= limit and entry.gaps(base)]
+    left_out = report.get("not_on_frontier", ())
+    fits = [entry for entry in fits if entry.method not in left_out and kind in ("", entry.kind)]
+    key = [statistics.mean(entry.gaps(base)) + scatter / math.sqrt(len(entry.gaps(base))) for entry in fits]
+    return min(zip(key, range(len(fits)), fits, strict=True), default=(0, 0, None))[2]
+
+
+def relative(one: Budget, entry: Entry, machine: str) -> float:
+    """Return the predicted seconds of a run over those of dense AdamW's."""
+    dense = one.dense("AdamW")
+    assert dense is not None
+    own, base = (costs.run_seconds(e.options, e.first, machine) for e in (entry, dense))
+    return own / base
 
 
 def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save, subplots
 from scripts.study import costs, observations
-from scripts.study.entries import Budget, Entry, budgets_of
+from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
 from scripts.study.store import Store
 from scripts.study.sweep_tables import PHASES, Cell, cells_of
@@ -19,15 +19,9 @@ BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
 SECOND_TICKS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
 PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
 # Places of a label, in points from its mark, the nearest first.
-PLACES = [
-    (x * r, y * r)
-    for r in (6, 10, 16, 24)
-    for x, y in ((1, -0.4), (-1, -0.4), (1, 0.8), (-1, 0.8), (1, -1.6), (-1, -1.6))
-]
+PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for y in (-0.4, 0.8, -1.6) for x in (1, -1)]
+KINDS = ("training", "validation")
 Captions = dict[str, str]  # by file name
-
-
-# ------------------------------------------------------------------------------------- gap over bytes or seconds
 
 
 def frontier(grid: Grid, store: Store, folder: Path) -> Captions:
@@ -42,8 +36,6 @@ def loss_against_bytes(grid: Grid, store: Store, folder: Path) -> Captions:
 
 def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the gap over the predicted seconds of the run, for the first budget with the most methods."""
-    from scripts.study.report import relative
-
     if not (found := _compared(grid, store)):
         return {}
     one = max(found, key=lambda budget: len(budget.entries))
@@ -65,8 +57,6 @@ def _compared(grid: Grid, store: Store) -> list[Budget]:
 
 
 def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> Captions:
-    from scripts.study.report import best_below
-
     if not found:
         return {}
     name, columns = grid.report["gaps"][0], min(2, len(found))
@@ -158,11 +148,8 @@ def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:
 
 def gap(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the final gap to dense AdamS over the density, a line for each wire."""
-    found = [
-        one
-        for one in budgets_of(grid, store)[0]
-        if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)
-    ]
+    every = budgets_of(grid, store)[0]
+    found = [one for one in every if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)]
     if not found:
         return {}
     columns = min(3, len(found))
@@ -192,9 +179,6 @@ def gap(grid: Grid, store: Store, folder: Path) -> Captions:
     return {"gap.png": "Final gap to dense AdamS against density"}
 
 
-# --------------------------------------------------------------------------------------------- loss over steps
-
-
 def steps(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw training and validation losses over the steps of the budget with the most tokens."""
     one = max(budgets_of(grid, store)[0], key=lambda budget: budget.steps * budget.batch)
@@ -206,9 +190,7 @@ def steps(grid: Grid, store: Store, folder: Path) -> Captions:
 
 def loss(grid: Grid, store: Store, folder: Path) -> Captions:
     runs = [line["result"] for line in store.own.values() if "curves" in line["result"]]
-    curves = {
-        run["label"]: (run["curves"]["training"], run["curves"]["validation"], run["method"] == "dense") for run in runs
-    }
+    curves = {run["label"]: (*(run["curves"][k] for k in KINDS), run["method"] == "dense") for run in runs}
     _loss_curves(curves, "", 0, folder / "loss.png")
     return {"loss.png": "Training and validation loss"}
 
@@ -220,14 +202,11 @@ def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: fl
         for axis, curve, marker in ((axes[0][0], training, None), (axes[0][1], validation, MARKERS[i % len(MARKERS)])):
             points = [(step, value) for step, value in curve if step >= start]
             axis.plot(*zip(*points, strict=True), label=label, markersize=4, **look(i, is_dense) | {"marker": marker})
-    for axis, name in zip(axes[0], ("training", "validation"), strict=True):
+    for axis, name in zip(axes[0], KINDS, strict=True):
         axis.set_ylabel(f"{name} loss (nats per token)")
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     save(drawn, path, [axes[0][1]])
-
-
-# --------------------------------------------------------------------------------------------- strong scaling
 
 
 def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:

@@ -25,17 +25,8 @@ _WITHOUT_EFFECT = ("job.", "metrics.")
 _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes")
 _TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
 # Keys of a method that are not options of the trainer.
-_METHOD_KEYS = (
-    "label",
-    "density_warmup",
-    "peer",
-    "rank",
-    "settles",
-    "period",
-    "planned",
-    "every_forward",
-    "start_from",
-)
+_METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
+_METHOD_KEYS += ("every_forward", "start_from")
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
 Options = dict[str, Any]
@@ -154,6 +145,7 @@ class RunSpec:
         parts += [] if self.seed is None else [f"seed {self.seed}"]
         parts += [f"{self.size} ranks"] if self.of.launcher != "simulated" else []
         parts += [self.recipe_name] if len(self.of.recipes) > 1 else []
+        parts += [f"{self.sequences} sequences"] if len(self.of.sequences) > 1 else []
         parts += [f"{self.of.steps} x {self.of.batch} tokens"] if self.of.batch else []
         parts += [f"{self.of.replicas} replicas"] if self.of.replicas else []
         return f"{self.of.name}: {self.method}" + "".join(f", {part}" for part in parts)
@@ -221,19 +213,9 @@ class Grid:
                 lists[key] = tuple(float(v) for v in table[key]) if key == "learning_rates" else tuple(table[key])
                 if not table[key] or len(set(table[key])) != len(table[key]):
                     raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
-        return BudgetSet(
-            name=table["name"],
-            recipes=tuple(recipes),
-            launcher=launcher,
-            steps=int(table.get("steps") or (max(1, round(tokens / batch)) if tokens else 0)),
-            batch=batch,
-            replicas=replicas,
-            further=int(table.get("further", 0)),
-            micro_batch=int(table.get("micro_batch", 0)),
-            options=table["options"],
-            launch=table["launch"],
-            **lists,
-        )
+        steps = table.get("steps") or (max(1, round(tokens / batch)) if tokens else 0)
+        given = {key: value for key, value in table.items() if key not in ("tokens_per_parameter", "recipe")} | lists
+        return BudgetSet(**given | {"recipes": tuple(recipes), "launcher": launcher, "steps": steps})
 
     def choose(self, names: Sequence[str]) -> list[BudgetSet]:
         """Return the sets with those names, or all sets. Raises ValueError for an unknown name."""
@@ -259,6 +241,7 @@ class Grid:
         learning_rate: float | None,
         seed: int | None,
         also: Options | None = None,
+        *,
         size: int | None = None,
         sequences: int | None = None,
         recipe: str = "",
@@ -290,9 +273,8 @@ class Grid:
             known |= {f"launch.{name}": about[name]} if name in about else {}
         options = {key: value for key, value in sorted(known.items()) if counts(key)}
         label = str(declared.get("label", method))
-        return RunSpec(
-            one, method, label, recipe, size, sequences, learning_rate, seed, overrides, options, about, also or {}
-        )
+        axes = (label, recipe, size, sequences, learning_rate, seed)
+        return RunSpec(one, method, *axes, overrides, options, about, also or {})
 
     def _budget(self, one: BudgetSet, base: Options) -> Options:
         """Return the options of a set's budget, the same for all its methods."""
@@ -320,9 +302,8 @@ def _ranks(one: BudgetSet, base: Options, size: int, sequences: int) -> Options:
     if not sequences:
         return shared
     if sequences % size:
-        raise ValueError(
-            f"set {one.name!r}: a global batch of {sequences} sequences is no multiple of {size} ranks; set sequences"
-        )
+        unit = f"{size} ranks; set sequences"
+        raise ValueError(f"set {one.name!r}: a global batch of {sequences} sequences is no multiple of {unit}")
     each = sequences // size
     micro = largest_divisor(each, one.micro_batch or int(base["training.local_batch_size"]))
     return shared | {"training.local_batch_size": micro, "training.global_batch_size": sequences}
@@ -345,8 +326,8 @@ def largest_divisor(count: int, limit: int) -> int:
 
 
 def _flat_method(table: dict[str, Any]) -> Options:
-    planned = {"planned": table["planned"]} if "planned" in table else {}
-    return flatten({k: v for k, v in table.items() if k != "planned"}) | planned
+    nested = {key: table[key] for key in ("planned", "targets") if key in table}
+    return flatten({key: value for key, value in table.items() if key not in nested}) | nested
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The launchers of a study that need this host alone: `simulated`, `local` and `predicted`, and what is stored of a run."""
+"""The launchers `simulated`, `local` and `predicted`, and the stored result of a run."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def process_command(spec: RunSpec, out: Path) -> list[str]:
 
 
 def _copy_checkpoint(spec: RunSpec, out: Path) -> None:
-    """Copy the checkpoint that a run with `start_from` continues: its method's, in the same set, at half of the steps."""
+    """Copy the checkpoint at half of the steps of the method that a run with `start_from` continues."""
     if not (method := spec.about.get("start_from")):
         return
     folders = sorted(out.parent.glob(f"{spec.of.name}-{method}-????????/checkpoint/step-{spec.steps // 2}"))
@@ -66,13 +66,10 @@ def result(spec: RunSpec, out: Path, log: str, parameters: int, folder: Path) ->
     return {
         **head,
         "corpus": corpora[-1] if corpora else None,
-        "validation_loss": summary["validation_loss"],
-        "training_loss": summary["training_loss"],
-        "tokens": summary["tokens"],
+        **{key: summary[key] for key in ("validation_loss", "training_loss", "tokens", "skipped_steps")},
         "seconds_per_step": round(summary["seconds_per_step"], 6),
         "bytes_per_step": sum(sent.values()),
         "dense_bytes_per_step": summary["dense_bytes_per_step_and_rank"],
-        "skipped_steps": summary["skipped_steps"],
         "validation": [[step, round(loss, 6)] for step, loss in curves["validation"]],
         "training": thin(curves["training"]),
         "bytes": cumulative([curves[level] for level in sent], validated),
@@ -85,8 +82,8 @@ def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
     if (out / ARRAYS).exists():
         tags = {"norm": "grad_norm"} | ({"residual": "sync/residual_norm"} if spec.about.get("start_from") else {})
         prefix = f"{spec.of.name}/{spec.method}/"
-        arrays = {k: v for k, v in _load_arrays(folder / ARRAYS).items() if not k.startswith(prefix)}
-        arrays |= {prefix + key: value for key, value in _load_arrays(out / ARRAYS).items()}
+        arrays = {k: v for k, v in load_arrays(folder / ARRAYS).items() if not k.startswith(prefix)}
+        arrays |= {prefix + key: value for key, value in load_arrays(out / ARRAYS).items()}
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{ARRAYS}.part", "wb") as file:
             np.savez_compressed(file, **arrays)
@@ -94,7 +91,7 @@ def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
     return {key: [[s, round(value, 6)] for s, value in curve] for key, curve in losses(out, **tags).items()}
 
 
-def _load_arrays(path: Path) -> dict[str, Any]:
+def load_arrays(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with np.load(path, allow_pickle=False) as file:
@@ -113,7 +110,7 @@ def cumulative(levels: Sequence[Curve], at: Sequence[int]) -> list[list[int]]:
     """Return (step, bytes sent by a rank until then) at the steps `at`.
 
     Args:
-        levels: For each link level (step, bytes per step since the previous point). After the last point its rate holds.
+        levels: For each link level (step, bytes per step since the previous point). The last rate continues.
     """
     totals = []
     for step in at:
@@ -140,9 +137,9 @@ def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str,
         links = links.with_bandwidth("network", launch["network"] * 1e9)
     assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
     notes = [
-        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the device's "
-        f"peak; optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
-        "An overlapped exchange is hidden behind at most two thirds of the last micro-batch; others follow the backward pass.",
+        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the peak; "
+        f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
+        "An overlapped exchange is hidden behind at most two thirds of the last micro-batch.",
     ]
     store.note(SETUP, one.name, {}, {"launcher": "predicted", "notes": notes}, command_of("scripts.study"))
     return lambda spec: predicted(spec, machine, links, assumptions)

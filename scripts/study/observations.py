@@ -12,7 +12,7 @@ import numpy as np
 from scripts.common import markdown, number
 from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import Grid
-from scripts.study.launchers import ARRAYS
+from scripts.study.launchers import ARRAYS, load_arrays
 from scripts.study.store import Store
 from torchtitan_scape.observe import record
 from torchtitan_scape.observe.figures import HIGHEST, LINEAR, LOWEST, PER_OCTAVE
@@ -28,18 +28,14 @@ Runs = dict[str, Observed]  # by method: adamw, adamw-topk, ...
 
 def read_runs(store: Store, set_name: str) -> Runs:
     """Return what the runs of a set observed, by method. Raises ValueError if their arrays are missing."""
-    lines = {
-        line["method"]: line for line in store.own.values() if line["set"] == set_name and "curves" in line["result"]
-    }
+    lines = {line["method"]: line for line in store.of(set_name) if "curves" in line["result"]}
     path, found = store.path.parent / ARRAYS, Runs()
+    if lines and not path.exists():
+        raise ValueError(f"{path} is missing; run the study again")
+    arrays = load_arrays(path)
     for method, line in lines.items():
-        if not path.exists():
-            raise ValueError(f"{path} is missing; run the study again")
-        with np.load(path, allow_pickle=False) as file:
-            prefix = f"{set_name}/{method}/"
-            arrays = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
-        content = io.BytesIO()
-        np.savez(content, **arrays)
+        prefix, content = f"{set_name}/{method}/", io.BytesIO()
+        np.savez(content, **{key.removeprefix(prefix): v for key, v in arrays.items() if key.startswith(prefix)})
         content.seek(0)
         rows, histograms = record.read(content)  # type: ignore[arg-type]
         found[method] = {"rows": rows, "histograms": histograms, "curves": line["result"]["curves"]}
@@ -66,9 +62,6 @@ def draw(grid: Grid, store: Store, folder: Path) -> dict[str, str]:
             make(runs, one.name, folder / f"{kind}-{one.name}.png")
             captions[f"{kind}-{one.name}.png"] = f"{caption}, {one.name}"
     return captions
-
-
-# ----------------------------------------------------------------------------- distributions: Figures 4 and 5
 
 
 def distributions(runs: Runs, name: str, path: Path) -> None:
@@ -98,9 +91,7 @@ def _signed(axis: Any, both: Runs) -> None:
         sides = (counts[LINEAR // 2 :] + counts[LINEAR // 2 - 1 :: -1]).cumsum()
         inside = 1 + int(np.searchsorted(sides, 0.995 * sides[-1]))  # bins of one side
         joined = max(1, 2 * inside // BINS)
-        half = (
-            min(-(-inside // joined), LINEAR // 2 // joined) * joined
-        )  # from the middle outwards, so that 0 is an edge
+        half = min(-(-inside // joined), LINEAR // 2 // joined) * joined  # 0 is an edge
         middle = slice(LINEAR // 2 - half, LINEAR // 2 + half)
         drawn, edges = counts[middle].reshape(-1, joined).sum(1), edges[middle.start : middle.stop + 1 : joined]
         label, colour = OPTIMIZERS[name]
@@ -125,9 +116,6 @@ def _logarithmic(axis: Any, both: Runs) -> None:
     axis.set_ylabel("share per octave")
 
 
-# ------------------------------------------------------------------------------------------ overlap: Figure 6
-
-
 def windows(rows: Sequence[record.Row]) -> list[tuple[int, int]]:
     """Return (first, last step) of each range of consecutive steps."""
     found = list[tuple[int, int]]()
@@ -148,9 +136,7 @@ def overlap_of_noise(step: int, density: float, beta1: float = BETA1) -> float:
     normal = statistics.NormalDist()
     edge, deviation = normal.inv_cdf(1 - density / 2), math.sqrt(1 - correlation**2)
     x = np.linspace(edge, 9.0, 2001)
-    below = [
-        normal.cdf((-edge - correlation * v) / deviation) + normal.cdf((correlation * v - edge) / deviation) for v in x
-    ]
+    below = [sum(normal.cdf((sign * correlation * v - edge) / deviation) for sign in (-1, 1)) for v in x]
     weights = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     return float(2 * np.trapezoid(weights * np.array(below), x) / density)
 
@@ -175,9 +161,6 @@ def overlaps(runs: Runs, name: str, path: Path) -> None:
             axis.grid(alpha=0.3)
         row[0].set_ylabel(f"overlap of the top {100 * density:g} %")
     save(drawn, path, [axes[0][0]])
-
-
-# ---------------------------------------------------------------------------------------- residuals: Figure 3
 
 
 def residuals(runs: Runs, name: str, path: Path) -> None:
@@ -236,8 +219,6 @@ FIGURES = {
     "overlap": (overlaps, "Overlap of the largest moments of consecutive steps"),
     "residuals": (residuals, "Residuals after the switch to top-k"),
 }
-
-# --------------------------------------------------------------------------------------------------- tables
 
 
 def parts(grid: Grid, store: Store) -> list[str]:

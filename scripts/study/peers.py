@@ -34,7 +34,7 @@ class DdpPeer:
     """DistributedDataParallel, plain or with one of its hooks.
 
     Args:
-        hook: "", "bf16" or "powersgd".
+        hook: "", "bf16" or "low_rank".
         rank: Of PowerSGD.
     """
 
@@ -46,7 +46,7 @@ class DdpPeer:
     def install(self, trainer: Any) -> None:
         group = trainer.replica_optimizer.collectives.groups.replicate
         buckets = {}
-        if self.hook == "powersgd":
+        if self.hook == "low_rank":
             # One bucket: the hook chains all-reduces in callbacks. With two buckets in flight gloo runs these in a
             # different order on every rank.
             dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40  # as in DDP's documentation
@@ -55,7 +55,7 @@ class DdpPeer:
         if self.hook == "bf16":
             # As a lambda: DDP refuses this hook by its name without NCCL, although it works with gloo.
             self.model.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-        elif self.hook == "powersgd":
+        elif self.hook == "low_rank":
             # Compresses from the third step on, the earliest with error feedback and warm start.
             state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=self.rank, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -75,8 +75,8 @@ class DdpPeer:
 class HsdpPeer:
     """TorchTitan's parallelization as it is, with FSDP2 on a mesh of two axes.
 
-    FSDP2 starts the all-reduce of a layer's gradients during the backward pass, on its own stream. gloo has no streams: its
-    call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
+    FSDP2 starts the all-reduce of a layer's gradients during the backward pass, on its own stream. gloo has no streams:
+    its call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
     """
 
     def __init__(self, overlaps: bool) -> None:
@@ -126,7 +126,7 @@ class HsdpPeer:
 PEERS: dict[str, Callable[[int], DdpPeer | HsdpPeer]] = {
     "ddp": lambda rank: DdpPeer("", rank),
     "ddp-bf16": lambda rank: DdpPeer("bf16", rank),
-    "ddp-powersgd": lambda rank: DdpPeer("powersgd", rank),
+    "ddp-powersgd": lambda rank: DdpPeer("low_rank", rank),
     "hsdp": lambda rank: HsdpPeer(overlaps=True),
     "hsdp-waits": lambda rank: HsdpPeer(overlaps=False),
 }

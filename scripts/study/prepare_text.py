@@ -1,8 +1,8 @@
 """Prepare the training text of the study at_size: Python sources of packages that are installed beside the trainer.
 
 The embedded model (2.2 M parameters) needs 44.6 M tokens for 20 per parameter. The standard library has 3.3 M; with the
-sources of PyTorch, SymPy and NumPy, without tests, there are 26 M, which are read 1.7 times. The text depends on the versions
-of the packages: the manifest in results/at_size names them and contains its digest.
+sources of PyTorch, SymPy and NumPy, without tests, there are 26 M, which are read 1.7 times. The text depends on the
+versions of the packages: the manifest in results/at_size names them and contains its digest.
 
     python -m scripts.study.prepare_text
 """

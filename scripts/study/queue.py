@@ -31,9 +31,9 @@ class _Running:
 
 
 class Queue:
-    """Runs the missing runs of `sets` as processes on this host, `jobs` at a time.
+    """Run the missing runs of `sets` as processes on this host, `jobs` at a time.
 
-    A run is identified by the values of all its options: sets share runs, and a run that the store has is not run again.
+    A run is identified by the values of all its options: sets share runs, and stored runs are not repeated.
     """
 
     def __init__(self, grid: Grid, sets: Sequence[BudgetSet], store: Store, jobs: int, work: Path) -> None:
@@ -50,9 +50,8 @@ class Queue:
         further runs of the tuning, then the other seeds. With `guess`, other seeds count before the tuning is done.
         """
         found: list[RunSpec] = []
-        for (_, tuned), sets in itertools.groupby(
-            self.sets, lambda one: ((one.steps, one.batch, one.replicas), one.tuned)
-        ):
+        budgets = itertools.groupby(self.sets, lambda one: (one.tuned, one.steps, one.batch, one.replicas))
+        for (tuned, *_), sets in budgets:
             pairs = [(one, method) for one in sets for method in one.methods]
             if not tuned:
                 found += [spec for one, method in pairs for spec in self.grid.specs(one, method)]
@@ -92,8 +91,8 @@ class Queue:
                 for one in [one for one in self.running if one.process.poll() is not None]:
                     self.running.remove(one)
                     self._collect(one)
-                if len(self.running) < self.jobs and (missing := self.missing()):
-                    self._start(missing[0])
+                if len(self.running) < self.jobs and (spec := self._next()):
+                    self._start(spec)
                 elif not self.running:
                     return
                 else:
@@ -108,13 +107,23 @@ class Queue:
                     one.process.kill()
                     one.process.wait()
 
+    def _next(self) -> RunSpec | None:
+        """Return the next run to start: not one that continues from the checkpoint of a running one."""
+        running = [(one.spec.of, one.spec.method) for one in self.running]
+        return next((s for s in self.missing() if (s.of, s.about.get("start_from")) not in running), None)
+
     def _start(self, spec: RunSpec) -> None:
         out = self.work / spec.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
+        try:
+            command = process_command(spec, out)
+        except ValueError as error:
+            self.fail(spec, str(error))
+            return
         with open(out / "log.txt", "wb") as log:
             process = subprocess.Popen(
-                process_command(spec, out),
+                command,
                 cwd=ROOT,
                 env=os.environ | ENVIRONMENT,
                 stdout=log,
@@ -145,9 +154,10 @@ class Queue:
         """
         for one in self.sets:
             specs = [spec for spec in self.missing() if spec.of is one]
-            measure = prepare(one) if specs else None
+            if not specs:
+                continue
+            measure = prepare(one)
             for spec in specs:
-                assert measure is not None
                 print(f"[{self.done() + 1}/{len(self.runs())}] {spec.title} ...", flush=True)
                 begin = time.monotonic()
                 try:

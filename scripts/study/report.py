@@ -1,34 +1,31 @@
 """A study's report.md, from its stored lines: the tables that its grid names, and the figures."""
 
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts.common import markdown, number, spread, write
-from scripts.study import costs, observations, sweep_tables
-from scripts.study.entries import Budget, Entry, at, budgets_of, reached
+from scripts.study import costs, observations, special_tables, sweep_tables
+from scripts.study.entries import Budget, at, best_below, budgets_of, reached, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
-from scripts.study.store import SETUP, Store
+from scripts.study.store import SETUP, Store, is_failure
 
 MARGIN = 0.01  # of the target above dense AdamS's final loss
 READING = """\
-Losses are final validation losses in nats per token, on the same validation batches for all methods of a budget. Every
-method is tuned by the same budget of runs with one seed, which the grid declares; the other seeds run at its best setting. A
-seed changes the start, not the order of the data. Gaps are paired by seed, mean ± sample standard deviation; (edge) marks a
-best rate that is the lowest or the highest that ran. Bytes are what a replica sends relative to dense FP32 gradients, masks
-and scales included: of a step after the start, and of the whole run, with dense starts and warm-ups. Every replica validates on
-its own part of the text: between different numbers of replicas compare the gaps, not the losses."""
+Losses are final validation losses in nats per token, on the same validation batches for all methods of a budget.
+Every method is tuned by the same budget of runs with one seed, which the grid declares; the other seeds run at its best
+setting. A seed changes the start, not the order of the data. Gaps are paired by seed, mean ± sample standard deviation;
+(edge) marks a best rate that is the lowest or the highest that ran. Bytes are what a replica sends relative to dense
+FP32 gradients, masks and scales included: of a step after the start, and of the whole run, with dense starts and
+warm-ups. Every replica validates on its own part of the text: between different numbers of replicas compare the gaps,
+not the losses."""
 
 
 def percent(share: float) -> str:
     """Return a share in percent with three digits."""
     return f"{100 * share:.3g}"
-
-
-# ------------------------------------------------------------------------------------------- losses by budget
 
 
 def loss_table(one: Budget, report: dict[str, Any]) -> str:
@@ -64,21 +61,6 @@ def trials_table(one: Budget) -> str:
     return markdown(rows)
 
 
-def best_below(one: Budget, limit: float, report: dict[str, Any], kind: str = "") -> Entry | None:
-    """Return the method of the least gap that sends at most `limit` of the dense bytes per step.
-
-    With `standard_error`, the gap plus its standard error, with dense AdamS's scatter for all: one good seed is not enough.
-    """
-    base = one.dense(report["gaps"][0])
-    scatter = one.scatter if report.get("standard_error") else 0.0
-    fits = [entry for entry in one.others if entry.shares[0] <= limit and entry.gaps(base)]
-    fits = [
-        entry for entry in fits if entry.method not in report.get("not_on_frontier", ()) and kind in ("", entry.kind)
-    ]
-    key = [statistics.mean(entry.gaps(base)) + scatter / math.sqrt(len(entry.gaps(base))) for entry in fits]
-    return min(zip(key, range(len(fits)), fits, strict=True), default=(0, 0, None))[2]
-
-
 def limits_table(one: Budget, report: dict[str, Any]) -> str:
     name, rows = report["gaps"][0], []
     base = one.dense(name)
@@ -89,11 +71,10 @@ def limits_table(one: Budget, report: dict[str, Any]) -> str:
             row |= {"step, %": percent(best.shares[0]), "whole run, %": percent(best.shares[1])}
             row[f"gap to dense {name}, %"] = spread(best.gaps(base), "+.2f")
             row[f"to {dense.label}, at {dense.tuned}, %"] = spread(best.gaps(dense), "+.2f")
-            scape = best_below(one, limit, report, "scape")
-            row["best of SCAPE"] = scape.label if scape else "-"
-            row["its loss above the least, %"] = (
-                spread(scape.gaps(best), "+.2f") if scape and scape is not best else "-"
-            )
+            scape = best_below(one, limit, report, report["beside"])
+            row[f"best of {report['beside']}"] = scape.label if scape else "-"
+            above = spread(scape.gaps(best), "+.2f") if scape and scape is not best else "-"
+            row["its loss above the least, %"] = above
             rows.append(row)
     return markdown(rows)
 
@@ -121,20 +102,10 @@ def seconds_table(one: Budget) -> str:
         row = {"method": entry.label}
         for machine in costs.MACHINES:
             step = costs.step_seconds(machine, costs.overlapped(entry.options), one.replicas)
-            row |= {
-                f"{machine}: step, s": f"{step:.3g}",
-                f"{machine}: run / dense AdamW's": f"{relative(one, entry, machine):.2f}",
-            }
+            row[f"{machine}: step, s"] = f"{step:.3g}"
+            row[f"{machine}: run / dense AdamW's"] = f"{relative(one, entry, machine):.2f}"
         rows.append(row | {"gap to dense AdamW, %": spread(entry.gaps(adamw), "+.2f")})
     return markdown(rows)
-
-
-def relative(one: Budget, entry: Entry, machine: str) -> float:
-    """Return the predicted seconds of a run over those of dense AdamW's."""
-    dense = one.dense("AdamW")
-    assert dense is not None
-    own, base = (costs.run_seconds(e.options, e.first, machine) for e in (entry, dense))
-    return own / base
 
 
 def provenance(store: Store) -> str:
@@ -142,7 +113,8 @@ def provenance(store: Store) -> str:
     runs = [line for line in store.own.values() if "validation_loss" in line["result"]]
     versions = {", ".join(f"{k} {v}" for k, v in sorted(line["versions"].items())) for line in runs}
     corpora, sizes = ({line["result"].get(key) for line in runs} - {None} for key in ("corpus", "parameters"))
-    text = f"{len(runs)} runs of a model of {', '.join(f'{n:,}' for n in sorted(sizes))} parameters; {'; '.join(sorted(versions))}"
+    models = ", ".join(f"{count:,}" for count in sorted(sizes))
+    text = f"{len(runs)} runs of a model of {models} parameters; {'; '.join(sorted(versions))}"
     mixed = [name for name, values in (("versions", versions), ("corpora", corpora)) if len(values) > 1]
     text += f"; corpus digest {', '.join(sorted(map(str, corpora)))}."
     return text + (f" **The runs have different {' and '.join(mixed)}.**" if mixed else "")
@@ -171,22 +143,21 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
     return parts
 
 
-# --------------------------------------------------------------------------------------------- the page
-
 TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
     "budgets": budget_parts,
     "observations": observations.parts,
     **sweep_tables.TABLES,
+    **special_tables.TABLES,
 }
 
 
 def failures(store: Store) -> list[str]:
     rows = []
     for line in store.own.values():
-        if isinstance(line["result"], dict) and (error := line["result"].get("error")) and isinstance(error, str):
-            run = ", ".join(
-                f"{k} {v}" for k in ("optimizer.lr", "debug.seed") if (v := line["options"].get(k)) is not None
-            )
+        if is_failure(line["result"]):
+            error = line["result"]["error"]
+            varied = {key: line["options"].get(key) for key in ("optimizer.lr", "debug.seed")}
+            run = ", ".join(f"{key} {value}" for key, value in varied.items() if value is not None)
             first = (error.strip().splitlines() or ["no message"])[0]
             label = line["result"].get("label", line["method"])
             rows.append({"set": line["set"], "method": label, "run": run or "-", "error": first})

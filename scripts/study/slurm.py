@@ -15,7 +15,7 @@ from scripts.common import ROOT, RunError, command_of, read, write
 from scripts.study.grid import BudgetSet, RunSpec
 from scripts.study.queue import Queue
 from scripts.study.store import SETUP
-from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, timing
+from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
 from topology.machines import get_machine
 
 
@@ -32,9 +32,7 @@ class SlurmSet:
         if uneven:
             raise ValueError(f"set {one.name!r}: {uneven[0]} ranks, but a node of {self.machine} has {self.per_node}")
         if shutil.which("sbatch") is None:
-            raise ValueError(
-                "there is no sbatch on PATH; run this on a login node, or a set with launcher = 'predicted'"
-            )
+            raise ValueError("there is no sbatch on PATH; run this on a login node, or with launcher = 'predicted'")
 
     def raw(self, spec: RunSpec) -> Path:
         return self.folder / "raw" / f"{spec.name}-{spec.size}.json"
@@ -43,12 +41,8 @@ class SlurmSet:
         """Write the job of a size: the machine's own file, once per method. A failed method does not stop the next."""
         machine = ROOT / "scripts" / "slurm" / f"{self.machine}.sbatch"
         headers = [line for line in machine.read_text().splitlines() if line.startswith("#SBATCH")]
-        lines = [
-            "#!/bin/bash",
-            *headers,
-            f"#SBATCH --job-name=scape-{size}",
-            f"#SBATCH --output={self.folder}/%x-%j.out",
-        ]
+        lines = ["#!/bin/bash", *headers, f"#SBATCH --job-name=scape-{size}"]
+        lines += [f"#SBATCH --output={self.folder}/%x-%j.out"]
         lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", f'export TRAIN_SCRIPT="-m {" ".join(TIMED)}"']
         for spec in specs:
             raw = self.raw(spec)
@@ -105,7 +99,7 @@ class SlurmSet:
         """Store what has been measured; return the runs that are missing."""
         for spec in (spec for spec in self.missing() if self.raw(spec).exists()):
             try:
-                self.queue.keep(spec, from_raw(spec, self.raw(spec), self.per_node) | {"compute": "real"}, 0.0)
+                self.queue.keep(spec, from_raw(spec, self.raw(spec), self.per_node, "real"), 0.0)
             except RunError as error:
                 self.queue.fail(spec, str(error))
         return self.missing()
@@ -123,7 +117,7 @@ class SlurmSet:
         """Submit what is missing, wait, and collect."""
         launch = self.one.launch
         notes = [
-            f"Medians over {launch.get('steps', 12)} steps after {launch.get('warm_up', 4)}; a step is that of its slowest rank.",
+            medians(launch) + ".",
             "All methods of a size ran on the same nodes, one after the other; every size is a job of its own.",
             PEERS_NOTE,
         ]
@@ -134,10 +128,7 @@ class SlurmSet:
             self.submit(size, [spec for spec in missing if spec.size == size])
         while waiting := [size for size in sorted({spec.size for spec in self.collect()}) if self.alive(size)]:
             minutes = (time.monotonic() - begin) / 60
-            print(
-                f"{minutes:.0f} min: {len(self.missing())} runs are missing; jobs of {waiting} ranks are queued",
-                flush=True,
-            )
+            print(f"{minutes:.0f} min: {len(self.missing())} runs missing; {waiting} ranks queued", flush=True)
             time.sleep(self.args.poll)
         for spec in self.missing():
             self.queue.fail(spec, self.reason(spec))

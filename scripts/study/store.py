@@ -15,8 +15,8 @@ SETUP = "setup"  # method of a line that describes the machine and the notes of 
 class Store:
     """The lines of a study by key; the last line of a key counts.
 
-    A line has `key` (digest of `options`), `set`, `method`, `options`, `result`, `command`, `versions` and `source`. The
-    result of a failed run is {"error": reason}.
+    A line has `key` (digest of `options`), `set`, `method`, `options`, `result`, `command`, `versions` and `source`.
+    The result of a failed run contains `error`, the reason.
 
     Args:
         folder: Contains runs.jsonl; created with the first line.
@@ -60,21 +60,22 @@ class Store:
         line = self.lines.get(digest({"kind": kind, "set": name} | options))
         return line and line["result"]
 
+    def of(self, set_name: str) -> list[Line]:
+        """Return the lines of a set that are results of runs."""
+        return [line for line in self.own.values() if line["set"] == set_name and isinstance(line["result"], dict)]
+
     def result(self, key: str) -> dict[str, Any] | None:
         """Return a finished run's result. None if it has not run or has failed."""
         line = self.lines.get(key)
-        return None if line is None or "error" in line["result"] else line["result"]
+        return None if line is None or is_failure(line["result"]) else line["result"]
 
     def loss(self, spec: RunSpec) -> float | None:
         found = self.result(spec.key)
         return None if found is None else found["validation_loss"]
 
-    @property
-    def failed(self) -> set[str]:
-        """Keys of the runs that failed."""
-        return {
-            key for key, line in self.lines.items() if isinstance(line["result"], dict) and "error" in line["result"]
-        }
+
+def is_failure(result: Any) -> bool:
+    return isinstance(result, dict) and "error" in result
 
 
 def read_lines(path: Path) -> Iterator[Line]:

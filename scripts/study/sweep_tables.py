@@ -1,11 +1,10 @@
-"""Tables of step times, bytes and losses of runs on ranks, from a study's stored lines."""
+"""Tables of step times, bytes and losses of runs on several ranks, from a study's stored lines."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from scripts.common import markdown, megabytes, ms, number, spread
+from scripts.common import markdown, megabytes, ms, number
 from scripts.study.grid import Grid
 from scripts.study.store import Store
 
@@ -18,24 +17,6 @@ COMPUTE = {
     "predicted": "everything is predicted by the planner",
 }
 NEEDED = ("launcher", "recipe", "size", "step_seconds", "phases", "tokens_per_step")
-OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
-# Columns of a step with a shard axis, and the phases in each.
-SHARD_PARTS = {
-    "weights": ("shard weights",),
-    "gradients": ("shard gradients",),
-    "index": ("shard index",),
-    "update": ("shard update",),
-    "replicas": ("exchange",),
-    "optimizer": ("check", "pack", "clip", "update"),
-    "compute and coding": ("forward_backward",),
-}
-# (method, baseline, target of its speed-up), and of TAGC's exchange of gradients.
-SHARD_TARGETS = [
-    *((name, "zeropp-published", 1.71) for name in ("levels", "levels-int8", "levels-scape")),
-    *((name, "dense", 1.0) for name in ("zeropp-published", "zeropp", "levels-published", "levels")),
-]
-EXCHANGE_TARGET = 5.0
-LOSS_TARGET, TAGC_LOSS_TARGET = 0.005, 0.036  # of the dense loss: ours, and the one of TAGC's paper
 
 
 def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
@@ -46,12 +27,10 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     (one,) = grid.choose([set_name])
     order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods]))}
     found: dict[Any, Cell] = {}
-    for line in store.own.values():
+    for line in store.of(set_name):
         cell = line["result"]
-        if line["set"] != set_name or not isinstance(cell, dict) or "step_seconds" not in cell or "error" in cell:
-            continue
-        if line["method"] not in order:
-            continue  # a calibration
+        if line["method"] not in order or "step_seconds" not in cell or "error" in cell:
+            continue  # a calibration, a run for its loss, or a failure
         lacking = [key for key in NEEDED if cell.get(key) is None]
         if lacking or not 0 < cell["step_seconds"] < math.inf:
             raise ValueError(f"{store.path}: {line['key']} lacks {', '.join(lacking) or 'a step time'}")
@@ -59,7 +38,8 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
         count = line["options"].get("training.global_batch_size", 0) // cell["size"]
         place = (cell["recipe"], order[line["method"]], cell["size"], count)
         found.pop(place, None)  # a run with other settings of the launcher
-        found[place] = cell | {"method": line["method"], "dense": dense, "micro_batches": count, "set": set_name}
+        declared = {"method": line["method"], "targets": grid.methods[line["method"]].get("targets", {})}
+        found[place] = cell | declared | {"dense": dense, "micro_batches": count, "set": set_name}
     cells = [found[place] for place in sorted(found)]
     for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
         _derive([cell for cell in cells if cell["recipe"] == recipe])
@@ -80,7 +60,7 @@ def _derive(panel: Sequence[Cell]) -> None:
         cell["residual"] = predicted / seconds - 1 if predicted and cell["launcher"] != "predicted" else None
 
 
-def _by_set(make: Callable[[list[Cell]], str], title: str, about: str = "") -> Callable[[Grid, Store], list[str]]:
+def by_set(make: Callable[[list[Cell]], str], title: str, about: str = "") -> Callable[[Grid, Store], list[str]]:
     """Return a table of every set and recipe that has its numbers, under one title."""
 
     def parts(grid: Grid, store: Store) -> list[str]:
@@ -102,10 +82,8 @@ def levels_of(volumes: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _heading(cell: Cell) -> dict[str, str]:
-    return {
-        "method": cell["label"],
-        "ranks (nodes x each)": f"{cell['size']} ({cell['nodes']} x {cell['ranks_per_node']})",
-    }
+    ranks = f"{cell['size']} ({cell['nodes']} x {cell['ranks_per_node']})"
+    return {"method": cell["label"], "ranks (nodes x each)": ranks}
 
 
 def describe(panel: Sequence[Cell]) -> str:
@@ -127,10 +105,8 @@ def step_times(panel: list[Cell]) -> str:
     for cell in panel:
         row = _heading(cell)
         row["method"] += f" (mean of {cell['period']} steps)" if cell.get("period", 1) > 1 else ""
-        row |= {
-            "step, ms": ms(cell["step_seconds"]),
-            "quartiles, ms": " to ".join(map(ms, cell.get("quartiles") or [None])),
-        }
+        row["step, ms"] = ms(cell["step_seconds"])
+        row["quartiles, ms"] = " to ".join(map(ms, cell.get("quartiles") or [None]))
         row |= {f"{name}, ms": ms(cell["phases"].get(phase)) for phase, name in PHASES.items()}
         row["tokens/s"] = number(cell["tokens_per_second"], ",.0f")
         start = f" (from {cell['smallest_size']})" if cell["smallest_size"] > smallest else ""
@@ -155,10 +131,8 @@ def prediction(panel: list[Cell]) -> str:
     cells, rows = [cell for cell in panel if cell["residual"] is not None], []
     for cell in cells:
         predicted, phases = cell["predicted"], cell["phases"]
-        row = _heading(cell) | {
-            "predicted, ms": ms(predicted["step_seconds"]),
-            "measured, ms": ms(cell["step_seconds"]),
-        }
+        row = _heading(cell) | {"predicted, ms": ms(predicted["step_seconds"])}
+        row["measured, ms"] = ms(cell["step_seconds"])
         row["residual, %"] = number(cell["residual"], "+.1f", 100)
         for part in ("compute", "exposed", "optimizer"):
             row[f"{PHASES[part]}, predicted / measured"] = f"{ms(predicted.get(part))} / {ms(phases.get(part))}"
@@ -166,11 +140,8 @@ def prediction(panel: list[Cell]) -> str:
     if not rows:
         return ""
     worst = max(cells, key=lambda cell: abs(cell["residual"]))
-    where = f"{worst['label']}, {worst['size']} ranks"
-    return (
-        f"Largest residual, (predicted - measured) / measured: {100 * worst['residual']:+.1f} % ({where}).\n\n"
-        + markdown(rows)
-    )
+    largest = f"{100 * worst['residual']:+.1f} % ({worst['label']}, {worst['size']} ranks)"
+    return f"Largest residual, (predicted - measured) / measured: {largest}.\n\n{markdown(rows)}"
 
 
 def interface_bytes(panel: list[Cell]) -> str:
@@ -194,181 +165,10 @@ def sweep_losses(panel: list[Cell]) -> str:
     return markdown(rows)
 
 
-# --------------------------------------------------------------------------------------------- shard axis
-
-
-def _ratio(over: float | None, under: float | None, form: str = ".2f") -> str:
-    return format(over / under, form) if over and under else "-"
-
-
-def _by_count(cells: list[Cell]) -> dict[int, dict[str, Cell]]:
-    """Return the cells by number of micro-batches, then by method."""
-    found: dict[int, dict[str, Cell]] = {}
-    for cell in cells:
-        found.setdefault(cell["micro_batches"], {})[cell["method"]] = cell
-    return dict(sorted(found.items()))
-
-
-def _form(count: int, cell: Cell) -> dict[str, str]:
-    """Return the first columns; labels of earlier runs repeat the number of micro-batches."""
-    return {"micro-batches": str(count), "method": cell["label"].partition(f", {count} micro-batch")[0]}
-
-
-def _verdict(found: float, target: float, holds: bool) -> dict[str, str]:
-    return {"ratio": format(found, ".2f"), "target": format(target, ".2f"), "holds": "yes" if holds else "no"}
-
-
-def shard_steps(cells: list[Cell]) -> str:
-    rows = []
-    for count, by_method in _by_count(cells).items():
-        for cell in by_method.values():
-            row = _form(count, cell) | {"step, ms": ms(cell["step_seconds"])}
-            for name in ("dense", "zeropp-published"):
-                if other := by_method.get(name):
-                    speedup = _ratio(other["step_seconds"], cell["step_seconds"])
-                    row[f"speed-up over {_form(count, other)['method']}"] = speedup
-            for part, names in SHARD_PARTS.items():
-                row[f"{part}, ms"] = ms(sum(cell["by_phase"].get(one, 0.0) for one in names))
-            rows.append(row)
-    return markdown(rows)
-
-
-def shard_targets(cells: list[Cell]) -> str:
-    rows = []
-    for count, by_method in _by_count(cells).items():
-        for name, other, target in SHARD_TARGETS:
-            if name in by_method and other in by_method:
-                found = by_method[other]["step_seconds"] / by_method[name]["step_seconds"]
-                row = _form(count, by_method[name]) | {"over": _form(count, by_method[other])["method"]}
-                rows.append(row | _verdict(found, target, found >= target))
-    return markdown(rows)
-
-
-def shard_exchange(cells: list[Cell]) -> str:
-    """Time of TAGC's exchange of gradients, index included, against FSDP2's."""
-
-    def seconds(cell: Cell) -> float:
-        return sum(cell["by_phase"].get(name, 0.0) for name in ("shard gradients", "shard index"))
-
-    rows = []
-    for count, by_method in _by_count(cells).items():
-        for name, cell in by_method.items():
-            if not name.startswith("tagc") or "dense" not in by_method:
-                continue
-            dense, own = seconds(by_method["dense"]), seconds(cell)
-            found = dense / own if own else 0.0
-            row = _form(count, cell) | {"dense, ms": ms(dense), "own, ms": ms(own)}
-            rows.append(row | _verdict(found, EXCHANGE_TARGET, found >= EXCHANGE_TARGET))
-    return markdown(rows)
-
-
-def shard_bytes(cells: list[Cell]) -> str:
-    rows = []
-    for cell in (cell for by_method in _by_count(cells).values() for cell in by_method.values()):
-        for level, kinds in cell.get("by_kind", {}).items():
-            nic, counted = cell["nic"][level], sum(kinds.values())
-            if not counted:
-                continue
-            network = sum(value for key, value in cell["planned"].items() if key.startswith("network"))
-            planned = network if level == "network" else sum(cell["planned"].values()) - network
-            by_kind = ", ".join(f"{kind} {megabytes(value)}" for kind, value in sorted(kinds.items()) if value)
-            row = _form(cell["micro_batches"], cell) | {"link": level, "interface": megabytes(nic)}
-            row |= {"counted": megabytes(counted), "closed form": megabytes(planned)}
-            row |= {"interface / counted": _ratio(nic, counted, ".3f")}
-            rows.append(row | {"interface / closed form": _ratio(nic, planned, ".3f"), "counted by kind": by_kind})
-    return markdown(rows)
-
-
-def shard_losses(grid: Grid, store: Store) -> list[str]:
-    parts = ["## Losses by seed", "Gaps are to the run of the same seed with FSDP2's collectives."]
-    for one in grid.sets:
-        by_method: dict[str, dict[int, float]] = {}
-        for line in store.own.values():
-            if line["set"] == one.name and "validation_loss" in line["result"] and "step_seconds" not in line["result"]:
-                by_method.setdefault(line["method"], {})[line["options"]["debug.seed"]] = line["result"][
-                    "validation_loss"
-                ]
-        rows = []
-        for name in (name for name in grid.methods if name in by_method):
-            losses, dense = by_method[name], by_method.get("dense", {})
-            row = {"steps": str(one.steps), "method": grid.methods[name]["label"], "seeds": str(len(losses))}
-            row["validation loss"] = spread(list(losses.values()), ".4f")
-            gaps = [loss / dense[seed] - 1 for seed, loss in sorted(losses.items()) if seed in dense]
-            if name == "dense" or not gaps:
-                rows.append(row | dict.fromkeys(("gap, %", "by seed", "target", "holds"), "-"))
-                continue
-            target = TAGC_LOSS_TARGET if name.startswith("tagc") else LOSS_TARGET
-            row |= {"gap, %": spread([100 * gap for gap in gaps], "+.2f")}
-            row |= {"by seed": ", ".join(f"{100 * gap:+.2f}" for gap in gaps), "target": f"{100 * target:.1f}"}
-            rows.append(row | {"holds": "yes" if statistics.mean(gaps) <= target else "no"})
-        parts += [f"### Set {one.name}", markdown(rows)] if rows else []
-    return parts if len(parts) > 2 else []
-
-
-# -------------------------------------------------------------------------------------------- other tables
-
-
-def weights(grid: Grid, store: Store) -> list[str]:
-    """Losses of BF16 weights by density and compute dtype, against FP32 weights of the same seed."""
-    runs: dict[tuple[float, str], dict[str, dict[int, Cell]]] = {}
-    for line in store.own.values():
-        if "validation_loss" in line["result"]:
-            options = line["options"]
-            setting = options["sync.scape.density"], options["training.mixed_precision_param"]
-            forms = runs.setdefault(setting, {})
-            forms.setdefault(line["result"]["label"], {})[options["debug.seed"]] = line["result"]
-    rows, base = [], grid.methods["fp32"]["label"]
-    for (density, compute), forms in sorted(runs.items()):
-        for form in sorted(forms, key=lambda label: (label != base, -len(forms[label]), label)):
-            found = dict(sorted(forms[form].items()))
-            pairs = [(r, forms[base][seed]) for seed, r in found.items() if seed in forms.get(base, {})]
-            gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
-            error, excess = (
-                max((r[k] for r in found.values() if k in r), default=None)
-                for k in ("master_distance", "excess_length")
-            )
-            row = {"density": f"{density:g}", "forward": compute, "weights": form}
-            row["validation loss, by seed"] = ", ".join(f"{r['validation_loss']:.4f}" for r in found.values())
-            row["gap to FP32 weights, %"] = spread(gaps, "+.2f") if gaps and form != base else ""
-            row["distance from the master, L2"] = "" if error is None else f"{error:.2e}"
-            rows.append(row | {"excess length": "" if excess is None else f"{excess:+.2e}"})
-    return [markdown(rows)] if rows else []
-
-
-def methods(grid: Grid, store: Store) -> list[str]:
-    """One run of each method: loss, step time, the optimizer's share and bytes."""
-    rows = []
-    for line in (line for line in store.own.values() if "seconds_by_phase" in line["result"]):
-        run = line["result"]
-        seconds, sent = run["seconds_by_phase"], sum(run["bytes_sent_per_step_and_rank"].values())
-        own, planned = sum(seconds.get(p, 0.0) for p in OPTIMIZER_PHASES), run["planned_bytes_per_step_and_rank"]
-        row = {"method": run["label"], "final validation loss": f"{run['validation_loss']:.4f}"}
-        row["step, ms"] = f"{1e3 * run['seconds_per_step']:.0f}"
-        row["optimizer, % of forward + backward"] = f"{100 * own / seconds['forward_backward']:.1f}"
-        exchange = seconds.get("exchange", 0.0)
-        row["without the exchange, %"] = f"{100 * (own - exchange) / seconds['forward_backward']:.1f}"
-        row |= {"sent per step and rank, MB": f"{sent / 1e6:.3f}", "after warm-up, MB": f"{planned / 1e6:.3f}"}
-        rows.append(row | {"of dense, %": f"{100 * planned / run['dense_bytes_per_step_and_rank']:.1f}"})
-    return [markdown(rows)] if rows else []
-
-
 PER_STEP_AND_NODE = "MB (1e6 bytes) sent per step and node."
-SHARD_READING = """\
-Medians over the measured steps, of the slowest rank. "Weights" to "update" is time in collectives of the shard axis, waiting
-for other ranks included; "replicas" is the exchange of the replicate axis and, with three levels, coding of the update. ZeRO++
-as published gathers across nodes in every forward pass. Three levels as published: BF16 values after a step, a secondary
-partition over two ranks; across nodes gradients are reduce-scattered in FP32, as many bytes as the published all-reduce in 16
-bits. In TAGC's paper compute is 22.4 % of FSDP's backward pass."""
 TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
-    "step_times": _by_set(step_times, "Step times"),
-    "prediction": _by_set(prediction, "Predicted and measured steps"),
-    "interface_bytes": _by_set(interface_bytes, "Bytes of the ranks and of the interfaces", PER_STEP_AND_NODE),
-    "sweep_losses": _by_set(sweep_losses, "Validation losses"),
-    "shard_steps": _by_set(shard_steps, "Step times", SHARD_READING),
-    "shard_targets": _by_set(shard_targets, "Targets of the step times"),
-    "shard_exchange": _by_set(shard_exchange, "Exchange of gradients"),
-    "shard_bytes": _by_set(shard_bytes, "Bytes of the shard axis", PER_STEP_AND_NODE),
-    "shard_losses": shard_losses,
-    "weights": weights,
-    "methods": methods,
+    "step_times": by_set(step_times, "Step times"),
+    "prediction": by_set(prediction, "Predicted and measured steps"),
+    "interface_bytes": by_set(interface_bytes, "Bytes of the ranks and of the interfaces", PER_STEP_AND_NODE),
+    "sweep_losses": by_set(sweep_losses, "Validation losses"),
 }

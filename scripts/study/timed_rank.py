@@ -5,13 +5,12 @@ The environment variable TIMED_RUN contains, as JSON:
     output         file for the measurement, written by rank 0
     warm_up        steps that are not measured, the first, dense one included
     period         steps over which means are taken; 1: medians
-    compute        seconds; forward and backward are a wait of that length, and every step has the gradients of the first
-                   one. Absent: they are real
+    compute        seconds that forward and backward wait, with the gradients of the first step. Absent: they are real
     plain          true: no FSDP around the model
     peer, rank     data-parallel training of peers.py in the place of our method, and PowerSGD's rank
     every_forward  true: weights that cross nodes once per update (hpZ) do so in every forward pass, as published
-    calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange; their time is
-                   the cost of passes and trainer on this host
+    calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange, which
+                   cost passes and trainer alone
 
 All other arguments are the trainer's command line.
 """
@@ -218,9 +217,6 @@ def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
         for hook, kind in ((CountedAllGather, WEIGHTS), (CountedReduceScatter, GRADIENTS)):
             stack.enter_context(replaced(hook, "__call__", timer.timed(SHARD[kind], hook.__call__)))
         yield
-
-
-# ----------------------------------------------------------------------------------- passes without an exchange
 
 
 class _SilentCollectives(DryRunCollectives):

@@ -12,8 +12,8 @@ from scripts.study.grid import BudgetSet, Grid, RunSpec
 class Tuning:
     """The runs of a method with the first seed of a set: the set's learning rates, then at most `further` more.
 
-    If the best rate is at an edge of the rates tried, a further run takes the next rate beyond it. Otherwise it takes the
-    best rate with another value of the options that the grid declares under `also`. Every method has the same budget.
+    If the best rate is at an edge of the rates tried, a further run takes the next rate beyond it. Otherwise it takes
+    the best rate with another value of the options that the grid declares under `also`.
 
     Args:
         loss: Returns the loss of a run; None if it has not run or has failed.

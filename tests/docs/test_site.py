@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT
 
 
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", f"--config-file={folder / 'mkdocs.yml'}"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--config-file={folder / 'mkdocs.yml'}"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
         [*command, f"--site-dir={site}"], capture_output=True, text=True, env=environment, timeout=120

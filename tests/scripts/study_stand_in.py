@@ -21,6 +21,7 @@ tables = ["budgets"]
 figures = ["frontier", "gap", "steps"]
 gaps = ["AdamS"]
 limits = [0.003, 0.005, 0.012, 0.025, 0.05, 0.12]
+beside = "scape"
 standard_error = true
 target = true
 not_on_frontier = ["scape-0.1"]
@@ -61,8 +62,8 @@ SMALL = {
     "learning_rates": [1e-3, 2e-3, 4e-3],
     "seeds": [0, 1],
 }
-# Writes a trainer's outputs at once. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It appends its
-# name to the file CALLS; with FAILS in the environment it fails with SCAPE at 4e-3.
+# Writes a trainer's outputs at once. The loss is lowest at a learning rate of 2e-3, and 10 % higher with SCAPE. It
+# appends its name to the file CALLS; with FAILS in the environment it fails with SCAPE at 4e-3.
 TRAINER = """
 import json, os, sys
 from pathlib import Path

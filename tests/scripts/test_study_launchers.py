@@ -32,7 +32,8 @@ def declare(folder: Path, *sets: dict[str, Any]) -> Path:
     """Write a grid with the methods of network_bound.toml."""
     text = f'recipe = "{EMBEDDED}"\nmethods_of = "{GRIDS / "network_bound.toml"}"\n'
     text += '[report]\ntables = ["step_times", "shard_steps", "shard_losses"]\n[methods]\n'
-    text += 'tagc = { label = "TAGC, 10 %", sync.method = "dense", optimizer.name = "AdamW", sharding.gradients = "tagc", sharding.tagc.sparsity = 0.9 }\n'
+    text += 'tagc = { label = "TAGC, 10 %", sync.method = "dense", optimizer.name = "AdamW", '
+    text += 'sharding.gradients = "tagc", sharding.tagc.sparsity = 0.9 }\n'
     for one in sets:
         pairs = [f"{key} = {toml(value)}" for key, value in {"name": "all", **one}.items()]
         text += "[[sets]]\n" + "\n".join(pairs) + "\n"
@@ -215,7 +216,7 @@ def test_a_run_for_its_loss_with_a_shard_axis(tmp_path: Path) -> None:
 
 
 def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
-    """sbatch runs the job at once. The first method fails, the second is measured; the next command submits the first alone."""
+    """sbatch runs the job at once. The first method fails; the next command submits it alone."""
     programs = stand_ins(tmp_path)
     sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\nbash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
     for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):

@@ -179,6 +179,26 @@ def test_an_interrupt_ends_the_children_and_stores_nothing(study: Study, monkeyp
     assert not study.output.exists()
 
 
+def test_a_run_that_continues_another_waits_for_it(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Grid(GRIDS / "observations.toml")
+    one = Queue(grid, grid.choose(["embedded"]), Store(study.output), jobs=2, work=study.output.parent / "work")
+    started: list[str] = []
+
+    def ends(spec: RunSpec, out: Path) -> list[str]:
+        if "start_from" in spec.about:
+            raise ValueError(f"{out} has no checkpoint")
+        started.append(spec.method)
+        return [sys.executable, "-S", "-c", "import sys; sys.exit(2)"]
+
+    monkeypatch.setattr(queue, "process_command", ends)
+    one._start(one.missing()[0])
+    following = one._next()
+    assert following is not None and following.method == "adams", "adamw-topk continues adamw, which runs"
+    one.run()
+    assert started == ["adamw", "adams"] and len(one.failed) == 4
+    assert sum("has no checkpoint" in line["result"]["error"] for line in Store(study.output).own.values()) == 2
+
+
 def test_runs_in_turn_continue_after_a_failure(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
     """Launchers that measure one run after the other."""
     grid = Grid(declare(study.grid, SMALL | {"learning_rates": [1e-3], "seeds": [0]}))
@@ -224,7 +244,7 @@ def test_an_incomplete_line_is_ignored_and_the_last_line_of_a_key_counts(tmp_pat
     with open(tmp_path / "runs.jsonl", "a") as file:
         file.write('{"key": "' + second.key + '", "set": "small", "resu')
     store = Store(tmp_path)
-    assert store.loss(first) == 2.0 and store.result(second.key) is None and not store.failed
+    assert store.loss(first) == 2.0 and store.result(second.key) is None
     store.keep(second, {"validation_loss": 3.0}, "", {})
     assert Store(tmp_path).loss(second) == 3.0 and Store(tmp_path).loss(first) == 2.0
 

@@ -38,7 +38,7 @@ def test_the_report_has_the_numbers_of_the_runs(study: Study) -> None:
 
 
 def test_the_limits_have_the_best_method_for_its_bytes(study: Study) -> None:
-    """Made-up losses. A variant that the grid leaves out is not listed; one good seed (few) is not better than two (coded)."""
+    """A variant that the grid leaves out is not listed; one good seed (few) is not better than two (coded)."""
     losses = {"dense-adams": 2.0, "dense-adamw": 1.9, "scape-0.1": 1.8, "slow": 2.04, "coded": 2.02, "few": 2.019}
     one = SMALL | {"learning_rates": [2e-3]}
     study.run(one | {"methods": [*losses][:-1]}, one | {"name": "seed", "methods": ["few"], "seeds": [0]})
