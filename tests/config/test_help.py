@@ -29,7 +29,7 @@ def test_every_key_of_this_project_has_a_description() -> None:
 
 
 def test_an_unknown_section_is_refused() -> None:
-    with pytest.raises(ValueError, match="--help sink: there is no such section; the sections are sync, sync.dense"):
+    with pytest.raises(ValueError, match="--help sink: there is no such section; the sections are sync, sync"):
         parse(["--help", "sink"])
 
 
