@@ -15,22 +15,16 @@ from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.type_checks import check_value
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.cost import share_of_dense
-from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.powersgd.options import PowersgdOptions
-from torchtitan_scape.methods.quantized.options import QuantizedOptions
-from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
-from torchtitan_scape.methods.sparta.options import SpartaOptions
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
-from torchtitan_scape.methods.tagc.options import TagcOptions
-from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 
+METHODS_PAGE = "docs/reference/methods/index.md"
+LLAMA = get_workload("llama_1_8b").local(1)
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
 # Programs, variables and keys of others.
@@ -155,55 +149,66 @@ def test_blocks_of_configuration_are_valid(page: str) -> None:
         json.loads(block)
 
 
-def test_the_methods_of_the_readme() -> None:
-    """Their names, optimizers, shares of dense bytes and memory, for Llama-1.8B as the planner has it."""
-    model = get_workload("llama_1_8b").local(1)
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the rows below a heading of the table that starts with this cell."""
+    _, _, table = read(page).partition(f"| {heading} |")
+    rows = table.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in rows]
 
-    def share(options: MethodOptions, replicas: int) -> float:
-        return 100 * share_of_dense(options, model, replicas)
 
-    def held(options: MethodOptions, replicas: int) -> float:
-        own, adams = (sum(PlannedRun(one).device_memory(model, replicas).values()) for one in (options, DenseOptions()))
-        return (own - adams) / model.entries
+def sent_and_held(options: MethodOptions, replicas: int) -> tuple[str, str]:
+    """Return the share of dense bytes and the memory beyond dense AdamS, for Llama-1.8B as the planner has it."""
+    own, adams = (sum(PlannedRun(one).device_memory(LLAMA, replicas).values()) for one in (options, DenseOptions()))
+    return f"{100 * share_of_dense(options, LLAMA, replicas):.3g} %", f"{(own - adams) / LLAMA.entries:.2f}"
 
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", read("README.md"), re.M))
-    assert rows.keys() == METHODS.keys()
+
+def test_the_table_of_the_methods() -> None:
+    """Bytes and memory of every row are the planner's closed forms, and every method has a row with its defaults."""
+    with_defaults = []
+    for cells in rows_of(METHODS_PAGE, "Method | Setting"):
+        name, setting = cells[0].strip("`"), cells[1].strip("`")
+        given = {} if setting == "defaults" else tomllib.loads(f"given = {{ {setting} }}")["given"]
+        with_defaults += [] if given else [name]
+        (sent4, held4), (sent16, held16) = (sent_and_held(METHODS[name].options(**given), n) for n in (4, 16))
+        assert cells[2:] == [sent4, sent16, held4, held16], cells
+    assert with_defaults == list(METHODS)
+
+
+def test_every_method_has_a_page_and_its_optimizers() -> None:
+    families = {(False, False): "gradients", (True, False): "local updates", (False, True): "moment"}
+    expected = []
     for name, entry in METHODS.items():
-        assert f"| {', '.join(entry.optimizers)} |" in rows[name]
-    coded, plain = ScapeOptions(density=0.05, wire="int4"), ScapeOptions(density=0.1)
-    two = ScapeOptions(density=0.025, wire="2bit")
-    expected = f"{share(coded, 16):.1f} % at density 0.05 in four bits, {share(two, 4):.1f} % at 0.025 in two, "
-    assert f"{expected}{share(plain, 4):.1f} % at 0.1 in FP32" in rows["scape"]
-    assert f"{held(coded, 4):.2f} / {held(coded, 16):.2f} at 0.05, {held(two, 16):.2f} at 0.025" in rows["scape"]
-    topk, powersgd = TopkOptions(density=0.01), PowersgdOptions(rank=4)
-    assert f"{share(topk, 4):.1f} / {share(topk, 16):.1f} % at density 0.01" in rows["topk"]
-    assert f"| {held(topk, 4):.1f} / {held(topk, 16):.1f} |" in rows["topk"]
-    tagc = TagcOptions(density=0.0125)
-    assert f"{share(tagc, 4):.1f} / {share(tagc, 16):.1f} % at density 0.0125" in rows["tagc"]
-    assert f"| {held(tagc, 4):.1f} / {held(tagc, 16):.1f} |" in rows["tagc"]
-    assert f"{share(powersgd, 4):.2f} % at rank 4" in rows["powersgd"]
-    assert f"| {held(powersgd, 16):.1f} |" in rows["powersgd"]
-    demo, signs = DemoOptions(), DemoOptions(values="sign")
-    assert f"the {demo.k} largest" in rows["demo"]
-    for of, sent_by in ((": ", demo), ("their signs: ", signs)):
-        assert f"{of}{share(sent_by, 4):.1f} / {share(sent_by, 16):.1f} %" in rows["demo"]
-    assert f"| {held(demo, 4):.1f} / {held(demo, 16):.1f} |" in rows["demo"]
-    radius = RadiusOptions(density=0.4)
-    assert f"{share(radius, 4):.1f} % at density 0.4" in rows["radius"]
-    assert f"keep for {radius.interval} steps" in rows["radius"]
-    assert f"| {held(radius, 16):.1f} |" in rows["radius"]
-    for name, method in (
-        ("diloco", DilocoOptions(inner_steps=30)),
-        ("streaming_diloco", StreamingDilocoOptions(inner_steps=100)),
-    ):
-        assert f"every {method.inner_steps} steps" in rows[name] and f": {share(method, 4):.2g} %" in rows[name]
-        assert f"| {held(method, 4):.1f} |" in rows[name]
-    parts = SpartaOptions(interval=3)
-    assert f"in one bit: {share(parts, 4):.1f} %" in rows["sparta"]
-    assert f"| {held(parts, 4):.1f} / {held(parts, 16):.1f} |" in rows["sparta"]
-    sparse = SparselocoOptions()
-    assert f"in two bits: {share(sparse, 4):.2f} / {share(sparse, 16):.2f} %" in rows["sparseloco"]
-    assert f"| {held(sparse, 4):.1f} / {held(sparse, 16):.1f} |" in rows["sparseloco"]
-    four, eight = QuantizedOptions(), QuantizedOptions(code="int8")
-    assert f"{share(four, 4):.1f} % (in eight: {share(eight, 16):.1f} %)" in rows["quantized"]
-    assert f"| {held(four, 16):.1f} |" in rows["quantized"]
+        method = entry.method
+        family = families[method.per_replica_weights, method.holds_optimizer_state]
+        expected.append([f"[`{name}`]({name}.md)", ", ".join(entry.optimizers), family])
+    assert rows_of(METHODS_PAGE, "Method | Optimizers") == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_options_of_a_method(name: str) -> None:
+    """A method's page lists its keys with their defaults."""
+    rows = rows_of(f"docs/reference/methods/{name}.md", f"Key of `[sync.{name}]`")
+    listed = {cells[0].strip("`"): value_of(cells[1].strip("`")) for cells in rows}
+    assert listed == vars(METHODS[name].options())
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "dense"])
+def test_the_examples_of_a_method(name: str) -> None:
+    """MB per step and share of dense, of a table whose replicas are in its heading or in a column."""
+    page = f"docs/reference/methods/{name}.md"
+    heading = re.search(r"^\| (Setting, Llama-1.8B(?:, (\d+) replicas)?) \|", read(page), re.M)
+    assert heading
+    for setting, *others, shown, share in rows_of(page, heading[1]):
+        given = {} if setting == "default" else tomllib.loads(f"given = {{ {setting.strip('`')} }}")["given"]
+        options, replicas = METHODS[name].options(**given), int(heading[2] or others[0])
+        assert sent_and_held(options, replicas)[0] == share, setting
+        sent = share_of_dense(options, LLAMA, replicas) * 8 * (replicas - 1) / replicas * LLAMA.entries / 1e6
+        assert abs(float(shown.replace(",", "")) - sent) <= (0.0501 if "." in shown else 0.501), (setting, sent)
+
+
+def test_the_options_of_the_shard_axis() -> None:
+    page = "docs/reference/sharding.md"
+    for section in (ShardingOptions(), TagcShardingOptions(), LevelsOptions()):
+        rows = rows_of(page, f"Key of `[{section.section}]`")
+        listed = {cells[0].strip("`"): value_of(cells[1].strip("`")) for cells in rows}
+        assert listed == {key: value for key, value in vars(section).items() if not is_dataclass(value)}
