@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
+from topology.layout import Layout
+from topology.machines import get_machine
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.type_checks import check_value
@@ -19,11 +21,13 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.sharding.cost import flat_rows, shard_bytes, shard_memory
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 
 METHODS_PAGE = "docs/reference/methods/index.md"
+SHARDING_PAGE = "docs/reference/sharding.md"
 LLAMA = get_workload("llama_1_8b").local(1)
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
@@ -207,8 +211,44 @@ def test_the_examples_of_a_method(name: str) -> None:
 
 
 def test_the_options_of_the_shard_axis() -> None:
-    page = "docs/reference/sharding.md"
+    page = SHARDING_PAGE
     for section in (ShardingOptions(), TagcShardingOptions(), LevelsOptions()):
         rows = rows_of(page, f"Key of `[{section.section}]`")
         listed = {cells[0].strip("`"): value_of(cells[1].strip("`")) for cells in rows}
         assert listed == {key: value for key, value in vars(section).items() if not is_dataclass(value)}
+
+
+def test_the_bytes_of_the_shard_axis() -> None:
+    """ZeRO++ and TAGC on four nodes of two ranks, three levels on eight nodes of eight, in MB per step."""
+    workload = get_workload("llama_1_8b")
+    layout = Layout(world_size=8, ranks_per_node=2, machine=get_machine("vista"), replicate=1, shard=8)
+    rows = flat_rows(workload, 8)
+
+    def planned(options: ShardingOptions) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
+        plan = options.planned(layout, "bfloat16", on_cpu=False)
+        return shard_bytes(plan, rows, layout, micro_batches=1), shard_memory(plan, rows, layout)
+
+    example = ShardingOptions(**tomllib.loads(blocks(SHARDING_PAGE, "toml")[0])["sharding"])
+    for setting, *shown in rows_of(SHARDING_PAGE, "Setting | Weights, network"):
+        given = tomllib.loads(f"given = {{ {setting.strip('`')} }}")["given"] if setting.startswith("`") else {}
+        sent, _ = planned(example if setting == "the example above" else ShardingOptions(**given))
+        ends = [(level, kind) for kind in ("weights", "gradients") for level in ("network", "node")]
+        assert shown == [f"{sent[end] / 1e6:,.0f}" for end in ends], setting
+    text = read(SHARDING_PAGE)
+    held = planned(example)[1]
+    assert f"{held['secondary weights'] / 1e6:.0f} MB" in text and f"{held['shard messages'] / 1e6:.0f} MB" in text
+    sent, held = planned(ShardingOptions(gradients="tagc"))
+    assert f"{sent['network', 'gradients'] / 1e6:,.0f} MB of gradients" in text
+    assert f"{sent['network', 'index'] / 1e6:.0f} MB" in text and f"{held['shard residual'] / 1e6:,.0f} MB" in text
+
+    frontier = Layout(world_size=64, ranks_per_node=8, machine=get_machine("frontier"), replicate=8, shard=8)
+    for (method, *rest), summed in zip(rows_of(SHARDING_PAGE, "Method | GCD pair"), (True, True, False), strict=True):
+        code: Any = "int8" if "int8" in method else "float32"
+        levels = LevelsOptions(weights=2, gradients=8, sum=code)
+        plan = ShardingOptions(weights="int8", gradients="int4", levels=levels).plan(8, summed, "bfloat16")
+        assert plan is not None
+        by_level: dict[str, float] = {}
+        for (level, _), nbytes in plan.sent(workload.parameters, 2, 1, frontier).items():
+            by_level[level] = by_level.get(level, 0.0) + nbytes / 1e6
+        network = f"{by_level['network']:,.0f}" if summed else "exchange of the method"
+        assert rest == [f"{by_level['gcd_pair']:,.0f}", f"{by_level['node']:,.0f}", network], method
