@@ -14,12 +14,6 @@ from tests.docs.pages import PAGES, ROOT, blocks, headings, links, numbers, quot
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.type_checks import check_value
-from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.cost import share_of_dense
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.run import PlannedRun
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 # First cell of a table -> other studies that it quotes, and numbers that no report contains, with the reason.
@@ -176,29 +170,6 @@ def test_blocks_of_configuration_are_valid(page: str) -> None:
         check_table(JobConfig, table, "")
     for block in blocks(page, "json"):
         json.loads(block)
-
-
-def test_the_table_of_methods_matches_the_planner() -> None:
-    """Shares of dense bytes and memory of docs/reference/methods equal the closed forms for Llama-1.8B."""
-    model = get_workload("llama_1_8b").local(1)
-
-    def held(options: MethodOptions, replicas: int) -> float:
-        own, adams = (sum(PlannedRun(one).device_memory(model, replicas).values()) for one in (options, DenseOptions()))
-        return (own - adams) / model.entries
-
-    rows = re.findall(r"^\| \[`(\w+)`\]\(\w+\.md\) \| (.*) \|$", read("docs/reference/methods/index.md"), re.M)
-    assert [name for name, _ in rows] == list(METHODS)
-    for name, row in rows:
-        setting, *figures = row.split(" | ")
-        settings = tomllib.loads("\n".join(re.findall(r"`([^`]+)`", setting)))
-        options = METHODS[name].options(**settings)
-        shares = [f"{100 * share_of_dense(options, model, replicas):.3g} %" for replicas in (4, 16)]
-        assert figures == [*shares, *(f"{held(options, replicas):.2f}" for replicas in (4, 16))], name
-        page = read(f"docs/reference/methods/{name}.md")
-        assert all(f"| `{field.name}` |" in page for field in fields(options)) and all(
-            figure in page for figure in figures
-        )
-        assert ", ".join(METHODS[name].optimizers) in page
 
 
 def test_the_site_has_all_pages() -> None:

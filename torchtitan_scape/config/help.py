@@ -2,7 +2,7 @@
 
 import textwrap
 
-from torchtitan_scape.config.reference import Section, sections
+from torchtitan_scape.config.reference import ConfigSection, sections
 
 WIDTH = 100
 USAGE = """\
@@ -35,7 +35,7 @@ def help_text(topic: str = "") -> str:
     return "\n".join(_section(one) for one in chosen)
 
 
-def _overview(found: list[Section]) -> str:
+def _overview(found: list[ConfigSection]) -> str:
     lines = []
     for title, own in (("sections of this project", True), ("sections of TorchTitan", False)):
         lines.append(f"{title}:")
@@ -51,7 +51,7 @@ def _overview(found: list[Section]) -> str:
     return "\n".join(lines)
 
 
-def _section(section: Section) -> str:
+def _section(section: ConfigSection) -> str:
     lines = [f"[{section.name}] {section.summary}"]
     for key in section.keys:
         default = f" (default {key.default})" if key.default else ""

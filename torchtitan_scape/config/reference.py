@@ -32,7 +32,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """A TOML section, such as "sync.scape", with its keys in the order of the dataclass."""
 
     name: str
@@ -44,18 +44,18 @@ class Section:
         return self.name.split(".")[0] in OWN
 
 
-def sections() -> list[Section]:
+def sections() -> list[ConfigSection]:
     """Return all sections, those of this project first."""
     found = list(_sections(JobConfig, ""))
     order = {name: number for number, name in enumerate(OWN)}
     return sorted(found, key=lambda section: order.get(section.name.split(".")[0], len(order)))
 
 
-def _sections(section: Any, path: str) -> Iterator[Section]:
+def _sections(section: Any, path: str) -> Iterator[ConfigSection]:
     described = _descriptions(section)
     keys = [f for f in fields(section) if not is_dataclass(f.type)]
     if path:
-        yield Section(path, _summary(section, path), tuple(_key(f, described.get(f.name, "")) for f in keys))
+        yield ConfigSection(path, _summary(section, path), tuple(_key(f, described.get(f.name, "")) for f in keys))
     for field in fields(section):
         if is_dataclass(field.type):
             yield from _sections(field.type, f"{path}.{field.name}".lstrip("."))
@@ -121,8 +121,8 @@ def page() -> str:
         "# Configuration",
         "",
         "All keys of a recipe (TOML) and of the command line: `density` of `[sync.scape]` is `--sync.scape.density`.",
-        "`python -m torchtitan_scape.config.reference` generates this page; `./run_train.sh --help SECTION` shows the same",
-        "text.",
+        "`python -m torchtitan_scape.config.reference` generates this page. `./run_train.sh --help SECTION` shows the",
+        "same text.",
     ]
     title = ""
     for section in sections():
