@@ -221,6 +221,7 @@ class EmulatedSet:
         ]
         if any("peer" in spec.about for spec in self.specs):
             found.append(PEERS_NOTE)
+        found += ["No method has FSDP around its model, except TorchTitan's HSDP."] if self.plain else []
         if self.slowdown and (rate := self.store.noted("rate", self.one.name, {})):
             last, alone = rate["tried"][-1], rate["not_limited"]
             ratio = (last["without_exchange"] + last["exchange"]) / alone

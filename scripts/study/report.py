@@ -173,7 +173,7 @@ def setups(store: Store) -> list[str]:
             old = "" if line["source"] == "scripts.study" else " (a command of commit bc06ed0)"
             text = f"Set {line['set']}: `{line['command']}`{old}" + (f" on {machine}." if machine else ".")
             parts.append("\n".join([text, *(f"- {note}" for note in line["result"].get("notes", []))]))
-    return parts
+    return ["## Set-up", *parts] if parts else []
 
 
 def write_report(grid: Grid, folder: Path) -> Path:
