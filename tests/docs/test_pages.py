@@ -34,7 +34,7 @@ OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "the paper": ((), {"35"}),  # steps after the switch at step 100: the report has step 135
     # Gaps to dense Muon, computed from the losses of both reports.
     "method, optimizer": ((), {"7.6", "22.1", "12.4", "23.7", "0.3", "2.1", "8.5", "27.3", "13.0", "32.1"}),
-    "method": (("comparison",), set()),  # columns "on code" beside natural English
+    "density": ((), {"7"}),  # number of seeds; the report lists their losses
 }
 # The generated page quotes TorchTitan's descriptions.
 OWN_WORDS = [page for page in PAGES if page != "docs/reference/configuration.md"]
