@@ -27,11 +27,6 @@ ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_c
 MUON = "to dense Muon, %"
 # First cell of a table -> other studies that it quotes, and numbers that no report contains, with the reason.
 OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "links between replicas": (
-        ("speeches",),
-        {"400", "256"},
-    ),  # Gb/s of a link; tokens of a replica per step: 4,096 / 16
-    "the paper": ((), {"35"}),  # steps after the switch at step 100: the report has step 135
     # Gaps to dense Muon, computed from the losses of both reports.
     "method, optimizer": ((), {"7.6", "22.1", "12.4", "23.7", "0.3", "2.1", "8.5", "27.3", "13.0", "32.1"}),
     "density": ((), {"7"}),  # number of seeds; the report lists their losses
