@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from functools import cache
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -16,16 +17,13 @@ from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.type_checks import check_value
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
+# Column of gaps that are computed from the losses of the same table.
+MUON = "to dense Muon, %"
 # First cell of a table -> other studies that it quotes, and numbers that no report contains, with the reason.
 OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "links between replicas": (
-        ("speeches",),
-        {"400", "256"},
-    ),  # Gb/s of a link; tokens of a replica per step: 4,096 / 16
-    "the paper": ((), {"35"}),  # steps after the switch at step 100: the report has step 135
     # Gaps to dense Muon, computed from the losses of both reports.
     "method, optimizer": ((), {"7.6", "22.1", "12.4", "23.7", "0.3", "2.1", "8.5", "27.3", "13.0", "32.1"}),
-    "method": (("comparison",), set()),  # columns "on code" beside natural English
+    "density": ((), {"7"}),  # number of seeds; the report lists their losses
 }
 # The generated page quotes TorchTitan's descriptions.
 OWN_WORDS = [page for page in PAGES if page != "docs/reference/configuration.md"]
@@ -110,11 +108,39 @@ def test_numbers_of_a_study_are_those_of_its_report(page: str) -> None:
         others, exceptions = OTHER_NUMBERS.get(lines[0].strip("| ").split(" | ")[0], ((), set()))
         if studies:
             known = [number for study in studies.union(others) for number in report_numbers(study)]
-            for text in (text for line in lines[2:] for text in numbers(line) if text not in exceptions):
+            for text in (text for line in without(MUON, lines)[2:] for text in numbers(line) if text not in exceptions):
                 half = Decimal(5).scaleb(Decimal(text).as_tuple().exponent - 1)  # type: ignore[operator]
                 assert any(abs(one - Decimal(text)) <= half for one in known), (
                     f"{text} of {lines[0]} is not in {studies}"
                 )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_gaps_to_dense_muon_follow_from_the_losses(page: str) -> None:
+    """The reports have gaps to AdamW and AdamS. Gaps to Muon are computed from the row's losses, paired by seed."""
+    for _, lines in tables(page):
+        rows = [cells(line) for line in lines]
+        if MUON not in rows[0] or "losses" not in rows[0]:
+            continue
+        at, of = rows[0].index(MUON), rows[0].index("losses")
+        losses = {row[0]: [float(text) for text in numbers(row[of])] for row in rows[2:]}
+        for row in rows[2:]:
+            gaps = [100 * (one / base - 1) for one, base in zip(losses[row[0]], losses["Muon, dense"], strict=False)]
+            expected = [mean(gaps), *([stdev(gaps)] if len(gaps) > 1 else [])]
+            if row[0] != "Muon, dense":
+                assert [float(text) for text in numbers(row[at])] == pytest.approx(expected, abs=0.061), row
+                assert len(numbers(row[at])) == len(expected), row
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def without(column: str, lines: list[str]) -> list[str]:
+    """Return the lines of a table without a column."""
+    rows = [cells(line) for line in lines]
+    skipped = rows[0].index(column) if column in rows[0] else len(rows[0])
+    return [" | ".join(cell for i, cell in enumerate(row) if i != skipped) for row in rows]
 
 
 @cache

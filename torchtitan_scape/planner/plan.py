@@ -204,7 +204,7 @@ def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
     below = [str(n) for n, _, a in rows if not a.compress]
     gains = ", ".join(f"{n}: {a.gain:.2f} x (batch {batch})" for n, batch, a in rows)
     yield f"- nodes at which the gain is below 3 %: {', '.join(below) or 'none'} of these: {gains}"
-    yield "- in loss, if training is short (docs/benchmarks/results.md); this model predicts time only"
+    yield "- in loss, if training is short (docs/benchmarks/equal_steps.md); this model predicts time only"
 
 
 def _ms(seconds: float) -> str:
