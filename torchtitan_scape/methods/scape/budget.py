@@ -1,7 +1,7 @@
 """SCAPE's options for a budget of bytes. Imports no torch.
 
-The rule comes from the quality study (docs/benchmarks/quality_study.md, "Loss for bytes"): for the same bytes, fewer bits per entry give
-a lower loss than a lower density, down to four bits; below about 1 % of the dense bytes, down to two bits.
+The rule comes from docs/benchmarks/quality_study.md: for the same bytes, fewer bits per entry give a lower loss than a
+lower density, down to four bits; below about 1 % of the dense bytes, down to two bits.
 """
 
 import math
